@@ -1,0 +1,16 @@
+"""The error vocabulary: who made the mistake decides what happens.
+
+* `UserError`: a setting, a file or a row is wrong. One clear line naming the key, file or line; exit code 2.
+* A sample's mistake is no exception at all: it is a `Verdict` (see `types.py`).
+* `RunFailed`: the run cannot go on for a reason of its own (error budget spent, weights differ after a publish).
+  One clear line; exit code 1.
+* Our own mistake is an `assert` and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """A user's mistake. The message is one line that names the key, file or line to mend. Exit code 2."""
+
+
+class RunFailed(RuntimeError):
+    """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""

@@ -1,0 +1,78 @@
+"""`TrainBackend`: what the learner and the weight road need of a trainer. Lines marked [all] meet other ranks.
+
+Every backend passes `tests/dist/test_train_parity.py` against plain single-process Hugging Face + torch in fp32.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spmd_rl.batch import Batch
+
+Metrics = dict[str, float]
+
+
+class Loss(Protocol):
+    """A token loss bound to its settings: pure tensor mathematics, see `algo/losses.py`."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss per token, float32 [N], and named per-token quantities, each float32 [N], to be averaged.
+
+        `logprobs` and `entropy` are float32 [N] at the N tokens of `batch.loss_mask`, in order, the entropy detached;
+        the backend multiplies the loss with `batch.weights[batch.loss_mask]` and sums. Quantities are averaged over
+        the tokens of the global batch, unweighted.
+        """
+        ...
+
+
+class TrainBackend(Protocol):
+    """One role's model and optimizer (policy, reference, critic), sharded over the ranks as the backend likes."""
+
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """[all] Logprob and entropy of every sampled token: float32 [T] each, 0 outside `loss_mask`; no gradient.
+
+        Logits are divided by `temperature` first (1 for greedy). `batch` is this rank's share, and may be empty.
+        """
+        ...
+
+    def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
+        """[all] One optimizer step over the global batch, of which `batch` is this rank's share (empty is legal).
+
+        Returns, equal on all ranks: `loss`, `grad_norm` (before clipping), `lr`, `skipped` (1 where the gradient was
+        not finite and nothing changed), `num_microbatches`, and the global mean of each of the loss's quantities.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """[all] Every weight once, whole, under its Hugging Face name, in the compute dtype, in a fixed order.
+
+        A tensor is valid until the next one is asked for. Tied weights appear once, under the name that
+        `save_pretrained` keeps.
+        """
+        ...
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """[all] What `torch.distributed.checkpoint` shards and saves: model, optimizer; tensors only."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """[all] The inverse; also from a checkpoint written at another world size."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Plain numbers that must survive a resume beside the tensors: updates done, updates skipped in a row."""
+        ...
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """The inverse."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...

@@ -1,0 +1,181 @@
+"""The data vocabulary: what passes between stages, from a dataset row to a judged answer.
+
+Frozen slots dataclasses over the standard library only, so that rewards, environments and sidecars can import them
+without torch. Ids and floats that come in thousands are `array`s. Tensors live in `batch.py`.
+
+    Prompt -> Request -> Completion -> Turn -> Sample -> Group
+                                        `-> AnswerInfo -> Verdict
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+"""`stop`: an end-of-sequence token was sampled; `length`: the token limit was reached; `abort`: the scheduler gave up."""
+
+VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
+"""Only `ok` and `wrong_format` carry a score; the others take the sample out of its group's baseline."""
+
+SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message, as chat templates know it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem of a dataset. Example: `Prompt("9f..", (Message("user", "2+2?"),), "math", "4")`."""
+
+    id: str
+    """32 hex digits: blake2b-128 of the normalised content (`data.prompts.content_id`), or the row's own `id`."""
+    messages: tuple[Message, ...]
+    domain: str
+    """Names the rewarder: `reward.<domain>`."""
+    ground_truth: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an engine is asked for: continue `prompt_ids` until a stop token or the limit."""
+
+    id: str
+    prompt_ids: array  # 'i'
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy; logprobs are then those of temperature 1."""
+    seed: int
+    """64-bit. Token t is drawn from (seed, t): never from a stream, so neither batching nor placement changes it."""
+    order: tuple[int, ...] = ()
+    """(ticket, answer, turn): requests that wait are admitted in this order."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the answer; the sampled stop token is kept as its last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine gives back, once per request, when it finishes or is aborted."""
+
+    id: str
+    token_ids: array  # 'i', without the prompt
+    logprobs: array  # 'f', natural log, under the processed (temperature-scaled) distribution
+    versions: array  # 'i', policy version that sampled each token
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange of a rollout: the tokens put in front of the policy since the last turn, and what it answered."""
+
+    prompt_ids: array  # 'i': tokens appended by us (turn 0: the rendered prompt); never trained on
+    token_ids: array  # 'i': tokens the policy sampled, trained on
+    logprobs: array  # 'f'
+    versions: array  # 'i'
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerInfo:
+    """What a rewarder may know of an answer beside its text."""
+
+    num_tokens: int
+    finish_reason: FinishReason
+    turns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A rewarder's word on one answer. A verdict that is not `ok` or `wrong_format` is *not* a zero reward."""
+
+    status: VerdictStatus
+    score: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named terms of the score, logged per domain."""
+    detail: str = ""
+    """Why, for `timeout`, `error` and `rejected`: one line."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether `score` means anything."""
+        return self.status in SCORED
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished rollout: all its turns and its verdict."""
+
+    ticket: int
+    answer: int
+    turns: tuple[Turn, ...]
+    verdict: Verdict
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The order of everything: (ticket, answer), never rank or arrival."""
+        return (self.ticket, self.answer)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens sampled by the policy over all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the sequence, prompts included."""
+        return self.num_answer_tokens + sum(len(turn.prompt_ids) for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one prompt that are compared with each other, in answer order."""
+
+    prompt: Prompt
+    ticket: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Where a rank lives, as a sidecar client needs to know it."""
+
+    rank: int
+    local_rank: int
+    address: str
+    """ZMQ address of this node's sidecar host, the same on every rank of the node."""
+
+
+class Rewarder(Protocol):
+    """A plain class of a user's own; `async def score` is as good. See `rewards/` for examples to copy."""
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Judge one answer. An exception becomes an `error` verdict, never a zero."""
+        ...
+
+    @classmethod
+    def examples(cls) -> Iterable[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with the score each must get; a test runs them."""
+        ...
+
+
+class Scorer(Protocol):
+    """What the rollout needs of the sidecar: judge one answer, without blocking."""
+
+    async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Never raises for a sample's or a sidecar's failure: those come back as verdicts."""
+        ...
+
+
+def concat(arrays: Sequence[array], typecode: str) -> array:
+    """One array of all elements in order."""
+    out = array(typecode)
+    for part in arrays:
+        out.extend(part)
+    return out
