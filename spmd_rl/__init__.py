@@ -1,0 +1,28 @@
+"""Reinforcement learning for language models as one program that every rank runs.
+
+This file only sets the environment that must stand before torch (and its OpenMP) is loaded. A user's own value wins.
+"""
+
+import os
+
+__version__ = "0.1.0"
+
+
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _prepare_environment() -> None:
+    ranks_per_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    defaults = {
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning ranks that share cores run ten times slower
+        "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks_per_node)),  # torchrun sets 1 before we are asked
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+_prepare_environment()

@@ -1,0 +1,70 @@
+"""Build a causal language model from a Hugging Face directory: safetensors only, from disk only.
+
+Left out: sharded loading on the meta device (every rank reads the whole file once), tokenizers (`tokenizer.py`).
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from spmd_rl.errors import UserError
+from spmd_rl.model import attention as packed
+
+
+def build_model(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    attention: str = packed.NAME,
+) -> nn.Module:
+    """The model in `path` in eval mode, its weights in `dtype` on `device`; tied weights stay tied.
+
+    `attention` is a name that transformers knows, or `spmd_packed`, whose forward wants `packing=` (see
+    `attention.py`). UserError if `path` is no such directory, holds weights only as pickles, or does not load whole.
+    """
+    folder = model_directory(path)
+    packed.register()
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(f"policy.model: {folder} does not load: {_first_line(error)}") from error
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def model_directory(path: str | Path) -> Path:
+    """`path` with `~` resolved; UserError unless it looks like a model directory with safetensors."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"policy.model: no such directory: {folder}")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"policy.model: {folder} has no config.json: not a Hugging Face model directory")
+    if not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
+        hint = "only pickled weights, which are never loaded; convert them" if pickled else "no weights"
+        raise UserError(f"policy.model: {folder} has no *.safetensors ({hint})")
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

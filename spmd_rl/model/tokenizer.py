@@ -1,0 +1,91 @@
+"""Text to token ids and back, as the rollout needs it: render a prompt, decode an answer, know what ends one.
+
+    tokenizer = load_tokenizer("~/.cache/spmd_rl/models/smollm2-135m-instruct")
+    ids = tokenizer.render([Message("user", "2+2?")])
+
+The chat template is the model's own and is followed to the letter: SmolLM2's puts its default system message in front
+of a prompt that brings none, and so do we. A model without a template (a base model) gets the contents of the messages
+one after the other, with nothing between them, and whatever its tokenizer puts in front of a text (often a BOS token).
+
+Left out: padding (nothing here is padded), tool schemas, and several templates in one model.
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spmd_rl.errors import UserError
+from spmd_rl.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer behind three words. `stop_ids`: sorted ids of the tokens that end an answer."""
+
+    stop_ids: tuple[int, ...]
+
+    def __init__(self, hf: "PreTrainedTokenizerBase", stop_ids: Iterable[int] = ()) -> None:
+        self._hf = hf
+        own = [] if hf.eos_token_id is None else [hf.eos_token_id]
+        self.stop_ids = tuple(sorted({*stop_ids, *own}))
+
+    def __len__(self) -> int:
+        """Number of token ids, added ones included."""
+        return len(self._hf)
+
+    def render(self, messages: Sequence[Message]) -> array:
+        """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses."""
+        from jinja2 import TemplateError
+
+        if not self._hf.chat_template:
+            return array("i", self._hf("".join(m.content for m in messages)).input_ids)
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(m.role for m in messages)
+            raise UserError(f"the model's chat template refuses the roles ({roles}): {error}") from None
+        # The template has written its own special tokens, BOS included.
+        return array("i", self._hf(text, add_special_tokens=False).input_ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, without special tokens and without any tidying of spaces."""
+        return self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into a directory, for an export."""
+        self._hf.save_pretrained(folder)
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+    """The tokenizer of a model directory; never downloads. UserError: no directory, no tokenizer, or a broken one."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"no such model directory: {folder}")
+    try:
+        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers lets through for broken files
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"cannot load the tokenizer of {folder}: {reason}") from error
+    return Tokenizer(hf, _eos_ids(folder))
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """What generation_config.json and config.json name as end of sequence: often one is wider than the other."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        try:
+            data = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise UserError(f"{folder / name}: {error}") from None
+        ids = data.get("eos_token_id")
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return found

@@ -1,0 +1,58 @@
+"""Reinforcement learning with verifiable rewards: one program that every rank runs from top to bottom.
+
+    torchrun --nproc-per-node 2 -m spmd_rl.rlvr rollout.temperature=0.9
+    python -m spmd_rl.rlvr debug=true
+
+Lines marked [all] meet the other ranks; no other line may decide whether one of them is reached.
+"""
+
+from contextlib import ExitStack
+
+from spmd_rl.config import RlvrConfig, main
+
+
+def run(cfg: RlvrConfig) -> None:
+    """Train for `cfg.steps` steps, or what is left of them."""
+    from spmd_rl import engine, sidecar, sync, train
+    from spmd_rl.checkpoint import Checkpointer
+    from spmd_rl.data.prompts import Prompts
+    from spmd_rl.dist import World
+    from spmd_rl.learn import Learner, evaluate, lineage
+    from spmd_rl.model.tokenizer import load_tokenizer
+    from spmd_rl.rollout import Rollouts
+    from spmd_rl.track import Run
+
+    prompts = Prompts.load(cfg.data)
+    tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
+    with ExitStack() as stack:
+        world = stack.enter_context(World.open(cfg))
+        track = stack.enter_context(Run.open(cfg, world))
+        scorer = stack.enter_context(sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug))
+        policy, reference = train.build_roles(cfg, world)
+        generator = engine.build(cfg, world)
+        publish = sync.build(policy, generator, world)
+        rollouts = Rollouts(cfg, generator, prompts, scorer, tokenizer, world)
+        learner = Learner(cfg, policy, reference, world)
+        parts = {"rollouts": rollouts, "learner": learner, "track": track}
+        saver = Checkpointer(cfg, world, {"policy": policy}, parts)
+
+        start = saver.restore()  # [all] 0 for a fresh run
+        rollouts.check_lengths()  # [all]
+        with track.step(start):
+            track.add(publish(version=start))  # [all] verified
+            if start == 0:
+                track.add(evaluate(cfg, rollouts, world))  # [all]
+        for step in range(start + 1, cfg.steps + 1):
+            with track.step(step):
+                collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
+                batches = learner.prepare(collected)  # [all] advantages, logprobs
+                track.add(collected.metrics() | learner.update(batches))  # [all]
+                track.log_samples(step, lineage.rows(collected, learner.plan, tokenizer))
+                track.add(publish(version=step))  # [all] verified
+                if due(cfg, step):
+                    track.add(evaluate(cfg, rollouts, world))  # [all]
+                saver.maybe_save(step)  # [all]
+
+
+if __name__ == "__main__":
+    main("rlvr", RlvrConfig, run)
