@@ -1,11 +1,21 @@
 """The settings of a run: one dataclass a section, each field with its default and its meaning beside it.
 
-Torch-free. Values are checked where they are declared (`check`); what needs the file system, the network or other
-sections is checked in `config/checks.py`. YAML files under `configs/` say only what differs from these defaults.
+Torch-free. A section checks its values when it is built (`__post_init__`); what needs files, imports or the number of
+ranks is checked in `checks.py`. YAML files under `configs/` say only what differs from these defaults.
 """
 
 from dataclasses import dataclass, field
+from os.path import expanduser
 from typing import Any
+
+from spmd_rl.config.values import above, at_least, one_of, require, within
+
+DTYPES = ("bfloat16", "float32")
+SCHEDULES = ("constant", "linear", "cosine")
+CLAIMS = ("store", "static")
+ACCEPTS = ("ticket",)
+LOSS_AGGS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 @dataclass
@@ -43,6 +53,14 @@ class PolicyConfig:
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust."""
 
+    def __post_init__(self) -> None:
+        self.model = expanduser(self.model)
+        one_of(self, dtype=DTYPES, schedule=SCHEDULES)
+        at_least(self, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
+        above(self, max_grad_norm=0)
+        two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
+
 
 @dataclass
 class ReferenceConfig:
@@ -52,6 +70,10 @@ class ReferenceConfig:
     """Default: the policy's directory, as it was before training."""
     dtype: str | None = None
     """Default: the policy's."""
+
+    def __post_init__(self) -> None:
+        self.model = self.model and expanduser(self.model)
+        one_of(self, dtype=DTYPES)
 
 
 @dataclass
@@ -77,6 +99,10 @@ class TrainConfig:
     offload: bool = False
     """Keep weights and optimizer state in host memory while generating. No effect on CPU."""
 
+    def __post_init__(self) -> None:
+        one_of(self, name=("fsdp2",))
+        at_least(self, tp=1, pp=1, cp=1, ep=1, tokens_per_microbatch=1, updates_per_step=1)
+
 
 @dataclass
 class EngineConfig:
@@ -91,6 +117,10 @@ class EngineConfig:
     kv_tokens: int = 32768
     """Tokens of KV cache in a replica."""
 
+    def __post_init__(self) -> None:
+        one_of(self, name=("native",))
+        at_least(self, tp=1, max_running=1, kv_tokens=1)
+
 
 @dataclass
 class FilterConfig:
@@ -102,6 +132,11 @@ class FilterConfig:
     """Drop groups whose mean score lies below (too hard)."""
     max_mean_score: float | None = None
     """Drop groups whose mean score lies above (too easy)."""
+
+    def __post_init__(self) -> None:
+        low, high = self.min_mean_score, self.max_mean_score
+        empty = low is not None and high is not None and low > high
+        require(not empty, f"min_mean_score: {low} lies above max_mean_score {high}: no group can qualify")
 
 
 @dataclass
@@ -130,6 +165,14 @@ class RolloutConfig:
     """A group with fewer scored answers does not qualify."""
     filter: FilterConfig = field(default_factory=FilterConfig)
 
+    def __post_init__(self) -> None:
+        one_of(self, claim=CLAIMS, accept=ACCEPTS)
+        at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
+        at_least(self, extra_prompts=0, max_tickets_per_step=self.prompts_per_step)
+        above(self, temperature=0)
+        enough = self.min_answers <= self.answers_per_prompt
+        require(enough, f"min_answers: {self.min_answers} is more than answers_per_prompt {self.answers_per_prompt}")
+
 
 @dataclass
 class AlgorithmConfig:
@@ -154,6 +197,11 @@ class AlgorithmConfig:
     kl_estimator: str = "k3"
     """`k1`, `k2` or `k3` (Schulman, Approximating KL Divergence)."""
 
+    def __post_init__(self) -> None:
+        one_of(self, loss_agg=LOSS_AGGS, kl_estimator=KL_ESTIMATORS)
+        within(self, clip_low=(0, 1))
+        at_least(self, clip_high=0, kl_coef=0)
+
 
 @dataclass
 class DataConfig:
@@ -176,12 +224,20 @@ class DataConfig:
     system: str | None = None
     """A system message in front of every prompt that brings none."""
 
+    def __post_init__(self) -> None:
+        self.train = expand_list(self.train)
+        self.eval = self.eval and expand_list(self.eval)
+        above(self, holdout=0)
+        require(self.holdout < 1, f"holdout: must be less than 1, not {self.holdout}")
+        at_least(self, size=1)
+        require("{question}" in self.format, f"format: must contain {{question}}, is {self.format!r}")
+
 
 @dataclass
 class RewardConfig:
     """One domain's rewarder: `reward.<domain>`."""
 
-    target: str = "???"
+    target: str
     """`module:Class`, importable; your own file on PYTHONPATH is as good as one of ours."""
     args: dict[str, Any] = field(default_factory=dict)
     """Constructor arguments."""
@@ -190,6 +246,12 @@ class RewardConfig:
     timeout: float = 10.0
     """Seconds until a score becomes a `timeout` verdict."""
 
+    def __post_init__(self) -> None:
+        module, _, name = self.target.partition(":")
+        require(bool(module and name), f"target: must be module:Class, not {self.target!r}")
+        at_least(self, workers=1)
+        above(self, timeout=0)
+
 
 @dataclass
 class RewardsConfig:
@@ -197,8 +259,11 @@ class RewardsConfig:
 
     error_budget: float = 0.1
     """Share of a step's answers whose verdict may be no score before the run stops and says why."""
-    domains: dict[str, RewardConfig] = field(default_factory=dict)
+    domains: dict[str, RewardConfig] = field(default_factory=dict, metadata={"inline": "<domain>"})
     """`reward.<domain>.*`"""
+
+    def __post_init__(self) -> None:
+        within(self, error_budget=(0, 1))
 
 
 @dataclass
@@ -214,6 +279,10 @@ class EvalConfig:
     temperature: float | None = None
     """Default: the rollout temperature."""
 
+    def __post_init__(self) -> None:
+        at_least(self, every=0, prompts=1, answers=1)
+        above(self, temperature=0)
+
 
 @dataclass
 class CheckpointConfig:
@@ -228,6 +297,10 @@ class CheckpointConfig:
     resume: str = "auto"
     """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or a checkpoint's path."""
 
+    def __post_init__(self) -> None:
+        self.resume = expanduser(self.resume)
+        at_least(self, every=0, keep=1)
+
 
 @dataclass
 class TrackConfig:
@@ -240,6 +313,9 @@ class TrackConfig:
     swanlab: str = "off"
     """`off`, `offline` or `cloud`."""
 
+    def __post_init__(self) -> None:
+        one_of(self, wandb=("off", "offline", "online"), swanlab=("off", "offline", "cloud"))
+
 
 @dataclass
 class JournalConfig:
@@ -248,6 +324,9 @@ class JournalConfig:
     stall_seconds: float = 300.0
     """If no rank's progress counter moves for so long, all ranks dump their stacks and the job ends."""
 
+    def __post_init__(self) -> None:
+        above(self, stall_seconds=0)
+
 
 @dataclass
 class SidecarConfig:
@@ -255,6 +334,10 @@ class SidecarConfig:
 
     bind: str = "ipc"
     """`ipc`: a socket in a private directory. `tcp://127.0.0.1`: a loopback port."""
+
+    def __post_init__(self) -> None:
+        known = self.bind == "ipc" or self.bind.startswith("tcp://")
+        require(known, f"bind: must be ipc or tcp://address, not {self.bind!r}")
 
 
 @dataclass
@@ -283,3 +366,21 @@ class RlvrConfig:
     track: TrackConfig = field(default_factory=TrackConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
+
+    def __post_init__(self) -> None:
+        at_least(self, seed=0, steps=0)
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        require(
+            self.engine.kv_tokens >= longest,
+            f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold one request of "
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+        )
+
+
+PIPELINES: dict[str, type] = {"rlvr": RlvrConfig}
+"""The doors and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`."""
+
+
+def expand_list(paths: str) -> str:
+    """`~` expanded in each path of a comma-separated list."""
+    return ",".join(expanduser(path.strip()) for path in paths.split(","))

@@ -8,6 +8,7 @@ after a pad. Left out: key-value caches, dropout, sliding windows that would cut
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +48,12 @@ class Packing:
         """From `Batch.starts` (int64 [S+1]); on the device of `starts`. Every segment holds at least one token."""
         bounds = starts.tolist()
         classes: dict[int, list[int]] = defaultdict(list)
-        for segment, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for segment, (begin, end) in enumerate(pairwise(bounds)):
             assert end > begin, "an empty segment"
             classes[(max(end - begin, SHORT) - 1).bit_length()].append(segment)
         blocks = tuple(_block(bounds, classes[size], starts.device) for size in sorted(classes))
         tokens = torch.cat([block.tokens for block in blocks])
-        lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        lengths = [end - begin for begin, end in pairwise(bounds)]
         return cls(starts.to(torch.int32), max(lengths), blocks, torch.argsort(tokens))
 
 

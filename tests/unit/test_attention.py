@@ -1,5 +1,7 @@
 """Packed attention against each sequence alone: values and gradients, for every model family."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def packed_and_alone(path, dtype, lengths, attention):
     out = packed(input_ids=ids[None], position_ids=positions[None], packing=packing).logits[0]
     (out * direction).sum().backward()
     alone = build_model(path, dtype, "cpu", attention=attention)
-    parts = [alone(input_ids=ids[None, a:b]).logits[0] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [alone(input_ids=ids[None, a:b]).logits[0] for a, b in pairwise(bounds)]
     (torch.cat(parts) * direction).sum().backward()
     return packed, out, alone, torch.cat(parts)
 

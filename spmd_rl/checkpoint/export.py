@@ -1,0 +1,124 @@
+"""Weights as a Hugging Face directory: safetensors, config and tokenizer; `AutoModelForCausalLM` loads it.
+
+Left out: optimizer state (that is what the shards are for) and any file of the model directory that holds weights.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spmd_rl.dist import World
+from spmd_rl.train.base import TrainBackend
+
+MAX_SHARD_BYTES = 5 * 10**9
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+class HfExport:
+    """Writes a role's current weights beside its checkpoint. Example: `HfExport(policy, Path(cfg.policy.model), world)`."""
+
+    def __init__(self, backend: TrainBackend, model_dir: Path, world: World) -> None:
+        self._backend = backend
+        self._model_dir = model_dir.expanduser()
+        self._world = world
+
+    def __call__(self, path: Path) -> None:
+        """[all] Write the directory `path`. OSError on rank 0, after all ranks have gone through all weights."""
+        with self._world.collective("export: weights"):
+            write_hf(self._backend.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
+
+
+def write_hf(
+    weights: Iterable[tuple[str, Tensor]],
+    model_dir: Path,
+    path: Path,
+    write: bool,
+    tick: Callable[[], object],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """[all] Go through `weights`; where `write` is set, store them in `path` with the side files of `model_dir`.
+
+    A full disk does not stop the iteration, in which other ranks take part: the OSError comes after it.
+    """
+    writer = _Shards(path, max_shard_bytes) if write else None
+    error: OSError | None = None
+    for name, tensor in weights:  # [all]
+        tick()
+        if writer is None or error is not None:
+            continue
+        try:
+            writer.add(name, tensor)
+        except OSError as failed:
+            error = failed
+    if error is not None:
+        raise error
+    if writer is not None:
+        writer.finish()
+        copy_side_files(model_dir, path, writer.dtype)
+
+
+def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
+    """Everything of a model directory but its weights; `config.json` names the exported dtype."""
+    for source in sorted(model_dir.iterdir()):
+        if source.is_file() and not source.name.startswith(".") and not source.name.endswith(_WEIGHTS):
+            shutil.copyfile(source, path / source.name)
+    config_file = path / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class _Shards:
+    """Tensors gathered up to a shard's size, then written. Holds one shard in memory."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = 0
+        self._names: list[list[str]] = []
+        self._total_bytes = 0
+        self.dtype = "float32"
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Keep a copy of `tensor`, which its owner may overwrite next."""
+        if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
+            self._flush()
+        if not self._names and not self._held:
+            self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._held_bytes += tensor.nbytes
+        self._total_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the rest, and give the files the names that `from_pretrained` looks for."""
+        self._flush()
+        count = len(self._names)
+        if count == 1:
+            self._part(1).rename(self._path / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._names, start=1):
+            final = f"model-{number:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self._path / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _part(self, number: int) -> Path:
+        return self._path / f"model-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        self._path.mkdir(exist_ok=True)
+        self._names.append(list(self._held))
+        try:
+            save_file(self._held, self._part(len(self._names)), metadata={"format": "pt"})
+        except SafetensorError as failed:  # how safetensors reports I/O errors
+            raise OSError(str(failed)) from failed
+        self._held, self._held_bytes = {}, 0

@@ -1,0 +1,124 @@
+"""The manifest of a checkpoint: its files, their sizes and hashes, written last. What it does not vouch for is not read.
+
+It guards against torn and damaged directories and against files that were added or swapped, not against a writer who
+can rewrite the manifest too: a checkpoint is as trustworthy as the directory it lies in.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+NAME = "manifest.json"
+FORMAT = 1
+_CHUNK = 16 << 20
+
+
+class Torn(Exception):
+    """A checkpoint directory is incomplete or damaged; the message says how, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file: its size in bytes and the blake2b-256 of its content, in hex."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All files of a checkpoint by their path relative to it. Example: `Manifest(10, 2, {"__0_0.distcp": Entry(..)})`."""
+
+    step: int
+    world_size: int
+    """Ranks that wrote it; any number of ranks may load it."""
+    files: dict[str, Entry]
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json` and flush it to the disk. OSError as the file system gives it."""
+        body = self._body()
+        with open(directory / NAME, "w", encoding="ascii") as file:
+            json.dump(body | {"digest": _digest(body)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """The manifest, checked against its own digest and against the names and sizes in the directory; `Torn` if not.
+
+        Hashes are left to the caller (`hash_file`), who can share them among ranks.
+        """
+        manifest = cls._parse(directory)
+        found = list_files(directory)
+        if missing := sorted(manifest.files.keys() - found.keys()):
+            raise Torn(f"{missing[0]} is missing")
+        if extra := sorted(found.keys() - manifest.files.keys()):
+            raise Torn(f"{extra[0]} is not in the manifest")
+        for name, entry in manifest.files.items():
+            if found[name] != entry.size:
+                raise Torn(f"{name} has {found[name]} bytes, the manifest says {entry.size}")
+        return manifest
+
+    @classmethod
+    def _parse(cls, directory: Path) -> "Manifest":
+        try:
+            body = json.loads((directory / NAME).read_text(encoding="ascii"))
+        except OSError as error:
+            raise Torn(f"{NAME}: {error.strerror}") from None
+        except ValueError:
+            raise Torn(f"{NAME} is not JSON") from None
+        if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
+            raise Torn(f"{NAME} is damaged")
+        if body["format"] != FORMAT:
+            raise Torn(f"{NAME} has format {body['format']}, this version reads {FORMAT}")
+        files = {name: Entry(**entry) for name, entry in body["files"].items()}
+        return cls(body["step"], body["world_size"], files)
+
+    def _body(self) -> dict:
+        files = {name: {"size": e.size, "hash": e.hash} for name, e in sorted(self.files.items())}
+        return {"format": FORMAT, "step": self.step, "world_size": self.world_size, "files": files}
+
+
+def list_files(directory: Path) -> dict[str, int]:
+    """Size in bytes of every file under `directory`, but the manifest, by relative path.
+
+    `Torn` for anything that is neither a plain file nor a directory: a link could leave the checkpoint.
+    """
+    sizes: dict[str, int] = {}
+    for parent, folders, names in os.walk(directory):
+        for name in folders + names:
+            path = Path(parent, name)
+            relative = path.relative_to(directory).as_posix()
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise Torn(f"{relative} is not a plain file")
+            if path.is_file() and relative != NAME:
+                sizes[relative] = path.stat().st_size
+    return sizes
+
+
+def hash_file(path: Path, tick: Callable[[], object]) -> Entry:
+    """Size and hash of a file; `tick` is called every 16 MiB, so that a large file is not taken for a stall."""
+    digest = hashlib.blake2b(digest_size=32)
+    size = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+            tick()
+    return Entry(size, digest.hexdigest())
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(body: dict) -> str:
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=32).hexdigest()

@@ -1,0 +1,92 @@
+"""The `checkpoints/` directory of a run: names, `latest`, the atomic move into place, what is kept. One rank's business.
+
+A checkpoint grows in `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a text file that names it,
+replaced by another. A crash between any two system calls leaves the previous checkpoint and `latest` as they were.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from spmd_rl.checkpoint.manifest import sync
+
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+class Shelf:
+    """The checkpoints of one run directory. OSErrors are the caller's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or will be."""
+        return self.root / f"step-{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, ascending."""
+        if not self.root.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self) -> int | None:
+        """The step that `latest` names; None where there is no such file or it names nothing."""
+        try:
+            match = _STEP.fullmatch((self.root / "latest").read_text(encoding="ascii").strip())
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        return int(match[1]) if match else None
+
+    def candidates(self) -> list[int]:
+        """Steps to resume from, best first: what `latest` names, then older ones. Newer ones were never announced."""
+        latest = self.latest()
+        steps = self.steps()
+        if latest is None:
+            return steps[::-1]
+        return [latest] + [step for step in reversed(steps) if step < latest]
+
+    def begin(self, step: int, nonce: str) -> Path:
+        """A fresh directory to write into."""
+        temporary = self.root / f".step-{step:06d}.tmp-{nonce}"
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def publish(self, temporary: Path, step: int) -> None:
+        """Move a complete directory into place, then `latest`."""
+        final = self.path(step)
+        aside = temporary.with_suffix(temporary.suffix + "-old")
+        if final.exists():  # a damaged checkpoint of the same step, or one of an abandoned continuation
+            os.rename(final, aside)
+        os.rename(temporary, final)
+        sync(self.root)
+        pointer = temporary.with_suffix(temporary.suffix + "-latest")
+        with open(pointer, "w", encoding="ascii") as file:
+            file.write(final.name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(pointer, self.root / "latest")
+        sync(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def prune(self, keep: int, step: int) -> None:
+        """Remove all but the newest `keep` checkpoints up to `step`; never the one that `latest` names."""
+        latest = self.latest()
+        older = [s for s in self.steps() if s <= step]
+        for old in older[: -max(keep, 1)]:
+            if old != latest:
+                # Out of sight by one rename first: a half-removed directory must not pass for a checkpoint.
+                gone = self.root / f".{self.path(old).name}.tmp-gone"
+                os.rename(self.path(old), gone)
+                shutil.rmtree(gone)
+
+    def clean(self) -> None:
+        """Remove what a killed run left half-done."""
+        if not self.root.is_dir():
+            return
+        for entry in self.root.glob(".step-*.tmp-*"):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
