@@ -38,10 +38,10 @@ def run(cfg: RlvrConfig) -> None:
 
         start = saver.restore()  # [all] 0 for a fresh run
         rollouts.check_lengths()  # [all]
-        with track.step(start):
-            track.add(publish(version=start))  # [all] verified
-            if start == 0:
-                track.add(evaluate(cfg, rollouts, world))  # [all]
+        publish(version=start)  # [all] verified
+        if start == 0:
+            with track.step(0):
+                track.add(evaluate(cfg, rollouts, world, 0))  # [all]
         for step in range(start + 1, cfg.steps + 1):
             with track.step(step):
                 collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
@@ -49,8 +49,7 @@ def run(cfg: RlvrConfig) -> None:
                 track.add(collected.metrics() | learner.update(batches))  # [all]
                 track.log_samples(step, lineage.rows(collected, learner.plan, tokenizer))
                 track.add(publish(version=step))  # [all] verified
-                if due(cfg, step):
-                    track.add(evaluate(cfg, rollouts, world))  # [all]
+                track.add(evaluate(cfg, rollouts, world, step))  # [all] when due
                 saver.maybe_save(step)  # [all]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end-of-sequence token was sampled; `length`: the token limit was reached; `abort`: the scheduler gave up."""
+"""`stop`: an end-of-sequence token was sampled; `length`: the token limit was reached; `abort`: given up."""
 
 VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
 """Only `ok` and `wrong_format` carry a score; the others take the sample out of its group's baseline."""

@@ -94,7 +94,7 @@ class Checkpointer:
     def _save(self, step: int, export: bool) -> None:
         state = self._state(step)
         nonce = self._world.broadcast("save: begin", secrets.token_hex(4))
-        temporary = self._shelf.root / f".step-{step:06d}.tmp-{nonce}"
+        temporary = self._shelf.temporary(step, nonce)
 
         def attempt(name: str, share: Callable[[], Any]) -> list[Any]:
             return self._attempt(name, share, step, temporary)

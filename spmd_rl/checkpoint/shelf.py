@@ -47,25 +47,23 @@ class Shelf:
             return steps[::-1]
         return [latest] + [step for step in reversed(steps) if step < latest]
 
-    def begin(self, step: int, nonce: str) -> Path:
-        """A fresh directory to write into."""
-        temporary = self.root / f".step-{step:06d}.tmp-{nonce}"
-        temporary.mkdir(parents=True)
-        return temporary
+    def temporary(self, step: int, nonce: str) -> Path:
+        """Where the checkpoint of `step` is written."""
+        return self.root / f".step-{step:06d}.tmp-{nonce}"
 
     def publish(self, temporary: Path, step: int) -> None:
         """Move a complete directory into place, then `latest`."""
         final = self.path(step)
-        aside = temporary.with_suffix(temporary.suffix + "-old")
+        aside = temporary.with_name(temporary.name + "-old")
+        pointer = temporary.with_name(temporary.name + "-latest")
+        with open(pointer, "w", encoding="ascii") as file:  # before the move: a full disk must not strike between them
+            file.write(final.name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         if final.exists():  # a damaged checkpoint of the same step, or one of an abandoned continuation
             os.rename(final, aside)
         os.rename(temporary, final)
         sync(self.root)
-        pointer = temporary.with_suffix(temporary.suffix + "-latest")
-        with open(pointer, "w", encoding="ascii") as file:
-            file.write(final.name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(pointer, self.root / "latest")
         sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)

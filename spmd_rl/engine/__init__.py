@@ -1,0 +1,23 @@
+"""Engines: `build(cfg, world)` gives the one that `engine=...` names. Each lives in the folder of its name."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.engine.base import Capacity, Engine
+from spmd_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from spmd_rl.dist import World
+
+__all__ = ["ENGINES", "Capacity", "Engine", "build"]
+
+ENGINES = {"native": "spmd_rl.engine.native"}
+"""name -> the module whose `build(cfg, world)` makes it; imported only when chosen."""
+
+
+def build(cfg: RlvrConfig, world: "World") -> Engine:
+    """The engine of this rank, without weights yet: it refuses requests until the first publish."""
+    if cfg.engine.name not in ENGINES:
+        raise UserError(f"engine.name: unknown engine '{cfg.engine.name}'; known: {', '.join(sorted(ENGINES))}")
+    return importlib.import_module(ENGINES[cfg.engine.name]).build(cfg, world)

@@ -7,12 +7,14 @@ from spmd_rl.dist import World
 from spmd_rl.rollout import Rollouts, Sampling
 
 
-def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World) -> dict[str, float]:
-    """[all] `val/*` metrics, means over the answers that have a score; empty without held-out prompts.
+def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int) -> dict[str, float]:
+    """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
 
     The noise is the same at every evaluation, so that two of them differ by the policy alone.
     """
     settings, new_tokens = cfg.eval, cfg.rollout.max_new_tokens
+    if not settings.every or (step % settings.every and step != cfg.steps):
+        return {}
     prompts = rollouts.prompts.eval[: settings.prompts]
     temperature = cfg.rollout.temperature if settings.temperature is None else settings.temperature
     sampled = [Sampling(cfg.seed, "eval", temperature, new_tokens)] * settings.answers

@@ -72,6 +72,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
         hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:  # what transformers lets through for broken files
         reason = " ".join(str(error).split())[:200]
+        if "trust_remote_code" in str(error):
+            reason = "it brings Python code of its own; policy.trust_remote_code=true would run it"
         raise UserError(f"cannot load the tokenizer of {folder}: {reason}") from error
     return Tokenizer(hf, _eos_ids(folder))
 

@@ -1,9 +1,9 @@
 """What a rollout is: a coroutine over a `Context`. Single-turn is four lines; a user's own is one function.
 
-    async def my_rollout(ctx: Context) -> Sample:
-        turn = await ctx.generate(ctx.render(ctx.prompt.messages))
-        verdict = await ctx.score(ctx.text(turn))
-        return ctx.sample(verdict)
+async def my_rollout(ctx: Context) -> Sample:
+    turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+    verdict = await ctx.score(ctx.text(turn))
+    return ctx.sample(verdict)
 """
 
 from array import array

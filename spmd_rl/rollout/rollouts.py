@@ -65,7 +65,7 @@ class Rollouts:
         self._runner.close()
 
     def check_lengths(self) -> None:
-        """[all] A UserError if a rendered prompt is longer than `rollout.max_prompt_tokens`; each rank looks at a share."""
+        """[all] A UserError if a rendered prompt exceeds `rollout.max_prompt_tokens`; each rank looks at a share."""
         limit = self._settings.max_prompt_tokens
         mine = (*self.prompts.train, *self.prompts.eval)[self._world.rank :: self._world.size]
         longest = max(((len(self._tokenizer.render(p.messages)), p.id) for p in mine), default=(0, ""))
@@ -74,7 +74,7 @@ class Rollouts:
             raise UserError(f"rollout.max_prompt_tokens={limit}: prompt {prompt_id} has {length} tokens")
 
     def collect(self, step: int) -> Collected:
-        """[all] Generate and score until the step has its groups. `step` is also the version that must be sampled + 1."""
+        """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
         s, world = self._settings, self._world
         tickets = StepTickets(
             world.store, f"step{step}", self._next_ticket, s.prompts_per_step, s.extra_prompts, self._limit

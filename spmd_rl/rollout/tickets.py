@@ -119,7 +119,7 @@ class StoreClaim:
 
 
 class StaticClaim:
-    """`claim: static`: tickets dealt round-robin in waves, so that what an engine computes together never depends on time.
+    """`claim: static`: dealt round-robin in waves, so that what an engine computes together never depends on time.
 
     The first wave has the goal and the extra tickets; when all of a wave are resolved and the goal is not reached, the
     next has as many as are missing.

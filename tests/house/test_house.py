@@ -158,9 +158,7 @@ def test_torch_free(module: str) -> None:
 
 
 def test_floors() -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

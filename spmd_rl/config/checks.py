@@ -1,0 +1,184 @@
+"""What can be known before the process group forms: files, targets, the mesh, settings that have no effect.
+
+Torch-free, and without a word to other ranks: every rank checks for itself, and finds the same. Values are checked in
+`schema.py`; rows of a dataset in `data`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.config.identity import saved_config
+from spmd_rl.config.keys import flatten, plain
+from spmd_rl.config.targets import build_target
+from spmd_rl.errors import UserError
+
+GENERATORS = ("reasoning_gym:",)
+"""Prefixes of `data.train` that name a generator, not a file."""
+
+ONLY_DATA_PARALLEL = ("fsdp2",)
+"""Backends without tensor, pipeline, context or expert parallelism."""
+
+WEIGHTS = ("*.safetensors",)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def rank() -> int:
+    """This process's rank, as torchrun tells it; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """The same among the ranks of this node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check(cfg: Any) -> None:
+    """A `UserError` for the first thing that cannot work. Sections that a pipeline does not have are passed over."""
+    for section, test in CHECKS.items():
+        if hasattr(cfg, section):
+            test(cfg)
+
+
+def check_mesh(cfg: Any) -> None:
+    """The parallel dimensions of the backend, and the world size."""
+    axes = {axis: getattr(cfg.train, axis) for axis in ("tp", "pp", "cp", "ep")}
+    for axis, size in axes.items():
+        if cfg.train.name in ONLY_DATA_PARALLEL and size != 1:
+            raise UserError(
+                f"train.{axis}: {size} is impossible, train={cfg.train.name} shards data-parallel only: "
+                "tp, pp, cp and ep must be 1"
+            )
+    copy = axes["tp"] * axes["pp"] * axes["cp"]
+    if world_size() % copy:
+        raise UserError(f"train.tp: tp x pp x cp = {copy} ranks a model copy do not divide {world_size()} ranks")
+
+
+def check_engine(cfg: Any) -> None:
+    """Replicas must come out even."""
+    engine = cfg.engine
+    if engine.name == "native" and engine.tp != 1:
+        raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
+    if world_size() % engine.tp:
+        raise UserError(f"engine.tp: {engine.tp} does not divide {world_size()} ranks")
+
+
+def check_models(cfg: Any) -> None:
+    """The policy's directory, and the reference's where one is loaded."""
+    check_model("policy.model", cfg.policy.model)
+    if hasattr(cfg, "reference") and cfg.reference.model and not idle_reference(cfg):
+        check_model("reference.model", cfg.reference.model)
+
+
+def check_model(key: str, path: str) -> None:
+    """A Hugging Face directory with config, safetensors and tokenizer."""
+    remedy = "`make model` (python -m spmd_rl.model.smollm2) makes the default one"
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{key}: no directory {path}; give a Hugging Face model directory, or {remedy}")
+    for what, patterns in (("config.json", ("config.json",)), ("safetensors", WEIGHTS), ("tokenizer", TOKENIZERS)):
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise UserError(f"{key}: {path} has no {what}; give a Hugging Face model directory, or {remedy}")
+
+
+def check_data(cfg: Any) -> None:
+    """Files exist. Their rows are read later, and still before the process group forms."""
+    for key in ("train", "eval"):
+        for path in files(getattr(cfg.data, key)):
+            if not Path(path).is_file():
+                raise UserError(f"data.{key}: no file {path}; give JSONL files, or reasoning_gym:<task>")
+
+
+def files(source: str | None) -> list[str]:
+    """The files that `data.train` or `data.eval` names; none where it names a generator."""
+    if source is None or source.startswith(GENERATORS):
+        return []
+    return source.split(",")
+
+
+def check_rewards(cfg: Any) -> None:
+    """Each target can be imported and built. Once a node, where its sidecar will do it again."""
+    if not cfg.reward.domains:
+        raise UserError("reward: no domain has a rewarder; say reward.<domain>.target=module:Class")
+    if local_rank() != 0:
+        return
+    for domain, reward in cfg.reward.domains.items():
+        try:
+            rewarder = build_target(reward.target, reward.args)
+        except UserError as error:
+            raise UserError(f"reward.{domain}.target: {error}") from error
+        if not (hasattr(rewarder, "score") or hasattr(rewarder, "score_batch")):
+            raise UserError(f"reward.{domain}.target: {reward.target} has neither `score` nor `score_batch`")
+
+
+def check_run(cfg: Any) -> None:
+    """`run.dir` can be written, and `checkpoint.resume` and `debug` fit what is there."""
+    folder = Path(cfg.run.dir)
+    ancestor = next(path for path in (folder, *folder.parents) if path.exists())
+    if not ancestor.is_dir():
+        raise UserError(f"run.dir: {ancestor} is not a directory")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise UserError(f"run.dir: {ancestor} is not writable")
+    if cfg.debug and world_size() != 1:
+        raise UserError(f"debug: works in one process, not with {world_size()} ranks; use python -m, not torchrun")
+    resume = cfg.checkpoint.resume
+    if resume == "never" and saved_config(folder) is not None:
+        raise UserError(f"checkpoint.resume: never, but {folder} holds a run; choose another run.dir")
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise UserError(f"checkpoint.resume: no directory {resume}; known names: auto, never")
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "train": check_mesh,
+    "engine": check_engine,
+    "run": check_run,
+    "policy": check_models,
+    "data": check_data,
+    "reward": check_rewards,
+}
+
+
+def idle_reference(cfg: Any) -> bool:
+    """Whether no frozen reference is loaded."""
+    return cfg.algorithm.kl_coef == 0
+
+
+def only_files(cfg: Any) -> bool:
+    """Whether nothing is generated."""
+    return bool(files(cfg.data.train)) and (cfg.data.eval is None or bool(files(cfg.data.eval)))
+
+
+IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("reference.", "algorithm.kl_coef is 0", idle_reference),
+    ("algorithm.kl_estimator", "algorithm.kl_coef is 0", idle_reference),
+    ("algorithm.norm_std", "algorithm.advantage is not grpo", lambda cfg: cfg.algorithm.advantage != "grpo"),
+    ("data.size", "data.train is a file", only_files),
+    ("data.seed", "data.train is a file", only_files),
+    ("data.args", "data.train is a file", only_files),
+    ("data.holdout", "data.eval is given", lambda cfg: cfg.data.eval is not None),
+    ("eval.", "eval.every is 0", lambda cfg: cfg.eval.every == 0),
+)
+"""(key or section, why, when): settings that mean nothing under the chosen options."""
+
+
+def idle_settings(cfg: Any) -> Iterator[str]:
+    """One line for each setting that differs from its default and has no effect."""
+    sections = {field.name for field in fields(cfg)}
+    defaults = dict(flatten(plain(type(cfg)())))
+    for key, value in flatten(plain(cfg)):
+        for idle, reason, when in IDLE:
+            named = key == idle or key.startswith(idle if idle.endswith(".") else f"{idle}.")
+            if named and key.split(".")[0] in sections and value != defaults.get(key) and when(cfg):
+                yield f"{key}: has no effect while {reason}"
+                break
+    if cfg.debug and hasattr(cfg, "reward"):
+        for domain, reward in cfg.reward.domains.items():
+            if reward.workers != 1:
+                yield f"reward.{domain}.workers: has no effect while debug is true"

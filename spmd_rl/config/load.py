@@ -1,0 +1,191 @@
+"""From YAML and overrides to a dataclass: Hydra composes, OmegaConf types, the dataclasses check themselves.
+
+    cfg = load("rlvr", RlvrConfig, ["rollout.temperature=0.9", "+experiment=two_digit_sums"])
+
+Hydra's Compose API only: no change of directory, no `outputs/`, no logging, nothing written. Two liberties beside
+Hydra's grammar, since there is no multirun: a new key needs no `+`, and a value that the grammar refuses, or takes for
+a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake is a `UserError` of one line.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from spmd_rl.config.identity import settle
+from spmd_rl.config.keys import entry_type, inline_field, leaves, own_keys, refuse_unknown, type_name
+from spmd_rl.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+"""Beside the package, in a clone as in site-packages."""
+
+APPENDED = "experiment"
+"""The group that no default names: Hydra wants `+experiment=x`; `experiment=x` is taken as the same."""
+
+MISSING = "???"
+
+T = TypeVar("T")
+
+
+def load(
+    pipeline: str,
+    schema: type[T],
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+) -> T:
+    """The settings of one run, checked value by value, with `run.name` and `run.dir` settled."""
+    values = compose(config_name or pipeline, overrides, config_dir)
+    return settle(build(schema, values), pipeline)
+
+
+def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
+    """The sparse tree that YAML files and overrides give, still without defaults, types or checks."""
+    primary, searched = CONFIGS, []
+    if config_dir:
+        own = Path(config_dir).expanduser().absolute()
+        if not own.is_dir():
+            raise UserError(f"--config-dir: no directory {own}")
+        primary, other = (own, CONFIGS) if (own / f"{config_name}.yaml").is_file() else (CONFIGS, own)
+        searched = [f"hydra.searchpath=['file://{other}']"]
+    try:
+        with initialize_config_dir(str(primary), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            groups = {name: loader.get_group_options(name) for name in loader.list_groups("")}
+            lines = [normal(line, groups) for line in overrides]
+            values = hydra_compose(config_name, overrides=[*searched, *lines])
+    except MissingConfigException as error:
+        raise UserError(_no_such_config(error)) from None
+    except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
+        raise UserError(_first_line(error)) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{mark.name}:{mark.line + 1}" if mark else "YAML"
+        raise UserError(f"{where}: {error.problem}") from None
+    with open_dict(values):
+        values.pop("about", None)  # a run's own config.yaml, given back as `--config-name`
+    return values
+
+
+def normal(line: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """One override as Hydra takes it without complaint: every `key=value` adds or replaces.
+
+    `groups` are the options of each group.
+    """
+    override = _parse(line)
+    key = override.key_or_group
+    if key.split(".")[0].split("/")[0] == "hydra":
+        raise UserError(f"{key}: Hydra's own settings have no effect here")
+    if override.type is OverrideType.DEL or override.package is not None:
+        return override.input_line
+    if key in groups and not isinstance(override.value(), str | list):
+        raise UserError(f"{key}: unknown option {override.value()!r}; known: {', '.join(groups[key])}")
+    if key == APPENDED:
+        return "+" + override.input_line.lstrip("+")
+    if key in groups or "/" in key:
+        return override.input_line
+    return "++" + override.input_line.lstrip("+")
+
+
+def _parse(line: str) -> Override:
+    parser = OverridesParser.create()
+    key, equals, value = line.partition("=")
+    if not key.strip("+ ") or not (equals or line.startswith("~")):
+        raise UserError(f"{line}: not an override; say key=value")
+    try:
+        override = parser.parse_overrides([line])[0]
+        if not override.is_sweep_override():
+            return override
+    except OverrideParseException:
+        pass
+    quote = '"' if "'" in value else "'"
+    try:
+        return parser.parse_overrides([f"{key}={quote}{value}{quote}"])[0]
+    except OverrideParseException:
+        raise UserError(f"{line}: Hydra cannot read this; quote the value: key='value'") from None
+
+
+def _no_such_config(error: MissingConfigException) -> str:
+    missing = str(error.missing_cfg_file)
+    group, _, option = missing.rpartition("/")
+    if group and error.options:
+        return f"{group}: unknown option {option!r}; known: {', '.join(error.options)}"
+    if group:
+        return f"{group}: unknown group (in {group}={option})"
+    return f"--config-name: no {missing}.yaml in the config directory"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def build(schema: type[T], values: DictConfig) -> T:
+    """A `schema` of defaults and `values`: unknown keys, types and values are checked, in this order."""
+    sparse = OmegaConf.to_container(values)
+    assert isinstance(sparse, dict)
+    refuse_unknown(sparse, schema)
+    try:
+        merged = OmegaConf.merge(_typed(schema, sparse), values)
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_type_error(error, values, schema)) from None
+    assert isinstance(tree, dict)
+    return _construct(schema, tree, "")
+
+
+def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
+    """The schema's defaults and types, with a node for each inline entry that `values` names."""
+    node = OmegaConf.structured(section)
+    known, holder = own_keys(section), inline_field(section)
+    with open_dict(node):
+        for name, kind in known.items():
+            if is_dataclass(kind):
+                node[name] = _typed(kind, values.get(name) or {})
+        if holder:
+            node.pop(holder.name)
+            for name in values:
+                if name not in known:
+                    node[name] = _typed(entry_type(section), values[name])
+    return node
+
+
+def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type) -> str:
+    key = re.sub(r"\[.*", "", str(error.full_key or ""))
+    leaf = next((leaf for leaf in leaves(schema, values) if leaf.key == key), None)
+    given = OmegaConf.select(OmegaConf.create(OmegaConf.to_container(values)), key, throw_on_resolution_failure=False)
+    if leaf is None or "interpolation" in str(error).lower():
+        return f"{key}: {_first_line(error)}"
+    shown = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+    return f"{key}: expected {type_name(leaf.type)}, got {'null' if shown is None else repr(shown)}"
+
+
+def _construct(section: type, tree: Mapping[str, Any], prefix: str) -> Any:
+    """The dataclass, from the bottom up; what a section refuses gets its prefix here."""
+    known, holder = own_keys(section), inline_field(section)
+    arguments: dict[str, Any] = {}
+    for name, kind in known.items():
+        value = tree[name]
+        if value == MISSING:
+            raise UserError(f"{prefix}{name}: must be given")
+        arguments[name] = _construct(kind, value, f"{prefix}{name}.") if is_dataclass(kind) else value
+    if holder:
+        entry = entry_type(section)
+        arguments[holder.name] = {
+            name: _construct(entry, value, f"{prefix}{name}.") for name, value in tree.items() if name not in known
+        }
+    try:
+        return section(**arguments)
+    except UserError as error:
+        raise UserError(f"{prefix}{error}") from None

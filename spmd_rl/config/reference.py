@@ -1,0 +1,57 @@
+"""`docs/CONFIG.md`: every setting of every pipeline, from the schema. A test holds the file to this.
+
+    python -m spmd_rl.config.reference > docs/CONFIG.md
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from spmd_rl.config.docs import Entry, entries, options
+from spmd_rl.config.load import CONFIGS
+from spmd_rl.config.schema import PIPELINES
+
+INTRO = """\
+# Settings
+
+<!-- Written by `python -m spmd_rl.config.reference > docs/CONFIG.md`; edit spmd_rl/config/schema.py instead. -->
+
+Any of these stands on the command line as `key=value` or in a YAML file under `configs/`; what is not said has the
+default below. `--cfg job` prints the settings a line stands for and runs nothing; `--config-dir` adds a directory of
+your own YAML files. Groups are chosen as `group=option` (`+experiment=option`).
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "\n".join([INTRO, *_groups(), *(line for name in PIPELINES for line in _pipeline(name))])
+
+
+def _groups() -> Iterator[str]:
+    yield from ("## Groups", "", "| group | option | what |", "|---|---|---|")
+    for group, known in options(CONFIGS).items():
+        for option, said in known.items():
+            yield f"| `{group}` | `{option}` | {_cell(said)} |"
+    yield ""
+
+
+def _pipeline(name: str) -> Iterator[str]:
+    yield from (f"## `python -m spmd_rl.{name}`", "")
+    rows = sorted(entries(PIPELINES[name]), key=lambda entry: "." in entry.key)  # top level first; the sort is stable
+    for section, members in groupby(rows, key=lambda entry: entry.key.rpartition(".")[0].split(".")[0]):
+        yield from (f"### `{section}.`" if section else "### Top level", "")
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+        yield from map(_row, members)
+        yield ""
+
+
+def _row(entry: Entry) -> str:
+    default = "required" if entry.default == "required" else f"`{entry.default}`"
+    return f"| `{entry.key}` | {entry.type} | {default} | {_cell(entry.doc)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

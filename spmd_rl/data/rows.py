@@ -1,0 +1,142 @@
+"""JSONL rows: one problem a line, read and checked. What a row may hold is in docs/DATA.md.
+
+Left out: what a dataset does with its rows (duplicates, held-out share, format): `prompts.py`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import UserError
+from spmd_rl.types import Message
+
+DEFAULT_DOMAIN = "math"
+FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
+"""GSM8K ends each worked solution with `#### n`."""
+THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One problem as its source gave it."""
+
+    where: str
+    """`path:line`, or the generator's name and index: for error messages."""
+    problem: str | tuple[Message, ...]
+    """A text still to be put into `data.format`, or messages to be taken as they are."""
+    ground_truth: str
+    domain: str = DEFAULT_DOMAIN
+    id: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_rows(path: Path, key: str) -> Iterator[Row]:
+    """The rows of a JSONL file (UTF-8, blank lines skipped). `key`: the setting to name in a UserError."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {path}: {error.strerror}") from None
+    empty = True
+    with file:
+        for number, line in enumerate(file, 1):  # bytes: a line ends at \n alone, whatever is inside a string
+            if not line.strip():
+                continue
+            empty = False
+            where = f"{path}:{number}"
+            try:
+                yield parse_row(line, where)
+            except _Broken as error:
+                raise UserError(f"{key}: {where}: {error}") from None
+    if empty:
+        raise UserError(f"{key}: {path} has no rows")
+
+
+class _Broken(Exception):
+    """What is wrong with a row."""
+
+
+def parse_row(line: bytes, where: str) -> Row:
+    """One line, checked."""
+    try:
+        data = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise _Broken("not UTF-8") from None
+    except ValueError as error:
+        raise _Broken(f"not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise _Broken(f"not an object but {_kind(data)}")
+    problem = _problem(data)
+    ground_truth = _ground_truth(data)
+    domain = _text(data, "domain") if "domain" in data else DEFAULT_DOMAIN
+    own_id = data.pop("id", None)
+    if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
+        raise _Broken(f"`id` is {_kind(own_id)}, not text or a whole number")
+    return Row(where, problem, ground_truth, domain, None if own_id is None else str(own_id), data)
+
+
+def _problem(data: dict[str, Any]) -> str | tuple[Message, ...]:
+    """Takes the first of `messages`, `prompt` and `question` out of the row."""
+    if "messages" in data:
+        return _messages(data.pop("messages"))
+    for name in ("prompt", "question"):
+        if name in data:
+            return _text(data, name)
+    raise _Broken("needs `question`, `prompt` or `messages`")
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    """A list of {role, content}, or the same as a JSON string (as ROLL's rows have it)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _Broken(f"`messages` is not JSON: {error}") from None
+    if not isinstance(value, list) or not value:
+        raise _Broken("`messages` is not a list of messages")
+    messages = []
+    for index, item in enumerate(value):
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise _Broken(f"`messages[{index}]` needs a `role` and a `content`, both text")
+        messages.append(Message(role, content))
+    if messages[-1].role == "assistant":
+        raise _Broken("`messages` end with the assistant's own: the answer would stand in the prompt")
+    if not any(message.content.strip() for message in messages):
+        raise _Broken("`messages` are empty")
+    return tuple(messages)
+
+
+def _ground_truth(data: dict[str, Any]) -> str:
+    """`ground_truth`, else `answer`, of which only what follows a last `####` counts; the whole stays in the row."""
+    name = "ground_truth" if "ground_truth" in data else "answer"
+    if name not in data:
+        raise _Broken("needs `ground_truth` or `answer`")
+    value = data[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _Broken(f"`{name}` is {_kind(value)}, not text or a number")
+    text = str(value)
+    final = FINAL_ANSWER.search(text.rpartition("\n")[2]) if name == "answer" else None
+    if final is None:
+        del data[name]
+        return text
+    number = final.group(1)
+    return number.replace(",", "") if THOUSANDS.fullmatch(number) else number
+
+
+def _text(data: dict[str, Any], name: str) -> str:
+    """Takes a text that is not blank out of the row."""
+    value = data.pop(name)
+    if not isinstance(value, str):
+        raise _Broken(f"`{name}` is {_kind(value)}, not text")
+    if not value.strip():
+        raise _Broken(f"`{name}` is empty")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {bool: "a boolean", dict: "an object", list: "a list", str: "text", type(None): "null"}
+    return names.get(type(value), "a number")

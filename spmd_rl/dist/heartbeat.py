@@ -1,0 +1,60 @@
+"""Heartbeats through the store: each rank's last word on itself, and one counter of everybody's progress.
+
+A beat costs the store the same at any world size; all beats are read only when something is wrong. Ages are measured
+on the reader's clock, corrected by what the clocks showed when the ranks met.
+"""
+
+import time
+
+import msgspec
+import torch.distributed as dist
+
+from spmd_rl.dist.journal import Journal
+from spmd_rl.dist.report import Beat, Peer, Pulse
+
+SILENT_SECONDS = 1.5
+"""A rank that has not been heard of for so long is stopped or dead: it beats several times a second."""
+
+
+class Heartbeats:
+    """One rank's side of it. `store` is a clone of its own: other threads must not wait on it."""
+
+    def __init__(self, store: dist.Store, me: Peer, peers: list[Peer], journal: Journal) -> None:
+        """`peers`: all ranks, by rank, `me` included, their clocks read together."""
+        self._store, self._journal = store, journal
+        self.me, self.peers = me, peers
+        self._told = 0
+
+    def beat(self) -> int:
+        """Publish this rank's place; returns the progress of all ranks together since the start."""
+        journal = self._journal
+        beat = Beat(time.monotonic(), journal.step, journal.phase_name, journal.inside, journal.last)
+        self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(beat))
+        progress = journal.progress
+        news, self._told = progress - self._told, progress
+        return self._store.add("progress", news)
+
+    def pulses(self) -> list[Pulse]:
+        """Every rank's last heartbeat, by rank."""
+        now = time.monotonic() - self.me.clock
+        keys = [f"beat/{peer.rank}" for peer in self.peers]
+        heard = [self._store.check([key]) for key in keys]
+        words = iter(self._store.multi_get([key for key, there in zip(keys, heard, strict=True) if there]))
+        pulses = []
+        for peer, there in zip(self.peers, heard, strict=True):
+            beat = msgspec.msgpack.decode(next(words), type=Beat) if there else None
+            age = now - (beat.clock - peer.clock) if beat else now
+            pulses.append(Pulse(peer, beat, age, age < SILENT_SECONDS))
+        return pulses
+
+    def live(self) -> set[int]:
+        """Ranks heard of lately, this one included; all of them when the store is gone."""
+        try:
+            return {self.me.rank} | {pulse.peer.rank for pulse in self.pulses() if pulse.live}
+        except dist.DistError:
+            return {peer.rank for peer in self.peers}
+
+    def local_peers(self) -> list[Peer]:
+        """The other ranks of this node."""
+        mine = (self.me.host, self.me.node)
+        return [peer for peer in self.peers if (peer.host, peer.node) == mine and peer.rank != self.me.rank]

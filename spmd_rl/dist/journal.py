@@ -1,0 +1,100 @@
+"""What a rank is doing: phases, named collectives and a progress counter, in memory and in `journal/rank-N.jsonl`.
+
+The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog tells the
+peers. It judges nothing: when progress has stopped for too long is `watchdog.py`'s word.
+
+    {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Journal:
+    """One rank's journal. Phases and collectives belong to the main thread; other threads only read, or `note`."""
+
+    def __init__(self, directory: Path, rank: int, **start: Any) -> None:
+        """Open `directory/rank-N.jsonl` for appending and write a `start` line with the fields of `start`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / f"rank-{rank}.jsonl"
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._phases: list[str] = []
+        self._times: dict[str, float] = {}
+        self._since = time.perf_counter()
+        self._seq = 0
+        self.step = 0
+        self.progress = 0
+        """Counts everything that moves: engine steps, micro-batches, bytes, and each event of this journal."""
+        self.inside: tuple[str, int] | None = None
+        """Name and sequence number of the collective this rank is in."""
+        self.last: tuple[str, int] | None = None
+        """The same of the last one it entered."""
+        self.note("start", **start)
+
+    @property
+    def phase_name(self) -> str:
+        """The innermost phase, or an empty string."""
+        phases = self._phases
+        return phases[-1] if phases else ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time inside is charged to `name`, except what a phase nested in it takes."""
+        self._charge()
+        self._phases.append(name)
+        self.note("enter", phase=name)
+        try:
+            yield
+        finally:
+            self._charge()
+            left = self._phases.pop()
+            assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
+            self.note("exit", phase=name)
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[int]:
+        """A meeting of all ranks, numbered alike on all of them; one that raises is never marked as done."""
+        self._seq += 1
+        seq, outer = self._seq, self.inside
+        self.inside = self.last = (name, seq)
+        self.note("collective", phase=self.phase_name, name=name, seq=seq)
+        try:
+            yield seq
+        finally:
+            self.inside = outer
+        self.note("collective_done", phase=self.phase_name, name=name, seq=seq)
+
+    def set_step(self, step: int) -> None:
+        """The training step that later lines belong to."""
+        self.step = step
+        self.note("step")
+
+    def take_times(self) -> dict[str, float]:
+        """Exclusive seconds per phase since the last call, the running phase up to now included; resets them."""
+        self._charge()
+        times, self._times = self._times, {}
+        return times
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write one line. A single write to an unbuffered descriptor: it survives this process, not the machine."""
+        self.progress += 1
+        os.write(self._fd, _encode({"t": time.time(), "event": event, **fields, "step": self.step}) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._phases:
+            name = self._phases[-1]
+            self._times[name] = self._times.get(name, 0.0) + now - self._since
+        self._since = now

@@ -1,0 +1,102 @@
+"""Who this rank is and how the ranks find each other: torchrun's environment, the store, the process groups.
+
+Without torchrun it is a world of one over an in-process store. Nothing here watches or ends anything.
+"""
+
+import math
+import os
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from spmd_rl.errors import UserError
+
+FOREVER = timedelta(days=365)
+"""Timeout of stores and groups: what is a stall is the journal's word, never that of a library's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """One rank's place in the world."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: str
+    """Equal on the ranks that one agent started, hence share a pid namespace."""
+    launched: bool
+    """Whether torchrun (or anything that sets its variables) started us."""
+    device: torch.device
+
+
+def membership() -> Membership:
+    """Read torchrun's environment; without it, a world of one."""
+    env = os.environ
+    launched = "LOCAL_RANK" in env
+    local_rank = int(env["LOCAL_RANK"]) if launched else 0
+    return Membership(
+        rank=int(env["RANK"]) if launched else 0,
+        size=int(env["WORLD_SIZE"]) if launched else 1,
+        local_rank=local_rank,
+        local_size=int(env["LOCAL_WORLD_SIZE"]) if launched else 1,
+        node=env.get("GROUP_RANK", "0"),
+        launched=launched,
+        device=_device(local_rank),
+    )
+
+
+def _device(local_rank: int) -> torch.device:
+    """This rank's accelerator, made current, or the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise UserError(f"--nproc-per-node: local rank {local_rank} has no device, this node shows {count}")
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(torch.accelerator.current_accelerator().type, local_rank)
+
+
+def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
+    """[all] Form the groups. The store, a nonce of this start, and the gloo group for metadata (None at size 1).
+
+    The groups are apart so that a rank that skips one of a library's collectives hangs where the watchdog can name it,
+    instead of feeding its metadata into the library's.
+    """
+    if me.launched:
+        store, _, _ = next(rendezvous("env://", timeout=FOREVER))
+    else:
+        store = dist.HashStore()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # alone, but gloo listens: not beyond this machine
+    backend, device_id = "gloo", None
+    if me.device.type != "cpu":
+        # FSDP's CPU offload and checkpoints reduce CPU tensors too
+        backend = f"cpu:gloo,{me.device.type}:{dist.get_default_backend_for_device(me.device)}"
+        device_id = me.device
+    dist.init_process_group(
+        backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER, device_id=device_id
+    )
+    if me.size == 1:
+        return store, secrets.token_hex(8), None
+    group = dist.new_group(backend="gloo", timeout=FOREVER)
+    nonce = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
+    dist.broadcast(nonce, 0, group=group)
+    return store, nonce.numpy().tobytes().hex(), group
+
+
+def mesh(me: Membership, axes: dict[str, int]) -> DeviceMesh:
+    """[all] A mesh over the whole world, the last axis varying fastest. UserError if it cannot be laid out."""
+    product = math.prod(axes.values())
+    if not axes or min(axes.values()) < 1 or product != me.size:
+        told = " x ".join(f"{name}={size}" for name, size in axes.items())
+        raise UserError(f"impossible mesh: {told} needs {product} ranks, the world has {me.size}")
+    made = init_device_mesh(me.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in made.get_all_groups():
+        _set_pg_timeout(FOREVER, group)  # a subgroup starts with the library's own default
+    return made

@@ -1,0 +1,87 @@
+"""The hang report: who arrived, who did not, and where they are instead. Pure text from the last heartbeats."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Peer(msgspec.Struct, array_like=True, frozen=True):
+    """What never changes about a rank."""
+
+    rank: int
+    node: str
+    """equal on ranks that share a pid namespace"""
+    host: str
+    pid: int
+    clock: float
+    """its monotonic clock, in seconds, at the moment the peers met"""
+
+
+class Beat(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank last said of itself."""
+
+    clock: float
+    """its monotonic clock, in seconds"""
+    step: int
+    phase: str
+    place: tuple[str, int] | None
+    """name and sequence number of the collective it is in"""
+    last: tuple[str, int] | None
+    """the same of the last it entered"""
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """A rank's last heartbeat as seen from here."""
+
+    peer: Peer
+    beat: Beat | None
+    age: float
+    """seconds since the heartbeat"""
+    live: bool
+
+
+def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> str:
+    """Several lines. `stacks`: where the stacks are written, for the reader."""
+    live = [pulse for pulse in pulses if pulse.live]
+    awaited = _most_common(pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place)
+    arrived = [pulse for pulse in live if awaited and pulse.beat and pulse.beat.place == awaited]
+    missing = [pulse for pulse in pulses if pulse not in arrived] if awaited else []
+    phase = _most_common(pulse.beat.phase for pulse in arrived or live if pulse.beat)
+    step = max((pulse.beat.step for pulse in pulses if pulse.beat), default=0)
+    lines = [
+        f"spmd_rl: a stall: no progress on any of {len(pulses)} ranks for {stall_seconds:g} s (journal.stall_seconds)",
+        f"  step {step}, phase: {phase or 'none'}",
+        f"  collective: {_place(awaited)}",
+        f"  arrived: {_ranks(arrived)}",
+        f"  did not arrive: {_ranks(missing if awaited else [p for p in pulses if not p.live])}",
+    ]
+    lines += [f"    {_where(pulse)}" for pulse in pulses if pulse not in arrived]
+    return "\n".join([*lines, f"  stacks: {stacks}"])
+
+
+def _most_common(items: Any) -> Any:
+    """The most frequent item, the earliest rank's among equals; None of nothing."""
+    return next((item for item, _ in Counter(items).most_common(1)), None)
+
+
+def _place(place: tuple[str, int] | None) -> str:
+    return f"'{place[0]}' #{place[1]}" if place else "no rank is in one"
+
+
+def _ranks(pulses: Sequence[Pulse]) -> str:
+    return "rank" + "s" * (len(pulses) > 1) + " " + ", ".join(str(p.peer.rank) for p in pulses) if pulses else "none"
+
+
+def _where(pulse: Pulse) -> str:
+    peer, beat = pulse.peer, pulse.beat
+    told = f"rank {peer.rank} (pid {peer.pid} on {peer.host}): "
+    if beat is None:
+        return told + "no heartbeat ever: stopped or dead; no stack"
+    if not pulse.live:
+        told += f"no heartbeat for {pulse.age:.1f} s: stopped or dead; no stack. Last seen "
+    told += f"in phase {beat.phase or 'none'}, "
+    if beat.place:
+        return told + f"in collective {_place(beat.place)}"
+    return told + (f"after collective {_place(beat.last)}" if beat.last else "before any collective")

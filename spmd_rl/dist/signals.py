@@ -1,0 +1,43 @@
+"""SIGTERM and SIGINT belong to a thread, so that a rank deep in C++ ends at once and not when its call returns.
+
+Not `sigwait`: libraries start threads at import (OpenBLAS does) that do not mask the signals, and the kernel hands
+SIGTERM to one of those, which kills the process. Python's C-level handler instead writes the signal's number to a pipe,
+in whatever thread it strikes; our thread reads the pipe. The Python-level handler does nothing and may wait.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+
+
+def _leave_it_to_the_pipe(signum: int, frame: object) -> None:
+    """Runs in the main thread, sooner or later."""
+
+
+class SignalThread:
+    """Calls `act(signum)` on its own thread for each of `signals`. Children start with the default handlers."""
+
+    def __init__(self, signals: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
+        """Main thread only."""
+        self._signals, self._act = frozenset(signals), act
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._handlers = {signum: signal.signal(signum, _leave_it_to_the_pipe) for signum in self._signals}
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them. Main thread only."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def _run(self) -> None:
+        while received := os.read(self._read, 1):
+            if received[0] in self._signals:
+                self._act(signal.Signals(received[0]))

@@ -1,0 +1,71 @@
+"""The watchdog thread of a rank: beats, listens for the word that ends the run, and says it when progress stops.
+
+A stall is *no rank's* progress counter moving for `stall_seconds`, never mere time in a phase: a rank may work for an
+hour in one call as long as anyone moves. One that works long in a library calls `World.progress`.
+"""
+
+import threading
+import time
+
+import torch.distributed as dist
+
+from spmd_rl.dist.ending import End, Ending
+from spmd_rl.dist.heartbeat import SILENT_SECONDS, Heartbeats
+from spmd_rl.dist.report import hang_report
+
+TICK_SECONDS = 0.25
+_GRACE_SECONDS = 0.5
+
+
+class Watchdog:
+    """Starts with its construction; `stop` it before the groups are destroyed."""
+
+    def __init__(self, heartbeats: Heartbeats, ending: Ending, stall_seconds: float, stacks: str) -> None:
+        """`stall_seconds`: infinity watches for the peers' word alone."""
+        self._heartbeats, self._ending = heartbeats, ending
+        self._stall_seconds, self._stacks = stall_seconds, stacks
+        self._progress = -1
+        self._moved = self._ticked = time.monotonic()
+        self._stopped = threading.Event()
+        self.leaving = False
+        """Whether this rank is about to leave, and no longer minds a store that is gone."""
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(TICK_SECONDS):
+                self._tick()
+        except dist.DistError as lost:
+            if not self.leaving and self._ending.claim():
+                rank = self._heartbeats.me.rank
+                self._ending.follow(End("error", rank, f"the store is lost, its process or node is gone: {lost}"))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        asleep = now - self._ticked
+        if asleep > SILENT_SECONDS:  # we were stopped ourselves, and saw nothing of what the others did
+            self._moved += asleep
+        self._ticked = now
+        progress = self._heartbeats.beat()
+        if progress != self._progress:
+            self._progress, self._moved = progress, now
+        end = self._ending.declared()
+        if end is None and now - self._moved > self._stall_seconds:
+            report = hang_report(self._heartbeats.pulses(), self._stall_seconds, self._stacks)
+            end = self._ending.declare(End("stall", self._heartbeats.me.rank, report))
+        if end is not None:
+            self._obey(end)
+
+    def _obey(self, end: End) -> None:
+        """End this process, unless its main thread is already about it."""
+        if end.kind == "error" and self._stopped.wait(_GRACE_SECONDS):
+            return  # the rank that failed exits first, and our main thread may fail of the same cause
+        if self._ending.claim():
+            self._ending.follow(end)
+        self._stopped.set()

@@ -1,0 +1,106 @@
+"""Attention over the paged cache, as the module's layers call it.
+
+Registered with transformers under `ATTENTION`; a name without a mask function makes models build no mask. The engine
+hands its batch to `module(..., kv=...)`, which transformers passes down to every layer. Two kinds of batch:
+
+    Prefill    whole prompts end to end; each attends causally to itself; their keys and values are stored
+    Decode     one token per request, which attends to all its request has stored
+
+Left out: sliding windows, soft caps and sinks; `module.py` refuses models that need them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from spmd_rl.engine.native.kv import KVPool
+
+ATTENTION = "spmd_paged"
+
+
+class Packed(Protocol):
+    """What a forward of T packed tokens needs to know of the cache."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompts that start at position 0."""
+
+    pool: KVPool
+    slots: Tensor
+    """int64 [T]: where each token is stored"""
+    spans: tuple[tuple[int, int], ...]
+    """first token and end of each prompt"""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """See `Packed`."""
+        self.pool.write(layer, self.slots, key, value)
+        groups = query.shape[1] // key.shape[1]
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        parts = []
+        for begin, end in self.spans:
+            q, k, v = (x[:, :, begin:end] for x in (query, key, value))
+            parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+        return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """Rows of a decode batch whose tables are about equally long."""
+
+    rows: slice
+    tables: Tensor
+    """int64 [R, N]: blocks of each row, padded with any block"""
+    mask: Tensor
+    """model dtype [R, 1, 1, N * BLOCK]: 0 where the row has a token stored, -inf elsewhere"""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One token per request."""
+
+    pool: KVPool
+    slots: Tensor
+    """int64 [R]: where each row's token is stored"""
+    shelves: tuple[Shelf, ...]
+    """all rows, in order"""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """See `Packed`."""
+        self.pool.write(layer, self.slots, key, value)
+        parts = []
+        for shelf in self.shelves:
+            keys, values = self.pool.read(layer, shelf.tables)
+            # The query heads of one key head stand where queries of one sequence would: no key is repeated.
+            q = query[shelf.rows].unflatten(1, (key.shape[1], -1))
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=shelf.mask, scale=scaling)
+            parts.append(out.flatten(1, 2))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    kv: Packed,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, KVH, T, D] -> [1, T, H, D]."""
+    assert attention_mask is None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return kv.attend(module.layer_idx, query, key, value, scaling)[None], None
+
+
+AttentionInterface.register(ATTENTION, paged_attention)

@@ -1,0 +1,47 @@
+"""The engine's module: a Hugging Face causal LM of the right shape, its weights still unset, attention ours."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from spmd_rl.engine.native.attention import ATTENTION
+from spmd_rl.errors import UserError
+
+
+def empty_module(
+    path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu", trust: bool = False
+) -> nn.Module:
+    """A module made from `path/config.json` alone: no weight is read or initialised, buffers are right.
+
+    Buffers (rotary frequencies) come from the constructor, which is why this is not a module moved off `meta`.
+    UserError for an architecture this engine cannot run.
+    """
+    config = AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=trust)
+    _check(config)
+    with torch.device(device), no_init_weights():
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
+        )
+    module.tie_weights()
+    return module.eval().requires_grad_(False)
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers by Hugging Face name; tied ones once, under the first name."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            weights[name] = tensor
+    return weights
+
+
+def _check(config: PreTrainedConfig) -> None:
+    layers = getattr(config, "layer_types", None) or ["full_attention"]
+    foreign = sorted(set(layers) - {"full_attention"})
+    if foreign:
+        raise UserError(f"policy.model: engine=native cannot run {', '.join(foreign)} layers ({config.model_type})")

@@ -1,0 +1,61 @@
+"""Sampling as a pure function: token t of a request depends on its logits, its temperature and (seed, t) alone.
+
+Inverse CDF, so that no generator has a state. Left out: top-k and top-p, under which the logprobs of a sample are not
+those a trainer would compute.
+"""
+
+import hashlib
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+CHUNK = 256
+"""Tokens of the vocabulary that are summed first: the CDF is built over chunks, then within one chunk."""
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) of 53 random bits, drawn from (seed, index): blake2b of both as 64-bit words."""
+    word = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
+    return (int.from_bytes(word, "little") >> 11) * 2.0**-53
+
+
+def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row and its logprob: int64 [R], float32 [R]; `logits` is [R, V] in any float dtype.
+
+    `temperatures` float32 [R]: rows at 0 take the most likely token and report logprobs of temperature 1; the others
+    take the first token whose cumulated probability exceeds `uniforms` float64 [R], and report log_softmax of
+    logits / temperature. A row with a NaN reports a NaN logprob.
+    """
+    num_rows, num_tokens = logits.shape
+    greedy = temperatures == 0
+    scale = torch.where(greedy, 1.0, temperatures)[:, None]
+    # The one [R, V] buffer: scaled logits, then (in place) unnormalised probabilities; the tail fills the last chunk.
+    buffer = torch.empty(num_rows, -(-num_tokens // CHUNK) * CHUNK, dtype=torch.float32, device=logits.device)
+    buffer[:, num_tokens:] = -math.inf
+    torch.div(logits, scale, out=buffer[:, :num_tokens])
+    top = buffer.amax(dim=-1, keepdim=True)
+    best = buffer[greedy].argmax(dim=-1)
+    masses = buffer.sub_(top).exp_().unflatten(1, (-1, CHUNK))
+    chunk_masses = masses.sum(dim=-1).double()
+    chunk, rest = _draw(chunk_masses, uniforms)
+    within, _ = _draw(masses[torch.arange(num_rows, device=logits.device), chunk].double(), rest)
+    tokens = (chunk * CHUNK + within).clamp_(max=num_tokens - 1)  # beyond only in a row of NaN
+    tokens[greedy] = best
+    chosen = logits.gather(-1, tokens[:, None]).float().div(scale).sub(top)[:, 0]
+    return tokens, chosen - chunk_masses.sum(dim=-1).log().float()
+
+
+def _draw(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over float64 [R, N] unnormalised: the index drawn, int64 [R], and what is left of the uniform, [R].
+
+    u * total < total holds in float64 for every u <= 1 - 2**-53, and `right` finds the first sum *above* the target:
+    an index without mass is never drawn.
+    """
+    sums = masses.cumsum(dim=-1)
+    target = uniforms[:, None] * sums[:, -1:]
+    index = torch.searchsorted(sums, target, right=True).clamp_(max=masses.shape[-1] - 1)
+    mass = masses.gather(-1, index)
+    left = (target - (sums.gather(-1, index) - mass)) / mass
+    return index[:, 0], left[:, 0].clamp(0.0, 1.0 - 2.0**-53)

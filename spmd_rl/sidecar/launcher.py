@@ -1,0 +1,80 @@
+"""Starts and restarts the sidecar host of this node: what local rank 0 does for the others."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+from spmd_rl import wire
+from spmd_rl.config.schema import RewardsConfig
+from spmd_rl.errors import UserError
+from spmd_rl.sidecar.channel import receive, send
+from spmd_rl.sidecar.host import clean
+
+START_SECONDS = 180.0
+"""Until the host must have one worker ready in each pool."""
+STOP_SECONDS = 1.0
+
+
+class HostProcess:
+    """The host, started now. It ends when we close its socket, when we die, or at the latest by `stop`."""
+
+    def __init__(self, address: str, rewards: RewardsConfig) -> None:
+        self._address = address
+        self._pools = {
+            domain: wire.Pool(reward.target, dict(reward.args), reward.workers)
+            for domain, reward in rewards.domains.items()
+        }
+        self._start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (it may still be stuck)."""
+        return self._process.poll() is None
+
+    def wait_ready(self) -> None:
+        """Block until every pool has a worker. UserError, in one line, if one cannot be had."""
+        self._line.settimeout(START_SECONDS)
+        try:
+            reply = receive(self._line, wire.FROM_HOST)
+        except TimeoutError:
+            reply = wire.Failed(f"the sidecar was not ready after {START_SECONDS:g} s")
+        if reply is None:
+            raise RuntimeError(f"the sidecar host died at its start with code {self._process.wait()}")
+        if isinstance(reply, wire.Failed):
+            self.stop()
+            raise UserError(reply.detail)
+
+    def restart(self) -> None:
+        """A new host at the same address, whatever became of the old one. Does not wait until it is ready."""
+        self._process.kill()
+        self._process.wait()
+        self._line.close()
+        self._start()
+
+    def stop(self) -> None:
+        """End the host and its workers, and remove its socket."""
+        self._line.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        clean(self._address)
+
+    def _start(self) -> None:
+        self._line, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "spmd_rl.sidecar", str(theirs.fileno())]
+        # what can be imported here can be imported there
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+        with theirs:
+            fds = [theirs.fileno()]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
+        # The parent-death signal follows the thread that forks; from a passing one, the closing socket must do.
+        lasting = threading.current_thread() is threading.main_thread()
+        try:
+            send(self._line, wire.Start(os.getpid() if lasting else 0, self._address, self._pools))
+        except wire.WireError as error:
+            self.stop()
+            raise UserError(f"reward.<domain>.args {error}") from None

@@ -1,0 +1,173 @@
+"""A worker process: builds one rewarder and judges the questions that its host sends, one frame at a time.
+
+One of the two places with a broad `except`: whatever a rewarder raises becomes an `error` verdict that says so.
+Deadlines are not kept here: a worker that takes too long is killed from outside.
+"""
+
+import asyncio
+import bdb
+import importlib
+import inspect
+import math
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from spmd_rl import wire
+from spmd_rl.errors import UserError
+from spmd_rl.sidecar.channel import receive, send
+from spmd_rl.types import Rewarder, Verdict, VerdictStatus
+
+SERVICES = frozenset({"sandbox", "http", "embed"})
+"""Constructor parameters of these names stand for services that the host provides. None is built yet."""
+MAX_DETAIL = 300
+MAX_PARTS = 100
+
+
+def load(domain: str, target: str) -> type:
+    """The class named by `module:Class`. UserError, in one line, for whatever keeps it from being imported."""
+    key = f"reward.{domain}.target={target}"
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise UserError(f"{key}: write it as module:Class")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except AttributeError as error:
+        raise UserError(f"{key}: {one_line(error)}") from error
+    except Exception as error:  # user code: an import may raise anything
+        raise UserError(f"{key}: cannot import {module_name}: {one_line(error)}") from error
+
+
+def build(domain: str, target: str, args: dict[str, Any]) -> Rewarder:
+    """The rewarder of a domain. UserError, in one line, if it cannot be imported or constructed."""
+    cls, key = load(domain, target), f"reward.{domain}.target={target}"
+    if not (hasattr(cls, "score") or hasattr(cls, "score_batch")):
+        raise UserError(f"{key}: has neither `score` nor `score_batch`")
+    for name in sorted(_required(cls) & SERVICES - set(args)):
+        raise UserError(f"{key}: needs the `{name}` service, which this version does not have")
+    try:
+        return cls(**args)
+    except Exception as error:  # user code: a constructor may raise anything
+        raise UserError(f"{key}: cannot be built with reward.{domain}.args={args}: {one_line(error)}") from error
+
+
+def _required(cls: type) -> set[str]:
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+
+
+def style(rewarder: Rewarder) -> str:
+    """How it wants its questions: `each` (one by one), `async` (many at a time) or `batch` (one call for many)."""
+    if hasattr(rewarder, "score_batch"):
+        return "batch"
+    return "async" if inspect.iscoroutinefunction(rewarder.score) else "each"
+
+
+async def judge(rewarder: Rewarder, question: wire.Question, timeout: float | None = None) -> Verdict:
+    """The verdict of one question, whatever happens. `timeout` (seconds) bounds an `async def score` alone."""
+    try:
+        if not hasattr(rewarder, "score"):
+            return _checked_batch(rewarder.score_batch([question.prompt], [question.answer], [question.info]), 1)[0]
+        verdict = rewarder.score(question.prompt, question.answer, question.info)
+        if inspect.isawaitable(verdict):
+            verdict = await asyncio.wait_for(verdict, timeout)
+        return _checked(verdict)
+    except bdb.BdbQuit:
+        raise  # the user left the debugger
+    except TimeoutError as error:
+        return Verdict("timeout", detail=one_line(error))
+    except Exception as error:
+        return Verdict("error", detail=one_line(error))
+
+
+def judge_now(rewarder: Rewarder, question: wire.Question) -> Verdict:
+    """`judge` without an event loop, for a plain `def score`."""
+    coroutine = judge(rewarder, question)
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    return Verdict("error", detail="score returned an awaitable: declare it `async def`")
+
+
+def judge_batch(rewarder: Any, questions: list[wire.Question]) -> list[Verdict]:
+    """The verdicts of one `score_batch` call; if it raises, of one call for each, so that one cannot spoil the rest."""
+    prompts, answers, infos = ([getattr(q, name) for q in questions] for name in ("prompt", "answer", "info"))
+    try:
+        return _checked_batch(rewarder.score_batch(prompts, answers, infos), len(questions))
+    except Exception as error:
+        if len(questions) == 1:
+            return [Verdict("error", detail=one_line(error))]
+        return [judge_batch(rewarder, [question])[0] for question in questions]
+
+
+def _checked_batch(verdicts: Iterable[Verdict], num_questions: int) -> list[Verdict]:
+    checked = [_checked(verdict) for verdict in verdicts]
+    if len(checked) != num_questions:
+        raise ValueError(f"score_batch returned {len(checked)} verdicts for {num_questions} answers")
+    return checked
+
+
+def _checked(verdict: Any) -> Verdict:
+    """The verdict in plain types, so that NumPy's floats and a NaN do not travel."""
+    if not isinstance(verdict, Verdict):
+        raise TypeError(f"score returned {type(verdict).__name__}, not a Verdict")
+    if verdict.status not in get_args(VerdictStatus):
+        raise ValueError(f"unknown verdict status {verdict.status!r}")
+    if len(verdict.parts) > MAX_PARTS:
+        raise ValueError(f"{len(verdict.parts)} parts; at most {MAX_PARTS}")
+    parts = {str(name): float(value) for name, value in verdict.parts.items()}
+    for name, value in {"score": float(verdict.score), **parts}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    return Verdict(verdict.status, float(verdict.score), parts, one_line(verdict.detail))
+
+
+def one_line(error: BaseException | str) -> str:
+    """An exception's type and message, or a text, on one line and not too long."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    text = " ".join(text.encode("utf-8", "replace").decode().split())
+    return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."
+
+
+def serve(sock: socket.socket, domain: str, pool: wire.Pool) -> None:
+    """Be a worker until the host hangs up."""
+    send(sock, wire.Started(os.getpid()))
+    try:
+        rewarder = build(domain, pool.target, pool.args)
+    except UserError as error:
+        send(sock, wire.Failed(str(error)))
+        return
+    how = style(rewarder)
+    send(sock, wire.Ready(how))
+    with asyncio.Runner() as runner:
+        while (work := receive(sock, wire.TO_WORKER)) is not None:
+            if how == "async":
+                runner.run(_serve_async(sock, rewarder, work))
+            elif how == "batch":
+                _serve_batch(sock, rewarder, work)
+            else:
+                for job in work.jobs:
+                    _reply(sock, job, judge_now(rewarder, wire.QUESTION.unpack(job.question)))
+
+
+async def _serve_async(sock: socket.socket, rewarder: Rewarder, work: wire.Work) -> None:
+    async def one(job: wire.Job) -> None:
+        _reply(sock, job, await judge(rewarder, wire.QUESTION.unpack(job.question), job.timeout))
+
+    await asyncio.gather(*(one(job) for job in work.jobs))
+
+
+def _serve_batch(sock: socket.socket, rewarder: Rewarder, work: wire.Work) -> None:
+    questions = [wire.QUESTION.unpack(job.question) for job in work.jobs]
+    for job, verdict in zip(work.jobs, judge_batch(rewarder, questions), strict=True):
+        _reply(sock, job, verdict)
+
+
+def _reply(sock: socket.socket, job: wire.Job, verdict: Verdict) -> None:
+    send(sock, wire.Done(job.number, wire.pack(verdict)))

@@ -1,0 +1,66 @@
+"""`metrics.jsonl`: one line a step, in step order, ever; and the sum over ranks of what each of them measured."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+Reduce = Literal["sum", "mean", "max"]
+Values = dict[str, float]
+
+
+class MetricsFile:
+    """The file on rank 0. Example line: `{"step":3,"critic/score/mean":0.4,"time/total":12.1}`; NaN is `null`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write one line, in one system call, so that a reader never sees half of it."""
+        line = msgspec.json.encode({"step": step} | dict(values)) + b"\n"
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(line)
+
+    def cut(self, last: int) -> bool:
+        """Drop every line after step `last`, and a torn last line; whether the line of `last` itself is there."""
+        if not self.path.exists():
+            return False
+        kept = [line for line in self.read() if line["step"] <= last]
+        temporary = self.path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            file.writelines(msgspec.json.encode(line) + b"\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+        return bool(kept) and kept[-1]["step"] == last
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines, oldest first; empty if there is no file."""
+        return list(read_lines(self.path))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, up to the first line that is not whole; nothing if there is no file."""
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(dict)
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError:
+                return
+
+
+def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
+    """Each key over the ranks that have it, in rank order (so that the sum is the same every time)."""
+    columns: dict[str, list[float]] = {}
+    for record in records:
+        for key, value in record.items():
+            columns.setdefault(key, []).append(value)
+    if reduce == "max":
+        return {key: max(column) for key, column in columns.items()}
+    sums = {key: float(sum(column)) for key, column in columns.items()}
+    return sums if reduce == "sum" else {key: total / len(columns[key]) for key, total in sums.items()}

@@ -1,0 +1,51 @@
+"""Trackers beside the run directory's own files: each gets the line of `metrics.jsonl`, on rank 0. None by default."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmd_rl.config.schema import TrackConfig
+from spmd_rl.errors import UserError
+from spmd_rl.track.trackers.swanlab import SwanLab
+from spmd_rl.track.trackers.tensorboard import TensorBoard
+from spmd_rl.track.trackers.wandb import Wandb
+
+_MODES = {"wandb": ("off", "offline", "online"), "swanlab": ("off", "offline", "cloud")}
+
+
+class Tracker(Protocol):
+    """Somewhere else that metrics go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One finished step."""
+        ...
+
+    def close(self) -> None:
+        """Hand over what is buffered."""
+        ...
+
+
+def check(cfg: TrackConfig) -> None:
+    """UserError for an unknown mode, or where the package of a chosen tracker is not installed."""
+    for name, modes in _MODES.items():
+        if getattr(cfg, name) not in modes:
+            raise UserError(f"track.{name}={getattr(cfg, name)} is none of {', '.join(modes)}")
+    chosen = [name for name in _MODES if getattr(cfg, name) != "off"] + ["tensorboard"] * cfg.tensorboard
+    for name in chosen:
+        if find_spec(name) is None:
+            raise UserError(f"track.{name} needs a package that is not installed: pip install 'spmd-rl[{name}]'")
+
+
+def open_trackers(
+    cfg: TrackConfig, run_dir: Path, run_id: str, first_step: int, settings: Mapping[str, Any]
+) -> list[Tracker]:
+    """The chosen trackers. `run_id` is the same after a resume, which begins with `first_step`."""
+    trackers: list[Tracker] = []
+    if cfg.wandb != "off":
+        trackers.append(Wandb(cfg.wandb, run_dir, run_id, settings))
+    if cfg.tensorboard:
+        trackers.append(TensorBoard(run_dir, first_step))
+    if cfg.swanlab != "off":
+        trackers.append(SwanLab(cfg.swanlab, run_dir, run_id, settings))
+    return trackers

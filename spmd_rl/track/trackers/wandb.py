@@ -1,0 +1,31 @@
+"""Weights & Biases. `track.wandb=offline` writes `run.dir/wandb` and needs no account; `wandb sync` uploads it later."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Wandb:
+    """One wandb run, continued under the same id after a resume."""
+
+    def __init__(self, mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project="spmd_rl",
+            name=run_dir.name,
+            id=run_id,
+            resume="allow",
+            dir=run_dir,
+            mode=mode,
+            config=dict(settings),
+            settings=wandb.Settings(console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One finished step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Hand over what is buffered."""
+        self._run.finish()

@@ -1,0 +1,239 @@
+"""The frames between a rank and its sidecar, and between a sidecar host and its workers.
+
+A frame is one version byte, then a msgpack array `[tag, field, ...]` checked against the structs below. Bounded in
+size, never pickle. What cannot be read is a `WireError`, whatever the bytes were. Sockets live in `sidecar/`.
+
+    frame = wire.encode(wire.Ping())
+    message = wire.TO_HOST.decode(frame)
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from spmd_rl.types import AnswerInfo, Prompt, Verdict
+
+VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+"""The largest frame that is sent or accepted."""
+MAX_QUESTION_BYTES = 8 << 20
+"""The largest single question; a longer answer is `rejected` where it was asked."""
+BATCH_BYTES = 1 << 20
+"""Senders close a frame of several items when it has grown so large."""
+BATCH_ITEMS = 256
+"""And when it holds so many."""
+WINDOW = 2048
+"""Questions that a client may have under way at its host; the others wait at the client."""
+WINDOW_BYTES = 64 << 20
+"""The same, in bytes."""
+
+
+class WireError(ValueError):
+    """Bytes that are no frame of this version and schema, or a message that has no frame."""
+
+
+class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Domain = Annotated[str, msgspec.Meta(max_length=200)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class Question(_Struct):
+    """One answer to judge. Travels as the `question` of a `Score` and a `Job`; only the worker looks inside."""
+
+    prompt: Prompt
+    answer: str
+    info: AnswerInfo
+
+
+class Score(_Struct):
+    """Client's wish for one verdict. Sent again under the same id, it is still one wish."""
+
+    id: Id
+    domain: Domain
+    timeout: Seconds
+    """Running time allowed; waiting for a worker does not count."""
+    question: msgspec.Raw
+
+
+class Scores(_Struct, tag="scores"):
+    """Client to host."""
+
+    items: list[Score]
+
+
+class Drop(_Struct, tag="drop"):
+    """Client to host: nobody waits for these any more."""
+
+    ids: list[Id]
+
+
+class Ping(_Struct, tag="ping"):
+    """Client to host: are you there?"""
+
+
+class Pong(_Struct, tag="pong"):
+    """Host to client."""
+
+    host: str
+    """Unlike after the host was started anew: then whatever is under way must be sent again."""
+    beats: dict[str, int]
+    """Per domain, a number that changes whenever that pool moves: a verdict, a worker that starts."""
+
+
+class Judged(_Struct):
+    """Host's answer to one `Score`."""
+
+    id: Id
+    verdict: Verdict
+
+
+class RawJudged(_Struct):
+    """`Judged` as the host passes it on, its verdict unopened."""
+
+    id: Id
+    verdict: msgspec.Raw
+
+
+class Verdicts(_Struct, tag="verdicts"):
+    """Host to client."""
+
+    items: list[Judged]
+
+
+class RawVerdicts(_Struct, tag="verdicts"):
+    """`Verdicts` as the host sends it."""
+
+    items: list[RawJudged]
+
+
+class Error(_Struct, tag="error"):
+    """Host to client: your last frame was not understood, or was too much."""
+
+    detail: str
+
+
+class Job(_Struct):
+    """One question on its way to a worker."""
+
+    number: Id
+    timeout: Seconds
+    question: msgspec.Raw
+
+
+class Work(_Struct, tag="work"):
+    """Host to worker: judge these, in order."""
+
+    jobs: list[Job]
+
+
+class Started(_Struct, tag="started"):
+    """Worker to host, first thing."""
+
+    pid: Id
+
+
+class Ready(_Struct, tag="ready"):
+    """Worker to host: the rewarder is built. Host to the rank that started it: all pools have a worker."""
+
+    style: str = ""
+    """Worker only: `each`, `async` or `batch`."""
+
+
+class Failed(_Struct, tag="failed"):
+    """In place of `Ready`: a user's mistake, in one line."""
+
+    detail: str
+
+
+class Done(_Struct, tag="done"):
+    """Worker to host: one verdict, sent before the next job is begun."""
+
+    number: Id
+    verdict: msgspec.Raw
+
+
+class Pool(_Struct):
+    """The workers of one domain."""
+
+    target: str
+    args: dict[str, Any]
+    workers: int
+
+
+class Start(_Struct, tag="start"):
+    """Rank to the host that it starts."""
+
+    parent: int
+    """Pid that the host must not outlive."""
+    address: str
+    pools: dict[str, Pool]
+
+
+class Warm(_Struct, tag="warm"):
+    """Host to a zygote: import this, then fork on demand."""
+
+    parent: int
+    domain: str
+    pool: Pool
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The frame of a message. WireError if a value has no msgpack form or the frame would be too large."""
+    frame = bytes((VERSION,)) + bytes(pack(message))
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} travel")
+    return frame
+
+
+def pack(value: Any) -> msgspec.Raw:
+    """A part of a later frame, encoded once. WireError if it has no msgpack form (an object, a lone surrogate...)."""
+    try:
+        return msgspec.Raw(_encoder.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WireError(f"cannot be sent: {error}") from None
+
+
+class Codec:
+    """Decodes the frames that one kind of receiver understands."""
+
+    def __init__(self, *messages: type) -> None:
+        self._decoder = msgspec.msgpack.Decoder(messages[0] if len(messages) == 1 else _union(messages))
+
+    def decode(self, frame: bytes) -> Any:
+        """The message in a frame. WireError for anything else; never another exception."""
+        if not frame or frame[0] != VERSION:
+            raise WireError(f"frame version {frame[0] if frame else 'missing'}, ours is {VERSION}")
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} travel")
+        return self.unpack(memoryview(frame)[1:])
+
+    def unpack(self, body: Any) -> Any:
+        """The same for a part packed by `pack`."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+            raise WireError(f"not understood: {error}") from None
+
+
+def _union(messages: tuple[type, ...]) -> Any:
+    union = messages[0]
+    for message in messages[1:]:
+        union = union | message
+    return union
+
+
+QUESTION = Codec(Question)
+TO_HOST = Codec(Scores, Drop, Ping)
+TO_CLIENT = Codec(Verdicts, Pong, Error)
+TO_WORKER = Codec(Work)
+FROM_WORKER = Codec(Started, Ready, Failed, Done)
+TO_ZYGOTE = Codec(Warm)
+STARTING_HOST = Codec(Start)
+FROM_HOST = Codec(Ready, Failed)

@@ -1,0 +1,91 @@
+"""Small fakes: an engine of chosen lengths, a scorer with chosen delays, a tokenizer of bytes."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from spmd_rl.engine.base import Capacity
+from spmd_rl.types import AnswerInfo, Completion, Message, Prompt, Request, Verdict
+
+
+class FakeTokenizer:
+    """Bytes are tokens; token 0 ends an answer."""
+
+    stop_ids = (0,)
+
+    def render(self, messages) -> array:
+        return array("i", " ".join(m.content for m in messages).encode())
+
+    def decode(self, ids) -> str:
+        return bytes(i for i in ids if i).decode()
+
+
+class FakeEngine:
+    """Answers each request with `length(request)` times the digit `seed % 10`; counts what it computed."""
+
+    def __init__(self, length: Callable[[Request], int] = lambda request: 3, max_running: int = 64) -> None:
+        self.capacity = Capacity(max_running, 10**6, 4096)
+        self.length, self.version = length, 0
+        self.running: dict[str, tuple[Request, int]] = {}
+        self.aborted: list[str] = []
+        self.added: list[tuple[int, ...]] = []
+        self.most_running = 0
+
+    def add(self, request: Request) -> None:
+        assert request.id not in self.running
+        self.added.append(request.order)
+        self.running[request.id] = (request, 0)
+
+    def abort(self, ids) -> None:
+        self.aborted += list(ids)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running)
+
+    def step(self) -> list[Completion]:
+        self.most_running = max(self.most_running, len(self.running))
+        ended = []
+        for id, (request, n) in list(self.running.items()):
+            n += 1
+            stop = n >= self.length(request)
+            if stop or id in self.aborted:
+                del self.running[id]
+                text = str(request.seed % 10).encode() * n
+                reason = "stop" if stop else "abort"
+                ended.append(
+                    Completion(id, array("i", text), array("f", [-0.5] * n), array("i", [self.version] * n), reason)
+                )
+            else:
+                self.running[id] = (request, n)
+        return ended
+
+    def awake(self):
+        return nullcontext()
+
+
+class FakeScorer:
+    """Scores 1 where `good(prompt, answer)`, after `delay(prompt)` seconds."""
+
+    def __init__(self, good: Callable[[Prompt, str], bool], delay: Callable[[Prompt], float] = lambda p: 0.0) -> None:
+        self.good, self.delay, self.outstanding = good, delay, 0
+
+    async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        self.outstanding += 1
+        try:
+            await asyncio.sleep(self.delay(prompt))
+        finally:
+            self.outstanding -= 1
+        return Verdict("ok", float(self.good(prompt, answer)))
+
+
+class FakePrompts:
+    """`n` prompts in an endless round."""
+
+    def __init__(self, n: int) -> None:
+        self.train = tuple(Prompt(f"{i:032x}", (Message("user", f"problem {i}"),), "toy", str(i)) for i in range(n))
+        self.eval = self.train[:2]
+
+    def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
+        return ticket // len(self.train), self.train[ticket % len(self.train)]

@@ -1,0 +1,313 @@
+"""The native engine as a machine: admission, bounds, stops, aborts, versions, determinism."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmd_rl import engine as engines
+from spmd_rl.config.schema import EngineConfig, RlvrConfig
+from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.native.kv import BLOCK
+from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.types import Completion, Request
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def weights(path):
+    return list(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+
+
+@pytest.fixture
+def make(path, weights):
+    """An engine with its weights loaded."""
+
+    def build(max_running=4, kv_tokens=512, version=1, dtype=torch.float32) -> NativeEngine:
+        engine = NativeEngine(empty_module(path, dtype), max_running, kv_tokens)
+        engine.load(weights, version)
+        return engine
+
+    return build
+
+
+def ask(id: str, prompt=(1, 2, 3), new=8, temperature=1.0, seed=0, order=(), stop=()) -> Request:
+    return Request(id, array("i", prompt), new, temperature, seed, order, stop)
+
+
+def drain(engine: NativeEngine) -> dict[str, Completion]:
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    return done
+
+
+def run(engine: NativeEngine, *requests: Request) -> dict[str, Completion]:
+    for request in requests:
+        engine.add(request)
+    return drain(engine)
+
+
+def test_kv_budget_below_demand_waits_and_is_never_exceeded(make):
+    engine = make(max_running=16, kv_tokens=8 * BLOCK)
+    requests = [ask(f"{i}", prompt=range(i, i + 20), new=15, seed=i) for i in range(12)]
+    for request in requests:
+        engine.add(request)
+    done, most = {}, 0
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+        most = max(most, engine.pool.num_used)
+        assert engine.pool.num_used <= 8
+    assert len(done) == 12 and 0 < most <= engine.pool.peak <= 8
+    assert engine.pool.num_used == 0
+    roomy = run(make(max_running=16, kv_tokens=2048), *requests)
+    assert {id: c.token_ids for id, c in done.items()} == {id: c.token_ids for id, c in roomy.items()}
+
+
+def test_max_running_is_the_bound(make):
+    engine = make(max_running=3)
+    for i in range(7):
+        engine.add(ask(f"{i}", new=2, seed=i))
+    assert [len(engine.step()) for _ in range(6)] == [0, 3, 0, 3, 0, 1]
+
+
+def test_a_group_stores_its_prompt_once(make):
+    prompt = range(4 * BLOCK + 6)
+    engine = make(max_running=8, kv_tokens=1024)
+    for i in range(8):
+        engine.add(ask(f"{i}", prompt=prompt, new=BLOCK, seed=i))
+    engine.step()
+    # four full blocks shared, one partial block of the prefix, two own blocks for each answer
+    assert engine.pool.num_used == 4 + 1 + 8 * 2
+    drain(engine)
+    assert engine.pool.num_used == 0
+
+
+def test_waiting_requests_are_admitted_in_order(make):
+    engine = make(max_running=1)
+    for i, order in enumerate([(2, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 0), (0, 0, 1)]):
+        engine.add(ask(f"{i}", new=1, order=order))
+    assert [engine.step()[0].id for _ in range(5)] == ["3", "4", "1", "2", "0"]
+
+
+def test_tokens_do_not_depend_on_the_company(make):
+    requests = [ask(f"{i}", prompt=range(i + 1), new=10 + i, seed=i * 7919) for i in range(10)]
+    alone = {}
+    for request in requests:
+        alone |= run(make(), request)
+    together = run(make(max_running=10, kv_tokens=2048), *requests)
+    late = run(make(max_running=3, kv_tokens=256), *reversed(requests))
+    for id, completion in alone.items():
+        assert completion.token_ids == together[id].token_ids == late[id].token_ids
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), torch.tensor(together[id].logprobs), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_adds_give_bitwise_the_same(make, dtype):
+    requests = [ask(f"{i}", prompt=range(i % 3, 30), new=5 + i, seed=i) for i in range(9)]
+    first, second = (run(make(dtype=dtype), *requests) for _ in range(2))
+    assert first == second
+    engine = make(dtype=dtype)
+    assert run(engine, *requests) == first and run(engine, *requests) == first
+
+
+def test_seeds_and_temperature_decide(make):
+    done = run(
+        make(max_running=8),
+        ask("a", seed=1),
+        ask("same", seed=1),
+        ask("other", seed=2),
+        ask("cold", seed=1, temperature=1e-4),
+        ask("greedy", seed=5, temperature=0.0),
+    )
+    assert done["a"].token_ids == done["same"].token_ids != done["other"].token_ids
+    assert done["cold"].token_ids == done["greedy"].token_ids
+    assert max(done["greedy"].logprobs) < -1.0 and min(done["cold"].logprobs) > -1e-3
+
+
+def test_a_prompt_may_be_continued_and_noise_counts_from_the_request(make):
+    """Token t is drawn from (seed, t) of its own request, whatever the prompt is made of."""
+    whole = run(make(), ask("a", prompt=(1, 2, 3), new=6, seed=4, temperature=0.0))["a"]
+    tail = run(make(), ask("b", prompt=(1, 2, 3, *whole.token_ids[:3]), new=3, seed=9, temperature=0.0))["b"]
+    assert whole.token_ids[3:] == tail.token_ids
+
+
+def test_stop_ids_end_an_answer_and_stay_in_it(make):
+    free = run(make(), ask("a", new=12, seed=3))["a"]
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    done = run(make(), ask("a", new=12, seed=3, stop=(stop, 9999)))["a"]
+    assert (done.token_ids, done.finish_reason) == (free.token_ids[: first + 1], "stop")
+    assert len(done.logprobs) == len(done.versions) == first + 1
+    at_limit = run(make(), ask("a", new=first + 1, seed=3, stop=(stop,)))["a"]
+    assert at_limit.finish_reason == "stop"
+
+
+def test_abort_gives_what_there_is(make):
+    engine = make(max_running=2)
+    for i in range(4):
+        engine.add(ask(f"{i}", new=10, seed=i, order=(i,)))
+    assert engine.step() == [] and engine.step() == []
+    engine.abort(["0", "3", "never heard of"])
+    assert engine.num_unfinished == 4
+    ended = {completion.id: completion for completion in engine.step()}
+    assert {id: (c.finish_reason, len(c.token_ids)) for id, c in ended.items()} == {"0": ("abort", 2), "3": ("abort", 0)}
+    rest = drain(engine)
+    assert {id: len(c.token_ids) for id, c in rest.items()} == {"1": 10, "2": 10}
+    assert rest == {id: c for id, c in run(make(), ask("1", new=10, seed=1), ask("2", new=10, seed=2)).items()}
+    assert engine.pool.num_used == 0
+
+
+def test_abort_of_all_needs_one_step(make):
+    engine = make()
+    engine.add(ask("a"))
+    engine.abort(["a"])
+    assert [c.finish_reason for c in engine.step()] == ["abort"] and engine.num_unfinished == 0
+    assert engine.step() == []
+
+
+def test_an_id_may_come_again_only_when_it_has_ended(make):
+    engine = make()
+    engine.add(ask("a"))
+    with pytest.raises(AssertionError, match="under way"):
+        engine.add(ask("a"))
+    drain(engine)
+    engine.add(ask("a"))
+
+
+def test_versions_are_stamped_and_a_load_leaves_nothing_behind(make, weights):
+    engine = make(version=7)
+    old = run(engine, ask("a", prompt=range(40), temperature=0.0))["a"]
+    assert set(old.versions) == {7}
+    scaled = [(name, weight * 1.5) for name, weight in weights]
+    engine.load(scaled, version=8)
+    new = run(engine, ask("a", prompt=range(40), temperature=0.0))["a"]
+    assert set(new.versions) == {8}
+    other = make()
+    other.load(scaled, version=8)
+    assert run(other, ask("a", prompt=range(40), temperature=0.0))["a"] == new != old
+
+
+def test_no_request_before_weights_and_no_weights_between_requests(make, path, weights):
+    engine = NativeEngine(empty_module(path, torch.float32), 4, 512)
+    with pytest.raises(AssertionError, match="no weights"):
+        engine.add(ask("a"))
+    engine.load(weights, 0)
+    engine.add(ask("a"))
+    with pytest.raises(AssertionError, match="under way"):
+        engine.load(weights, 1)
+
+
+def break_weights(weights, how):
+    """A stream of weights with one fault."""
+    names = [name for name, _ in weights]
+    broken = {
+        "missing": weights[:3] + weights[4:],
+        "twice": [*weights, weights[0]],
+        "unknown": [*weights, ("model.extra", torch.zeros(1))],
+        "shape": [(n, w[:-1] if n == names[0] else w) for n, w in weights],
+    }
+    return broken[how], {"missing": names[3], "twice": names[0], "unknown": "model.extra", "shape": names[0]}[how]
+
+
+@pytest.mark.parametrize("how", ["missing", "twice", "unknown", "shape"])
+def test_broken_weights_are_named_and_refused(make, weights, how):
+    engine = make()
+    broken, name = break_weights(weights, how)
+    stream = iter(broken)
+    with pytest.raises(RunFailed, match=rf"version 5: {name} "):
+        engine.load(stream, version=5)
+    assert next(stream, None) is None, "other ranks gather the rest: the stream must be read to its end"
+    with pytest.raises(AssertionError, match="no weights"):
+        engine.add(ask("a"))
+
+
+def test_weights_are_cast_to_the_engines_dtype(make, weights):
+    engine = make(dtype=torch.bfloat16)
+    for (name, given), (held_name, held) in zip(weights, engine.held(), strict=True):
+        assert name == held_name and torch.equal(held, given.to(torch.bfloat16))
+
+
+def test_not_a_number_stops_the_run(make, weights):
+    engine = make()
+    engine.load([(n, w * float("nan") if n == "model.norm.weight" else w) for n, w in weights], 2)
+    engine.add(ask("poor"))
+    with pytest.raises(RunFailed, match="nan for request poor"):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (ask("long", prompt=range(200), new=400), "600 tokens exceed 496"),
+        (ask("empty", prompt=()), "at least one"),
+        (ask("none", new=0), "at least one"),
+        (ask("hot", temperature=-1.0), "negative temperature"),
+    ],
+)
+def test_bad_requests_are_refused(make, request_, words):
+    engine = make()
+    with pytest.raises(ValueError, match=words):
+        engine.add(request_)
+    assert engine.num_unfinished == 0
+
+
+def test_the_longest_request_fits_alone(make):
+    engine = make(kv_tokens=8 * BLOCK)
+    longest = engine.capacity.max_tokens
+    for length in (1, 2, BLOCK, BLOCK + 1, longest - 1):
+        done = run(engine, ask("a", prompt=[i % 200 for i in range(length)], new=longest - length))
+        assert len(done["a"].token_ids) == longest - length
+    assert engine.pool.peak <= 8
+
+
+def test_long_and_short_rows_side_by_side(make):
+    requests = [ask(f"{n}", prompt=[i % 200 for i in range(n)], new=12, seed=n) for n in (3, 120, 130, 300, 5)]
+    together = run(make(max_running=5, kv_tokens=2048), *requests)
+    for request in requests:
+        assert run(make(), request)[request.id].token_ids == together[request.id].token_ids
+
+
+def test_awake_nests_and_close_is_idempotent(make):
+    engine = make()
+    with engine.awake(), engine.awake():
+        assert run(engine, ask("a"))
+    engine.add(ask("b"))
+    engine.close()
+    engine.close()
+    assert engine.num_unfinished == 0
+
+
+def test_offload_moves_weights_and_frees_the_cache(path, weights):
+    """On the meta device, for want of an accelerator: what is tested is where things lie, not what they hold."""
+    engine = NativeEngine(empty_module(path, torch.float32, "meta"), 4, 512, offload=True)
+    assert {weight.device.type for _, weight in engine.held()} == {"cpu"}
+
+
+def test_build_by_name(path):
+    cfg = RlvrConfig()
+    cfg.policy = replace(cfg.policy, model=str(path), dtype="float32")
+    world = type("World", (), {"device": torch.device("cpu")})()
+    built = engines.build(cfg, world)
+    assert built.capacity.max_running == 64 and built.capacity.max_tokens == 512
+    with pytest.raises(UserError, match="'vlm'; known: native"):
+        engines.build(replace(cfg, engine=EngineConfig(name="vlm")), world)
+    with pytest.raises(UserError, match="tp=2"):
+        engines.build(replace(cfg, engine=EngineConfig(tp=2)), world)
+    with pytest.raises(UserError, match="kv_tokens=16"):
+        engines.build(replace(cfg, engine=EngineConfig(kv_tokens=16)), world)
+
+
+def test_sliding_windows_are_refused_by_name(tmp_path):
+    windowed = tiny("qwen2", tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    with pytest.raises(UserError, match="sliding_attention"):
+        empty_module(windowed, torch.float32)

@@ -1,0 +1,99 @@
+"""Every engine against plain Hugging Face + torch in fp32: greedy tokens equal, logprobs within 1e-5."""
+
+from array import array
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.types import Completion, Request
+from tests.models import KINDS, tiny
+
+LENGTHS = (1, 2, 16, 17, 18, 40, 33, 5)
+"""prompt lengths around the block size, and a prompt of one token"""
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "tied"])
+def pair(request, tmp_path_factory):
+    """A reference module and an engine that holds its weights."""
+    tied = request.param == "tied"
+    path = tiny("llama" if tied else request.param, tmp_path_factory.mktemp("model"), tie=tied)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    engine = NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024)
+    engine.load(reference.named_parameters(), version=3)
+    return reference, engine
+
+
+def prompt(length: int, seed: int = 0) -> array:
+    """Random token ids."""
+    return array("i", torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def drain(engine) -> dict[str, Completion]:
+    """Step until nothing is left."""
+    done = {}
+    while engine.num_unfinished:
+        done |= {completion.id: completion for completion in engine.step()}
+    return done
+
+
+def reference_logprobs(model, request: Request, completion: Completion) -> torch.Tensor:
+    """One full forward over prompt and answer, no cache: float32 [answer tokens]."""
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0].float()
+    logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
+    at = torch.arange(len(request.prompt_ids) - 1, ids.shape[1] - 1)
+    return logprobs[at, ids[0, at + 1]]
+
+
+def test_greedy_tokens_are_generates(pair):
+    reference, engine = pair
+    requests = [Request(f"g{n}", prompt(n, n), 20, 0.0, 0) for n in LENGTHS]
+    for request in requests:
+        engine.add(request)
+    done = drain(engine)
+    for request in requests:
+        ids = torch.tensor([request.prompt_ids.tolist()])
+        expected = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        assert done[request.id].token_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
+        assert done[request.id].finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.5])
+def test_logprobs_are_those_of_a_full_forward(pair, temperature):
+    reference, engine = pair
+    requests = [Request(f"s{n}", prompt(n, n), 12 + n % 5, temperature, n) for n in LENGTHS]
+    for request in requests:
+        engine.add(request)
+    done = drain(engine)
+    for request in requests:
+        completion = done[request.id]
+        expected = reference_logprobs(reference, request, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_staggered_adds_and_groups(pair):
+    """Requests that come while others run, and answers that share a prompt admitted steps apart."""
+    reference, engine = pair
+    requests = [Request(f"t{i}", prompt(21, seed=i // 3), 6 + i, 1.0, i, order=(i // 3, i % 3)) for i in range(9)]
+    done = {}
+    for request in requests:
+        engine.add(request)
+        done |= {completion.id: completion for completion in engine.step()}
+    done |= drain(engine)
+    assert len({bytes(done[f"t{i}"].token_ids) for i in range(9)}) == 9
+    for request in requests:
+        expected = reference_logprobs(reference, request, done[request.id])
+        torch.testing.assert_close(torch.tensor(done[request.id].logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_held_are_the_loaded_weights(pair):
+    reference, engine = pair
+    given, held = dict(reference.named_parameters()), dict(engine.held())
+    assert given.keys() == held.keys()
+    assert all(torch.equal(given[name], held[name]) for name in given)
+    assert all(given[name].data_ptr() != held[name].data_ptr() for name in given)
