@@ -1,22 +1,18 @@
-"""What can be known before the process group forms: files, targets, the mesh, settings that have no effect.
+"""What can be known before the process group forms: the mesh, files, targets, the run's directory.
 
-Torch-free, and without a word to other ranks: every rank checks for itself, and finds the same. Values are checked in
-`schema.py`; rows of a dataset in `data`.
+Torch-free, and without a word to other ranks: every rank checks for itself, and finds the same. Left out: values
+(`schema.py`), rows of a dataset (`data`), settings without effect (`idle.py`).
 """
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.identity import saved_config
-from spmd_rl.config.keys import flatten, plain
+from spmd_rl.config.idle import files, no_reference
 from spmd_rl.config.targets import build_target
 from spmd_rl.errors import UserError
-
-GENERATORS = ("reasoning_gym:",)
-"""Prefixes of `data.train` that name a generator, not a file."""
 
 ONLY_DATA_PARALLEL = ("fsdp2",)
 """Backends without tensor, pipeline, context or expert parallelism."""
@@ -73,7 +69,7 @@ def check_engine(cfg: Any) -> None:
 def check_models(cfg: Any) -> None:
     """The policy's directory, and the reference's where one is loaded."""
     check_model("policy.model", cfg.policy.model)
-    if hasattr(cfg, "reference") and cfg.reference.model and not idle_reference(cfg):
+    if hasattr(cfg, "reference") and cfg.reference.model and not no_reference(cfg):
         check_model("reference.model", cfg.reference.model)
 
 
@@ -94,13 +90,6 @@ def check_data(cfg: Any) -> None:
         for path in files(getattr(cfg.data, key)):
             if not Path(path).is_file():
                 raise UserError(f"data.{key}: no file {path}; give JSONL files, or reasoning_gym:<task>")
-
-
-def files(source: str | None) -> list[str]:
-    """The files that `data.train` or `data.eval` names; none where it names a generator."""
-    if source is None or source.startswith(GENERATORS):
-        return []
-    return source.split(",")
 
 
 def check_rewards(cfg: Any) -> None:
@@ -143,42 +132,3 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "data": check_data,
     "reward": check_rewards,
 }
-
-
-def idle_reference(cfg: Any) -> bool:
-    """Whether no frozen reference is loaded."""
-    return cfg.algorithm.kl_coef == 0
-
-
-def only_files(cfg: Any) -> bool:
-    """Whether nothing is generated."""
-    return bool(files(cfg.data.train)) and (cfg.data.eval is None or bool(files(cfg.data.eval)))
-
-
-IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("reference.", "algorithm.kl_coef is 0", idle_reference),
-    ("algorithm.kl_estimator", "algorithm.kl_coef is 0", idle_reference),
-    ("algorithm.norm_std", "algorithm.advantage is not grpo", lambda cfg: cfg.algorithm.advantage != "grpo"),
-    ("data.size", "data.train is a file", only_files),
-    ("data.seed", "data.train is a file", only_files),
-    ("data.args", "data.train is a file", only_files),
-    ("data.holdout", "data.eval is given", lambda cfg: cfg.data.eval is not None),
-    ("eval.", "eval.every is 0", lambda cfg: cfg.eval.every == 0),
-)
-"""(key or section, why, when): settings that mean nothing under the chosen options."""
-
-
-def idle_settings(cfg: Any) -> Iterator[str]:
-    """One line for each setting that differs from its default and has no effect."""
-    sections = {field.name for field in fields(cfg)}
-    defaults = dict(flatten(plain(type(cfg)())))
-    for key, value in flatten(plain(cfg)):
-        for idle, reason, when in IDLE:
-            named = key == idle or key.startswith(idle if idle.endswith(".") else f"{idle}.")
-            if named and key.split(".")[0] in sections and value != defaults.get(key) and when(cfg):
-                yield f"{key}: has no effect while {reason}"
-                break
-    if cfg.debug and hasattr(cfg, "reward"):
-        for domain, reward in cfg.reward.domains.items():
-            if reward.workers != 1:
-                yield f"reward.{domain}.workers: has no effect while debug is true"

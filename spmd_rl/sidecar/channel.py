@@ -12,6 +12,8 @@ import msgspec
 
 from spmd_rl import wire
 
+FORK = b"f"
+"""What the host sends to a zygote together with a socket: no frame, since descriptors travel beside it."""
 _LENGTH = struct.Struct("<I")
 
 

@@ -5,12 +5,15 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from spmd_rl import wire
-from spmd_rl.config.schema import RewardsConfig
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.channel import receive, send
 from spmd_rl.sidecar.host import clean
+
+if TYPE_CHECKING:  # a host starts without Hydra
+    from spmd_rl.config.schema import RewardsConfig
 
 START_SECONDS = 180.0
 """Until the host must have one worker ready in each pool."""
@@ -20,7 +23,7 @@ STOP_SECONDS = 1.0
 class HostProcess:
     """The host, started now. It ends when we close its socket, when we die, or at the latest by `stop`."""
 
-    def __init__(self, address: str, rewards: RewardsConfig) -> None:
+    def __init__(self, address: str, rewards: "RewardsConfig") -> None:
         self._address = address
         self._pools = {
             domain: wire.Pool(reward.target, dict(reward.args), reward.workers)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.sidecar.channel import Channel, send
-from spmd_rl.sidecar.zygote import FORK
+from spmd_rl.sidecar.channel import FORK, Channel, send
 from spmd_rl.types import Verdict
 
 START_SECONDS = 120.0

@@ -19,8 +19,6 @@ from spmd_rl.process import die_with_parent
 from spmd_rl.sidecar.channel import receive
 from spmd_rl.sidecar.worker import load, serve
 
-FORK = b"f"
-
 
 def main(fd: int) -> None:
     """Import, then fork on demand."""

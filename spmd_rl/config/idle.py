@@ -1,0 +1,51 @@
+"""Settings that were set and mean nothing under the others: each is worth a warning, none is an error.
+
+    for line in idle_settings(cfg): print(f"warning: {line}")
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from spmd_rl.config.keys import flatten, plain
+
+GENERATORS = ("reasoning_gym:",)
+"""Prefixes of `data.train` that name a generator, not files."""
+
+
+def files(source: str | None) -> list[str]:
+    """The files that `data.train` or `data.eval` names; none where it names a generator."""
+    return [] if source is None or source.startswith(GENERATORS) else source.split(",")
+
+
+def no_reference(cfg: Any) -> bool:
+    """Whether no frozen reference is loaded."""
+    return cfg.algorithm.kl_coef == 0
+
+
+def only_files(cfg: Any) -> bool:
+    """Whether no problem is generated."""
+    return bool(files(cfg.data.train)) and (cfg.data.eval is None or bool(files(cfg.data.eval)))
+
+
+IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("reference", "algorithm.kl_coef is 0", no_reference),
+    ("algorithm.kl_estimator", "algorithm.kl_coef is 0", no_reference),
+    ("algorithm.norm_std", "algorithm.advantage is not grpo", lambda cfg: cfg.algorithm.advantage != "grpo"),
+    ("data.size", "problems come from files", only_files),
+    ("data.seed", "problems come from files", only_files),
+    ("data.args", "problems come from files", only_files),
+    ("data.holdout", "data.eval is given", lambda cfg: cfg.data.eval is not None),
+    ("eval", "eval.every is 0", lambda cfg: cfg.eval.every == 0),
+)
+"""(key or section, why, when)"""
+
+
+def idle_settings(cfg: Any) -> Iterator[str]:
+    """One line for each setting that differs from its default and has no effect."""
+    defaults = dict(flatten(plain(type(cfg)())))
+    for key, value in flatten(plain(cfg)):
+        if key.startswith("reward.") and key.endswith(".workers") and cfg.debug and value != 1:
+            yield f"{key}: has no effect while debug is true"
+        for idle, reason, when in IDLE:
+            if f"{key}.".startswith(f"{idle}.") and value != defaults.get(key) and when(cfg):
+                yield f"{key}: has no effect while {reason}"

@@ -1,0 +1,205 @@
+"""The boundary of a rank: command line in, exit code out. Every door ends with it.
+
+    if __name__ == "__main__":
+        main("rlvr", RlvrConfig, run)
+
+| what ends the run | on stderr, last of all | exit code |
+|---|---|---|
+| a user's mistake, a full disk | `error: ` and one line | 2 |
+| `RunFailed` | `error: ` and one line | 1 |
+| a mistake of ours | a traceback | 1 |
+| Ctrl-C | `interrupted` | 130 |
+
+The line also goes to `run.dir/error.txt`, and is printed once for all ranks that fail alike. Hydra's `--help`, `--cfg
+job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them; nothing is written by them.
+"""
+
+import argparse
+import errno
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import OmegaConf
+
+from spmd_rl.config.checks import check, local_rank, rank
+from spmd_rl.config.docs import entries, options
+from spmd_rl.config.identity import refuse_other_run, run_dir, settle, to_yaml
+from spmd_rl.config.idle import idle_settings
+from spmd_rl.config.keys import plain
+from spmd_rl.config.load import CONFIGS, build, compose
+from spmd_rl.config.targets import told
+from spmd_rl.errors import RunFailed, UserError
+
+ERROR_FILE = "error.txt"
+GRACE_SECONDS = 10.0
+"""How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
+
+
+def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
+    """Compose, check, run. Returns after a good end, else leaves the process with the code above."""
+    ending = Ending()
+    try:
+        asked = parse(pipeline, sys.argv[1:] if argv is None else argv)
+        if asked.help:
+            return say(help_text(pipeline, schema, run))
+        values = compose(asked.config_name or pipeline, asked.overrides, asked.config_dir)
+        given = OmegaConf.to_container(values)
+        ending.folder = given_run_dir(pipeline, given)
+        cfg = settle(build(schema, values), pipeline)
+        if asked.cfg:
+            return say(to_yaml(plain(cfg)))
+        ending.folder = Path(cfg.run.dir)
+        check(cfg)
+        refuse_other_run(cfg, pipeline)
+        for line in idle_settings(cfg) if rank() == 0 else ():
+            print(f"warning: {line}", file=sys.stderr)
+        ending.start()
+        run(cfg)
+    except KeyboardInterrupt:
+        ending.leave(130, "interrupted")
+    except UserError as error:
+        ending.tell(2, str(error))
+    except RunFailed as error:
+        ending.tell(1, str(error))
+    except Exception as error:  # the rank's boundary: recorded, then the end of the process
+        if full := full_disk(error):
+            ending.tell(2, f"disk full: {full.filename or ending.folder}")
+        traceback.print_exc()
+        ending.tell(1, told(error), printed=True)
+
+
+class Ending:
+    """How this process leaves."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        """`run.dir`, as soon as it is known."""
+        self.started = False
+
+    def start(self) -> None:
+        """The settings are good: from here on, ranks fail for reasons of their own."""
+        if rank() == 0 and self.folder:
+            with suppress(OSError):
+                (self.folder / ERROR_FILE).unlink()  # of an earlier start
+        self.started = True
+
+    def tell(self, code: int, line: str, printed: bool = False) -> NoReturn:
+        """Say `line` once, whoever comes first, and leave. `printed`: a traceback has said it on stderr."""
+        line = " ".join(line.split())
+        if not self.started and local_rank() != 0:
+            time.sleep(GRACE_SECONDS)
+        first = record(self.folder, line, replace=not self.started)
+        self.leave(code, f"error: {line}" if first and not printed else "")
+
+    def leave(self, code: int, line: str) -> NoReturn:
+        """Print `line`, if any, and end the process."""
+        sys.stdout.flush()
+        if line:
+            print(line, file=sys.stderr)
+        sys.stderr.flush()
+        if "torch" in sys.modules:
+            os._exit(code)  # destructors of a process group may wait for peers that are gone
+        sys.exit(code)
+
+
+def record(folder: Path | None, line: str, replace: bool) -> bool:
+    """Write `folder/error.txt` unless another rank of this start has. False if it has said the same line.
+
+    `replace`: whatever stands there is of an earlier start.
+    """
+    if folder is None:
+        return True
+    path = folder / ERROR_FILE
+    draft = path.with_suffix(f".{rank()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(line + "\n")
+        try:
+            if replace:
+                os.replace(draft, path)
+            else:
+                os.link(draft, path)  # fails where the file exists; whole as soon as it does
+        except FileExistsError:
+            return path.read_text() != line + "\n"
+        finally:
+            draft.unlink(missing_ok=True)
+    except (OSError, UnicodeDecodeError):
+        pass  # nowhere to write: the line on stderr must do
+    return True
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The `OSError` of a full disk that `error` is, or was raised from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if rank() == 0:
+        print(text, end="")
+
+
+def given_run_dir(pipeline: str, given: Any) -> Path | None:
+    """`run.dir` where the user named it or the run; the default one needs good settings."""
+    section = given.get("run") if isinstance(given, dict) else None
+    name, folder = (section.get("name"), section.get("dir")) if isinstance(section, dict) else (None, None)
+    return run_dir(pipeline, str(name), folder and str(folder)) if name or folder else None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Hydra's options that make sense here, and `overrides`."""
+    parser = _Parser(f"python -m spmd_rl.{pipeline}", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")  # what --cfg prints is always resolved
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    asked = parser.parse_intermixed_args(list(argv))
+    if asked.multirun:
+        raise UserError("--multirun: not supported, a run is one torchrun; loop in the shell")
+    return asked
+
+
+HELP = """\
+{about}
+
+usage: python -m spmd_rl.{pipeline} [option ...] [key=value ...]
+       torchrun --nproc-per-node N -m spmd_rl.{pipeline} [option ...] [key=value ...]
+
+options:
+  --help                this text
+  --cfg job             print the settings that this line stands for, and run nothing
+  --config-dir DIR      look for groups and YAML files in DIR too
+  --config-name NAME    start from NAME.yaml, not {pipeline}.yaml
+
+groups (group=option; +experiment=option):
+{groups}
+
+settings (key=value) and their defaults:
+{settings}
+"""
+
+
+def help_text(pipeline: str, schema: type, run: Callable[[Any], None]) -> str:
+    """Usage, groups, and every key with its default and meaning."""
+    about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
+    groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())
+    settings = "\n".join(f"  {e.key}={e.default}  ({e.type})\n      {e.doc}" for e in entries(schema))
+    return HELP.format(about=about, pipeline=pipeline, groups=groups, settings=settings)

@@ -1,0 +1,294 @@
+"""A rank's side of the sidecar: thousands of answers under way at once, each with a verdict in the end.
+
+Whatever happens to a host or a worker, a question is sent again under its old id until its verdict is there; the
+verdicts are those of a run in which nothing happened. All clocks count only time in which the event loop ran: a rank
+that computes for a minute does not take its sidecar for dead. Not thread-safe; one event loop at a time.
+"""
+
+import asyncio
+import itertools
+import secrets
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import zmq
+
+from spmd_rl import wire
+from spmd_rl.sidecar.launcher import HostProcess
+from spmd_rl.types import AnswerInfo, Prompt, Verdict
+
+TICK_SECONDS = 0.1
+"""Between two looks at the host."""
+LEASE_SECONDS = 5.0
+"""A host that lives but has been silent for so long is replaced."""
+START_SECONDS = 30.0
+"""The same for one that was just started."""
+RESEND_SECONDS = 5.0
+"""A question without a verdict is sent again; the host knows it, unless it was lost on the way."""
+GRACE_SECONDS = 20.0
+"""A domain in which nothing has moved for its timeout and this is given up: `timeout` verdicts."""
+MAX_DEATHS = 5
+"""So many dead hosts in a row, without a verdict between, and what is under way gets `error`."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    domain: str
+    score: wire.Score
+    num_bytes: int
+    verdict: asyncio.Future
+    sent: float | None = None
+
+
+class Client:
+    """A `Scorer` over one DEALER socket. `host` is this rank's to look after, or None if another rank does.
+
+    The socket is in the event loop only while calls are outstanding, so that one client serves many loops in turn.
+    """
+
+    def __init__(self, address: str, timeouts: Mapping[str, float], host: HostProcess | None) -> None:
+        self._timeouts = dict(timeouts)
+        self._host = host
+        self._context = zmq.Context()
+        self._socket = _dealer(self._context, address)
+        self._ids = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._outbox: deque[int] = deque()
+        self._in_flight = 0
+        self._in_flight_bytes = 0
+        self._pending: Counter[str] = Counter()  # calls by domain
+        self._moved: dict[str, float] = {}  # by domain: when it last moved
+        self._beats: dict[str, int] = {}
+        self._name = ""  # of the host that answers
+        self._deaths = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._flushing = False
+        self._ran = 0.0  # seconds in which the loop ran while we were in it
+        self._ticked = 0.0
+        self._patient_until = LEASE_SECONDS
+
+    @property
+    def outstanding(self) -> int:
+        """Answers whose verdict is not there yet."""
+        return len(self._calls)
+
+    async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Judge one answer. Never raises for a sample's or a sidecar's failure; a cancelled call is called off."""
+        timeout = self._timeouts.get(prompt.domain)
+        if timeout is None:
+            return Verdict("error", detail=f"no reward.{prompt.domain} is set")
+        try:
+            question = wire.pack(wire.Question(prompt, answer, info))
+        except wire.WireError as error:
+            return Verdict("error", detail=str(error))
+        num_bytes = len(memoryview(question))
+        if num_bytes > wire.MAX_QUESTION_BYTES:
+            return Verdict("rejected", detail=f"{num_bytes} bytes of prompt and answer; {wire.MAX_QUESTION_BYTES} fit")
+        self._attach()
+        id_ = next(self._ids)
+        call = _Call(prompt.domain, wire.Score(id_, prompt.domain, timeout, question), num_bytes, self._future())
+        if not self._pending[prompt.domain]:
+            self._moved[prompt.domain] = self._ran
+        self._pending[prompt.domain] += 1
+        self._calls[id_] = call
+        self._outbox.append(id_)
+        self._flush_soon()
+        try:
+            return await call.verdict
+        finally:
+            self._leave(id_)
+
+    def close(self) -> None:
+        """Hang up, and end the host if it is ours. Calls still outstanding are cancelled."""
+        for call in list(self._calls.values()):
+            call.verdict.cancel()
+        self._detach()
+        self._context.destroy(linger=0)
+        if self._host is not None:
+            self._host.stop()
+
+    # -- in and out of the loop -----------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        assert self._loop is None, "a sidecar client serves one event loop at a time"
+        self._loop = loop
+        loop.add_reader(self._socket.FD, self._read)
+        self._ticked = time.monotonic()
+        self._timer = loop.call_soon(self._tick)
+
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.FD)
+            self._timer.cancel()
+        self._loop = self._timer = None
+        self._flushing = False
+        self._patient_until = self._ran + LEASE_SECONDS  # silence while nobody asks means nothing
+
+    def _future(self) -> asyncio.Future:
+        return self._loop.create_future()
+
+    def _leave(self, id_: int) -> None:
+        """The call is over: answered, given up or cancelled."""
+        call = self._calls.pop(id_)
+        self._pending[call.domain] -= 1
+        if call.sent is not None:
+            self._landed(call)
+            if call.verdict.cancelled():
+                self._send(wire.Drop([id_]))
+        if self._calls:
+            self._flush_soon()
+        else:
+            self._outbox.clear()
+            self._detach()
+
+    def _landed(self, call: _Call) -> None:
+        self._in_flight -= 1
+        self._in_flight_bytes -= call.num_bytes
+        call.sent = None
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def _flush_soon(self) -> None:
+        """Once in this round of the loop, so that what is asked together travels together."""
+        if not self._flushing and self._outbox:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        while self._loop is not None and (batch := self._next_batch()):
+            if not self._send(wire.Scores([call.score for call in batch])):
+                for call in reversed(batch):
+                    self._landed(call)
+                    self._outbox.appendleft(call.score.id)
+                break
+        self._read()  # the descriptor tells of changes only, and sending may have swallowed one
+
+    def _next_batch(self) -> list[_Call]:
+        batch, size = [], 0
+        while self._outbox and len(batch) < wire.BATCH_ITEMS and size < wire.BATCH_BYTES:
+            if self._in_flight >= wire.WINDOW or self._in_flight_bytes >= wire.WINDOW_BYTES:
+                break
+            call = self._calls.get(self._outbox.popleft())
+            if call is None or call.verdict.done() or call.sent is not None:
+                continue
+            call.sent = self._ran
+            self._in_flight += 1
+            self._in_flight_bytes += call.num_bytes
+            size += call.num_bytes
+            batch.append(call)
+        return batch
+
+    def _send(self, message: wire.Scores | wire.Drop | wire.Ping) -> bool:
+        try:
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # -- receiving ------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while self._loop is not None:
+            try:
+                message = wire.TO_CLIENT.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except wire.WireError as error:
+                _warn(f"a frame from the host was {error}")
+                continue
+            self._patient_until = self._ran + LEASE_SECONDS
+            if isinstance(message, wire.Verdicts):
+                self._deaths = 0
+                for item in message.items:
+                    self._answer(item.id, item.verdict)
+            elif isinstance(message, wire.Pong):
+                self._heed(message)
+            else:
+                _warn(f"the host refused a frame: {message.detail}")
+
+    def _answer(self, id_: int, verdict: Verdict) -> None:
+        call = self._calls.get(id_)
+        if call is not None and not call.verdict.done():
+            call.verdict.set_result(verdict)
+            self._moved[call.domain] = self._ran
+
+    def _heed(self, pong: wire.Pong) -> None:
+        for domain, beat in pong.beats.items():
+            if self._beats.get(domain) != beat:
+                self._beats[domain] = beat
+                self._moved[domain] = self._ran
+        if pong.host != self._name:
+            self._name = pong.host
+            self._resend(older_than=0.0)
+
+    # -- looking after it all -------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._ran += min(now - self._ticked, 2 * TICK_SECONDS)
+        self._ticked = now
+        self._read()
+        if self._loop is None:
+            return
+        if self._host is not None:
+            self._look_after(self._host)
+        self._resend(older_than=RESEND_SECONDS)
+        self._give_up()
+        self._send(wire.Ping())
+        self._flush()
+        if self._loop is not None:
+            self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _look_after(self, host: HostProcess) -> None:
+        if host.alive and self._ran <= self._patient_until:
+            return
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            self._fail(self._calls.values(), Verdict("error", detail=f"{self._deaths} sidecar hosts died in a row"))
+        _warn("the host is stuck; starting a new one" if host.alive else "the host died; starting a new one")
+        host.restart()
+        self._patient_until = self._ran + START_SECONDS
+
+    def _resend(self, older_than: float) -> None:
+        for id_, call in self._calls.items():
+            if call.sent is not None and not call.verdict.done() and self._ran - call.sent >= older_than:
+                self._landed(call)
+                self._outbox.append(id_)
+        self._flush_soon()
+
+    def _give_up(self) -> None:
+        for domain, count in self._pending.items():
+            patience = self._timeouts[domain] + GRACE_SECONDS
+            if count and self._ran - self._moved[domain] > patience:
+                calls = (call for call in self._calls.values() if call.domain == domain)
+                self._fail(calls, Verdict("timeout", detail=f"nothing moved at the sidecar for {patience:g} s"))
+
+    def _fail(self, calls, verdict: Verdict) -> None:
+        for call in calls:
+            if not call.verdict.done():
+                call.verdict.set_result(verdict)
+
+
+def _dealer(context: zmq.Context, address: str) -> zmq.Socket:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same client after every reconnect
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, wire.WINDOW)
+    socket.setsockopt(zmq.RCVHWM, 4 * wire.WINDOW)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+    socket.connect(address)
+    return socket
+
+
+def _warn(text: str) -> None:
+    print(f"sidecar: {text}", file=sys.stderr, flush=True)

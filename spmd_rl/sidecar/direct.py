@@ -1,0 +1,33 @@
+"""Scoring in this process, without any sidecar: what `debug=true` uses, so that `breakpoint()` works in a reward.
+
+Leaves out deadlines and isolation: a rewarder that hangs or dies takes the run with it.
+"""
+
+from typing import TYPE_CHECKING
+
+from spmd_rl import wire
+from spmd_rl.sidecar.worker import build, judge
+from spmd_rl.types import AnswerInfo, Prompt, Verdict
+
+if TYPE_CHECKING:
+    from spmd_rl.config.schema import RewardsConfig
+
+
+class Direct:
+    """A `Scorer` that calls the rewarders itself. UserError at construction if one cannot be built."""
+
+    def __init__(self, rewards: "RewardsConfig") -> None:
+        self._rewarders = {
+            domain: build(domain, reward.target, dict(reward.args)) for domain, reward in rewards.domains.items()
+        }
+        self.outstanding = 0
+
+    async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Judge one answer, here and now; an `async def score` is awaited."""
+        if (rewarder := self._rewarders.get(prompt.domain)) is None:
+            return Verdict("error", detail=f"no reward.{prompt.domain} is set")
+        self.outstanding += 1
+        try:
+            return await judge(rewarder, wire.Question(prompt, answer, info))
+        finally:
+            self.outstanding -= 1

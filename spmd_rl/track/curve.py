@@ -1,0 +1,88 @@
+"""A run's learning curve as one SVG for a README, readable on light and dark pages; several runs are several lines.
+
+    python -m spmd_rl.track.curve RUN_DIR [RUN_DIR...] --out docs/curve.svg
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from spmd_rl.track.rundata import RunData, read_run
+from spmd_rl.track.svg import Frame, Point, axes, padded, thin
+
+WIDTH, HEIGHT = 760.0, 340.0
+KINDS = (
+    ("held-out, greedy", "val/score_greedy/mean", "#d07a2d"),
+    ("held-out, sampled", "val/score/mean", "#3b82c4"),
+    ("training", "critic/score/mean", "#8b949e"),
+)
+# Mid greys and mid tones: legible on white and on black, so that no page needs two files.
+_STYLE = """
+text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#7d8590;font-size:12px}
+.title{font-size:15px;font-weight:600}.num{font-size:11px}.key{font-size:12px;font-weight:600}
+.grid{stroke:#7d8590;stroke-opacity:.22}.axis{stroke:#7d8590;stroke-opacity:.7}
+polyline{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}
+"""
+
+
+def draw(runs: Sequence[RunData], title: str) -> str:
+    """The SVG document. ValueError where no run has a score."""
+    lines = [(kind, run.series(kind[1])) for kind in KINDS for run in runs]
+    lines = [(kind, points) for kind, points in lines if points]
+    if not lines:
+        raise ValueError("no scores to draw")
+    xs = [x for _, points in lines for x, _ in points]
+    ys = [y for _, points in lines for _, y in points]
+    frame = Frame(WIDTH, HEIGHT, (min(xs), max(max(xs), min(xs) + 1)), padded(ys), left=44, right=140, top=48, bottom=34)
+    body = axes(frame) + "".join(_line(frame, color, points) for (_, _, color), points in reversed(lines))
+    body += _names(frame, lines)
+    heading = f'<text class="title" x="10" y="22">{escape(title)}</text><text class="num" x="10" y="39">mean score</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}" '
+        f'height="{HEIGHT:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{heading}{body}</svg>\n'
+    )
+
+
+def _line(frame: Frame, color: str, points: Sequence[Point]) -> str:
+    placed = [(frame.x(x), frame.y(y)) for x, y in thin(points)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>' for x, y in placed)
+    return f'<polyline points="{path}" stroke="{color}"/>{dots if len(placed) <= 40 else ""}'
+
+
+def _names(frame: Frame, lines: Sequence[tuple[tuple[str, str, str], Sequence[Point]]]) -> str:
+    """Each kind's name at the end of its lines, pushed apart where they meet."""
+    ends: dict[tuple[str, str, str], list[float]] = {}
+    for kind, points in lines:
+        ends.setdefault(kind, []).append(points[-1][1])
+    placed = sorted((frame.y(sum(values) / len(values)), kind, values) for kind, values in ends.items())
+    parts, lowest = [], frame.top - 6
+    for y, (name, _, color), values in placed:
+        lowest = max(y, lowest + 30)
+        x = frame.width - frame.right + 12
+        last = ", ".join(f"{value:.2f}" for value in values)
+        parts.append(f'<text class="key" x="{x}" y="{lowest + 1:.1f}" style="fill:{color}">{escape(name)}</text>')
+        parts.append(f'<text class="num" x="{x}" y="{lowest + 14:.1f}">{last}</text>')
+    return "".join(parts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m spmd_rl.track.curve", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--title", default="Score by training step")
+    options = parser.parse_args(arguments)
+    try:
+        drawing = draw([read_run(directory) for directory in options.runs], options.title)
+        options.out.write_text(drawing, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"curve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

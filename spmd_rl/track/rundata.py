@@ -1,0 +1,90 @@
+"""What the report and the curve read of a run directory. Reads only; a run that is still going is as good as any."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from spmd_rl.track.metrics import read_lines
+from spmd_rl.track.svg import Point
+
+_MAX_SAMPLE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A run's lines and settings."""
+
+    directory: Path
+    lines: Sequence[dict[str, Any]]
+    settings: dict[str, Any]
+    """`config.yaml` without `about`."""
+    about: dict[str, Any]
+    """Pipeline, git revision, package versions."""
+    origin: dict[str, Any]
+    """Command, machine and time of the first start."""
+
+    def series(self, key: str) -> list[Point]:
+        """(step, value) wherever a line has a number under `key`."""
+        return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
+
+    def setting(self, key: str) -> Any:
+        """A setting by its dotted name; None if there is none."""
+        value: Any = self.settings
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+
+def read_run(directory: Path) -> RunData:
+    """FileNotFoundError if it is no run directory."""
+    settings = yaml.load((directory / "config.yaml").read_text(encoding="utf-8"), Loader=_loader())
+    about = settings.pop("about", None) or {}
+    lines = list(read_lines(directory / "metrics.jsonl"))
+    return RunData(directory, lines, settings, about, _origin(directory / "journal" / "rank-0.jsonl"))
+
+
+def extremes(path: Path, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The `count` best and worst scored samples of a samples file, of its first 32 MiB; no sample is in both."""
+    scored: list[tuple[float, int, bytes]] = []
+    decoder = msgspec.json.Decoder(_Scored)
+    with open(path, "rb") as file:
+        read = 0
+        for index, line in enumerate(file):
+            verdict = decoder.decode(line).verdict
+            if verdict.status in ("ok", "wrong_format"):
+                scored.append((verdict.score, -index, line))
+            read += len(line)
+            if read > _MAX_SAMPLE_BYTES:
+                break
+    best = heapq.nlargest(min(count, (len(scored) + 1) // 2), scored)
+    worst = heapq.nsmallest(min(count, len(scored) // 2), scored, key=lambda row: (row[0], -row[1]))
+    return [msgspec.json.decode(row[2]) for row in best], [msgspec.json.decode(row[2]) for row in worst]
+
+
+class _Verdict(msgspec.Struct):
+    status: str
+    score: float | None
+
+
+class _Scored(msgspec.Struct):
+    verdict: _Verdict
+
+
+def _origin(journal: Path) -> dict[str, Any]:
+    """The first `run` event of a journal: see `Run.open`."""
+    for index, event in enumerate(read_lines(journal)):
+        if event["event"] == "run":
+            return event
+        if index > 100:
+            break
+    return {}
+
+
+def _loader() -> type:
+    """The C parser where PyYAML has it: ten times faster."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
