@@ -7,6 +7,8 @@ size, never pickle. What cannot be read is a `WireError`, whatever the bytes wer
     message = wire.TO_HOST.decode(frame)
 """
 
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any
 
 import msgspec
@@ -36,7 +38,7 @@ class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     pass
 
 
-Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Domain = Annotated[str, msgspec.Meta(max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
@@ -204,7 +206,7 @@ class Codec:
     """Decodes the frames that one kind of receiver understands."""
 
     def __init__(self, *messages: type) -> None:
-        self._decoder = msgspec.msgpack.Decoder(messages[0] if len(messages) == 1 else _union(messages))
+        self._decoder = msgspec.msgpack.Decoder(reduce(or_, messages))
 
     def decode(self, frame: bytes) -> Any:
         """The message in a frame. WireError for anything else; never another exception."""
@@ -220,13 +222,6 @@ class Codec:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             raise WireError(f"not understood: {error}") from None
-
-
-def _union(messages: tuple[type, ...]) -> Any:
-    union = messages[0]
-    for message in messages[1:]:
-        union = union | message
-    return union
 
 
 QUESTION = Codec(Question)

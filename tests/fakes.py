@@ -15,7 +15,7 @@ class FakeTokenizer:
     stop_ids = (0,)
 
     def render(self, messages) -> array:
-        return array("i", " ".join(m.content for m in messages).encode())
+        return array("i", list(" ".join(m.content for m in messages).encode()))
 
     def decode(self, ids) -> str:
         return bytes(i for i in ids if i).decode()
@@ -55,7 +55,7 @@ class FakeEngine:
                 text = str(request.seed % 10).encode() * n
                 reason = "stop" if stop else "abort"
                 ended.append(
-                    Completion(id, array("i", text), array("f", [-0.5] * n), array("i", [self.version] * n), reason)
+                    Completion(id, array("i", list(text)), array("f", [-0.5] * n), array("i", [self.version] * n), reason)
                 )
             else:
                 self.running[id] = (request, n)

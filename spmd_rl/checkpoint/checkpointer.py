@@ -67,7 +67,7 @@ class Checkpointer:
         self._group = torch.distributed.new_group(backend="gloo") if world.size > 1 else None
 
     def maybe_save(self, step: int, last: bool = False) -> None:
-        """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write; nothing changes then."""
+        """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write."""
         if not (last or (self._cfg.every and step % self._cfg.every == 0)):
             return
         with self._world.phase("save"), ExitStack() as awake:

@@ -20,7 +20,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class HfExport:
-    """Writes a role's current weights beside its checkpoint. Example: `HfExport(policy, Path(cfg.policy.model), world)`."""
+    """Writes a role's current weights as a directory. Example: `HfExport(policy, Path(cfg.policy.model), world)`."""
 
     def __init__(self, backend: TrainBackend, model_dir: Path, world: World) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, their sizes and hashes, written last. What it does not vouch for is not read.
+"""The manifest of a checkpoint: its files, their sizes and hashes. Written last; what it does not name is not read.
 
 It guards against torn and damaged directories and against files that were added or swapped, not against a writer who
 can rewrite the manifest too: a checkpoint is as trustworthy as the directory it lies in.
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All files of a checkpoint by their path relative to it. Example: `Manifest(10, 2, {"__0_0.distcp": Entry(..)})`."""
+    """All files of a checkpoint by their path relative to it. Example: `Manifest(10, 2, {"__0_0.distcp": ...})`."""
 
     step: int
     world_size: int

@@ -47,9 +47,7 @@ def save(state: State, path: Path, group: ProcessGroup | None, tick: Callable[[]
     """
     writer = dcp.FileSystemWriter(path)
     try:
-        dcp.save(
-            state, storage_writer=writer, planner=_SavePlanner(tick), process_group=group, no_dist=group is None
-        )
+        dcp.save(state, storage_writer=writer, planner=_SavePlanner(tick), process_group=group, no_dist=group is None)
     except CheckpointException as failed:
         raise _cause(failed) from failed
 
@@ -61,9 +59,7 @@ def load(state: State, path: Path, group: ProcessGroup | None, tick: Callable[[]
     """
     reader = dcp.FileSystemReader(path)
     try:
-        dcp.load(
-            state, storage_reader=reader, planner=_LoadPlanner(tick), process_group=group, no_dist=group is None
-        )
+        dcp.load(state, storage_reader=reader, planner=_LoadPlanner(tick), process_group=group, no_dist=group is None)
     except CheckpointException as failed:
         cause = _cause(failed)
         if isinstance(cause, OSError):

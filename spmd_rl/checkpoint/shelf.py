@@ -1,4 +1,4 @@
-"""The `checkpoints/` directory of a run: names, `latest`, the atomic move into place, what is kept. One rank's business.
+"""The `checkpoints/` directory of a run: names, `latest`, the atomic move into place, what is kept. Rank 0's.
 
 A checkpoint grows in `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a text file that names it,
 replaced by another. A crash between any two system calls leaves the previous checkpoint and `latest` as they were.

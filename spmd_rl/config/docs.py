@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def field_docs(section: type) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in pairwise(body):
         said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and said:
             docs[field.target.id] = " ".join(text.value.value.split())

@@ -39,15 +39,15 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     changes every gradient: it counts, unless every `schedule` is `constant`.
     """
     settings = dict(flatten(tree))
-    decays = any(key.endswith(".schedule") and value != "constant" for key, value in settings.items())
 
     def counts(key: str) -> bool:
-        if key == "steps":
-            return decays
         workers = key.startswith("reward.") and key.endswith(".workers") and ".args." not in key
-        return key.split(".")[0] not in HARMLESS and not workers
+        return key != "steps" and key.split(".")[0] not in HARMLESS and not workers
 
-    return {key: value for key, value in settings.items() if counts(key)}
+    kept = {key: value for key, value in settings.items() if counts(key)}
+    if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
+        kept["steps"] = settings["steps"]
+    return kept
 
 
 def digest(cfg: Any) -> str:

@@ -1,6 +1,9 @@
 """Settings that were set and mean nothing under the others: each is worth a warning, none is an error.
 
-    for line in idle_settings(cfg): print(f"warning: {line}")
+    for line in idle_settings(cfg):
+        print(f"warning: {line}")
+
+A line of `IDLE` says which, why and when. Left out: settings that contradict each other (`schema.py`, `checks.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +30,11 @@ def only_files(cfg: Any) -> bool:
     return bool(files(cfg.data.train)) and (cfg.data.eval is None or bool(files(cfg.data.eval)))
 
 
+def never_evaluated(cfg: Any) -> bool:
+    """Whether held-out prompts are left alone."""
+    return cfg.eval.every == 0
+
+
 IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("reference", "algorithm.kl_coef is 0", no_reference),
     ("algorithm.kl_estimator", "algorithm.kl_coef is 0", no_reference),
@@ -35,7 +43,7 @@ IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("data.seed", "problems come from files", only_files),
     ("data.args", "problems come from files", only_files),
     ("data.holdout", "data.eval is given", lambda cfg: cfg.data.eval is not None),
-    ("eval", "eval.every is 0", lambda cfg: cfg.eval.every == 0),
+    *((f"eval.{key}", "eval.every is 0", never_evaluated) for key in ("prompts", "answers", "temperature")),
 )
 """(key or section, why, when)"""
 

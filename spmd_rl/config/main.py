@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +36,7 @@ from spmd_rl.config.targets import told
 from spmd_rl.errors import RunFailed, UserError
 
 ERROR_FILE = "error.txt"
+BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
 
@@ -62,12 +62,12 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
         ending.start()
         run(cfg)
     except KeyboardInterrupt:
-        ending.leave(130, "interrupted")
+        ending.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:
         ending.tell(2, str(error))
     except RunFailed as error:
         ending.tell(1, str(error))
-    except Exception as error:  # the rank's boundary: recorded, then the end of the process
+    except Exception as error:  # noqa: BLE001 - the boundary of a rank: recorded, then the end of the process
         if full := full_disk(error):
             ending.tell(2, f"disk full: {full.filename or ending.folder}")
         traceback.print_exc()
@@ -84,17 +84,17 @@ class Ending:
 
     def start(self) -> None:
         """The settings are good: from here on, ranks fail for reasons of their own."""
-        if rank() == 0 and self.folder:
-            with suppress(OSError):
-                (self.folder / ERROR_FILE).unlink()  # of an earlier start
         self.started = True
+        path = self.folder / ERROR_FILE if self.folder else None
+        if path and rank() == 0 and path.exists() and not fresh(path):
+            path.unlink(missing_ok=True)
 
     def tell(self, code: int, line: str, printed: bool = False) -> NoReturn:
         """Say `line` once, whoever comes first, and leave. `printed`: a traceback has said it on stderr."""
         line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)
-        first = record(self.folder, line, replace=not self.started)
+        first = self.folder is None or record(self.folder, line)
         self.leave(code, f"error: {line}" if first and not printed else "")
 
     def leave(self, code: int, line: str) -> NoReturn:
@@ -108,30 +108,28 @@ class Ending:
         sys.exit(code)
 
 
-def record(folder: Path | None, line: str, replace: bool) -> bool:
-    """Write `folder/error.txt` unless another rank of this start has. False if it has said the same line.
-
-    `replace`: whatever stands there is of an earlier start.
-    """
-    if folder is None:
-        return True
-    path = folder / ERROR_FILE
-    draft = path.with_suffix(f".{rank()}")
+def record(folder: Path, line: str) -> bool:
+    """Write `folder/error.txt` unless another rank of this start was first. False if it has said the same line."""
+    path, draft = folder / ERROR_FILE, folder / f"{ERROR_FILE}.{rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         draft.write_text(line + "\n")
         try:
-            if replace:
-                os.replace(draft, path)
-            else:
-                os.link(draft, path)  # fails where the file exists; whole as soon as it does
+            os.link(draft, path)  # fails where the file exists; whole as soon as it does
         except FileExistsError:
-            return path.read_text() != line + "\n"
+            if fresh(path):
+                return path.read_text() != line + "\n"
+            os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         pass  # nowhere to write: the line on stderr must do
     return True
+
+
+def fresh(path: Path) -> bool:
+    """Whether a file was written since this process began, and so by a rank of the same start."""
+    return path.stat().st_mtime >= BEGAN
 
 
 def full_disk(error: BaseException | None) -> OSError | None:

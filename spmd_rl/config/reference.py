@@ -1,6 +1,8 @@
-"""`docs/CONFIG.md`: every setting of every pipeline, from the schema. A test holds the file to this.
+"""`docs/CONFIG.md`: every setting of every pipeline, from the schema.
 
     python -m spmd_rl.config.reference > docs/CONFIG.md
+
+A test holds the file to this. Left out: what a setting means, which stands below each field in `schema.py`.
 """
 
 from collections.abc import Iterator

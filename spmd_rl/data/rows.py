@@ -101,7 +101,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise _Broken(f"`messages[{index}]` needs a `role` and a `content`, both text")
-        messages.append(Message(role, content))
+        messages.append(Message(_whole(role, "messages"), _whole(content, "messages")))
     if messages[-1].role == "assistant":
         raise _Broken("`messages` end with the assistant's own: the answer would stand in the prompt")
     if not any(message.content.strip() for message in messages):
@@ -133,7 +133,16 @@ def _text(data: dict[str, Any], name: str) -> str:
         raise _Broken(f"`{name}` is {_kind(value)}, not text")
     if not value.strip():
         raise _Broken(f"`{name}` is empty")
-    return value
+    return _whole(value, name)
+
+
+def _whole(text: str, name: str) -> str:
+    """JSON can spell half of a surrogate pair, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Broken(f"`{name}` holds half a character (a lone surrogate)") from None
+    return text
 
 
 def _kind(value: Any) -> str:

@@ -94,10 +94,9 @@ class Collectives:
 
     def _all_gather(self, payload: bytes, length: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
-        everyone = torch.empty(self._size * length, dtype=torch.uint8)
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
-        joined = everyone.numpy().tobytes()
-        return [joined[start : start + length] for start in range(0, len(joined), length)]
+        everyone = torch.empty(self._size, length, dtype=torch.uint8)
+        dist.all_gather(list(everyone), mine, group=self._group)
+        return [row.tobytes() for row in everyone.numpy()]
 
     def _broadcast(self, payload: bytes, length: int, src: int) -> bytes:
         buffer = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
@@ -107,6 +106,8 @@ class Collectives:
     def _check(self, places: list[tuple[bytes, int]]) -> None:
         """RunFailed, alike on all ranks, if they stand in different collectives."""
         if len(set(places)) > 1:
-            ranks = {place: [r for r, other in enumerate(places) if other == place] for place in places}
-            told = [f"ranks {who} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}" for (label, seq), who in ranks.items()]
+            told = []
+            for label, seq in dict.fromkeys(places):
+                ranks = [rank for rank, place in enumerate(places) if place == (label, seq)]
+                told.append(f"ranks {ranks} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}")
             raise RunFailed("ranks are in different collectives: " + "; ".join(told))

@@ -95,7 +95,8 @@ class Ending:
 
     def _dump_stacks(self) -> None:
         faulthandler.dump_traceback(2, all_threads=True)
-        with contextlib.suppress(OSError), open(self._journal.path.parent / f"stacks-rank-{self._rank}.txt", "w") as out:
+        path = self._journal.path.parent / f"stacks-rank-{self._rank}.txt"
+        with contextlib.suppress(OSError), open(path, "w") as out:
             faulthandler.dump_traceback(out, all_threads=True)
 
 

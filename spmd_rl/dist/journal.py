@@ -11,11 +11,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 _encode = msgspec.json.Encoder().encode
+
+
+class PhaseWatcher(Protocol):
+    """Told of each phase of the main thread, while it happens; see `Journal.watch`."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        ...
+
+    def exit(self, phase: str) -> None:
+        """The innermost phase ends."""
+        ...
 
 
 class Journal:
@@ -28,6 +40,7 @@ class Journal:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._phases: list[str] = []
         self._times: dict[str, float] = {}
+        self._watchers: list[PhaseWatcher] = []
         self._since = time.perf_counter()
         self._seq = 0
         self.step = 0
@@ -37,7 +50,7 @@ class Journal:
         """Name and sequence number of the collective this rank is in."""
         self.last: tuple[str, int] | None = None
         """The same of the last one it entered."""
-        self.note("start", **start)
+        self.note("start", rank=rank, **start)
 
     @property
     def phase_name(self) -> str:
@@ -51,9 +64,13 @@ class Journal:
         self._charge()
         self._phases.append(name)
         self.note("enter", phase=name)
+        for watcher in self._watchers:
+            watcher.enter(name)
         try:
             yield
         finally:
+            for watcher in self._watchers:
+                watcher.exit(name)
             self._charge()
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
@@ -71,6 +88,11 @@ class Journal:
         finally:
             self.inside = outer
         self.note("collective_done", phase=self.phase_name, name=name, seq=seq)
+
+    def watch(self, watcher: PhaseWatcher) -> None:
+        """Tell `watcher` of every phase from now on. Called outside of any phase."""
+        assert not self._phases
+        self._watchers.append(watcher)
 
     def set_step(self, step: int) -> None:
         """The training step that later lines belong to."""

@@ -29,6 +29,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self.leaving = False
         """Whether this rank is about to leave, and no longer minds a store that is gone."""
+        heartbeats.beat()  # a rank that is stopped at once has been heard of
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 

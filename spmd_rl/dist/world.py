@@ -10,34 +10,23 @@ import faulthandler
 import math
 import os
 import signal
-import socket
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.dist.collectives import Collectives, Reduction
-from spmd_rl.dist.ending import End, Ending
-from spmd_rl.dist.heartbeat import Heartbeats
+from spmd_rl.dist.guard import Guard
 from spmd_rl.dist.journal import Journal
 from spmd_rl.dist.membership import Membership, join, membership, mesh
-from spmd_rl.dist.report import Peer
-from spmd_rl.dist.signals import SignalThread
-from spmd_rl.dist.watchdog import Watchdog
-from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
 _JOIN_SECONDS = 120
-_UNWIND_SECONDS = 5
 
 
 class Settings(Protocol):
@@ -51,7 +40,9 @@ class Settings(Protocol):
 class World:
     """Where this rank stands, and how it meets the others. Made by `World.open`, or by `solo` in tests."""
 
-    def __init__(self, me: Membership, store: dist.Store, nonce: str, collectives: Collectives, journal: Journal) -> None:
+    def __init__(
+        self, me: Membership, store: dist.Store, nonce: str, collectives: Collectives, journal: Journal
+    ) -> None:
         self._me, self._collectives = me, collectives
         self.rank, self.size = me.rank, me.size
         self.local_rank, self.local_size = me.local_rank, me.local_size
@@ -74,16 +65,71 @@ class World:
         me = membership()
         if me.launched:
             die_with_parent()
-        stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, cfg.journal.stall_seconds), exit=True)
         store, nonce, group = join(me)
         run_dir = Path(cfg.run.dir)
-        journal = Journal(run_dir / "journal", me.rank, rank=me.rank, size=me.size, pid=os.getpid(), nonce=nonce)
-        world = cls(me, store, nonce, Collectives(me.rank, me.size, group, journal), journal)
+        journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=nonce)
+        collectives = Collectives(me.rank, me.size, group, journal)
+        world = cls(me, store, nonce, collectives, journal)
+        stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
+        signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
+        guard = Guard(me, world.clone_store(), collectives, journal, run_dir, stall_seconds, signals)
+        guard.ending.callbacks = world._callbacks
+        faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
-            watch = _Watch(world, run_dir, stall_seconds, [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT])
-            faulthandler.cancel_dump_traceback_later()
-            stack.push(watch.failed)
+            stack.push(guard.failed)
             yield world
+            guard.leaving()
             world.barrier("end of run")
-            watch.close()
+            guard.close()
+        dist.destroy_process_group()
+        journal.note("end")
+        journal.close()
+
+    def on_exit(self, callback: Callable[[], None]) -> None:
+        """Let rank 0 call `callback` when a signal, a stall or another rank's error ends the process.
+
+        `with` blocks are not left then. It runs on a thread of its own, beside whatever the main thread does, has three
+        seconds, and may meet nobody. On the other ranks, and at an orderly end, nothing is called.
+        """
+        self._callbacks.append(callback)
+
+    def mesh(self, **axes: int) -> DeviceMesh:
+        """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
+        return mesh(self._me, axes)
+
+    def clone_store(self) -> dist.Store:
+        """A connection of its own to the same keys: a store's `add` waits behind another thread's `wait`."""
+        return self.store.clone()
+
+    def gather(self, name: str, record: Any) -> list[Any]:
+        """[all] Each rank's record, by rank: anything msgpack can say, of any size; tuples come back as lists."""
+        return self._collectives.gather(name, record)
+
+    def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
+        """[all] The record of rank `src`; what the others pass is ignored."""
+        return self._collectives.broadcast(name, record, src)
+
+    def agree(self, name: str, value: Any) -> None:
+        """[all] RunFailed on all ranks, naming those that differ, unless `value` is equal everywhere."""
+        self._collectives.agree(name, value)
+
+    def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
+        """[all] `sum`, `max` or `mean` over the ranks, key by key, in float64. RunFailed unless the keys are the same."""
+        return self._collectives.reduce(name, values, op)
+
+    def barrier(self, name: str) -> None:
+        """[all] Nobody returns before all have come."""
+        self._collectives.barrier(name)
+
+    def collective(self, name: str) -> AbstractContextManager[int]:
+        """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it."""
+        return self.journal.collective(name)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Charge the time inside to a phase; see `Journal.phase`."""
+        return self.journal.phase(name)
+
+    def progress(self, n: int = 1) -> None:
+        """Something moved (an engine step, a micro-batch, bytes): this is no stall."""
+        self.journal.progress += n

@@ -73,6 +73,13 @@ class StepTickets:
         """(first unresolved ticket, qualifying tickets below it)"""
         return _parse(self._store.get(self._key("frontier")).decode())
 
+    def qualifying(self, below: int) -> int | None:
+        """How many of the tickets under `below` qualify; None until all of them are resolved."""
+        resolved, count = self.frontier()
+        if resolved <= below:
+            return count if resolved == below else None
+        return sum(self._store.get(self._key(f"r/{t}")) == b"1" for t in range(self.first, below))
+
     def end(self) -> int | None:
         """The first ticket that the step does not use, once it is known."""
         key = self._key("end")
@@ -132,12 +139,11 @@ class StaticClaim:
 
     def next(self, room: bool) -> int | None:
         """See `Claim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
-        if self._next >= self._wave_end:
-            resolved, qualifying = self._tickets.frontier()
-            if resolved == self._wave_end and qualifying < self._tickets.goal:
-                self._wave_end = min(self._tickets.last, self._wave_end + self._tickets.goal - qualifying)
-        if self._next >= self._wave_end:
-            return None
+        while self._next >= self._wave_end:
+            qualifying = self._tickets.qualifying(self._wave_end)
+            if qualifying is None or qualifying >= self._tickets.goal or self._wave_end == self._tickets.last:
+                return None
+            self._wave_end = min(self._tickets.last, self._wave_end + self._tickets.goal - qualifying)
         ticket, self._next = self._next, self._next + self._replicas
         return ticket
 

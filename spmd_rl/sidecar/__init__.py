@@ -7,6 +7,6 @@
 `zygote` imports the rewarder's module and forks each `worker`. `direct` scores in this process, for `debug=true`.
 """
 
-from spmd_rl.sidecar.connect import check_domains, connect
+from spmd_rl.sidecar.scorer import check_domains, connect
 
 __all__ = ["check_domains", "connect"]

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import zmq
@@ -90,7 +90,8 @@ class Client:
             return Verdict("rejected", detail=f"{num_bytes} bytes of prompt and answer; {wire.MAX_QUESTION_BYTES} fit")
         self._attach()
         id_ = next(self._ids)
-        call = _Call(prompt.domain, wire.Score(id_, prompt.domain, timeout, question), num_bytes, self._future())
+        score = wire.Score(id_, prompt.domain, timeout, question)
+        call = _Call(prompt.domain, score, num_bytes, self._loop.create_future())
         if not self._pending[prompt.domain]:
             self._moved[prompt.domain] = self._ran
         self._pending[prompt.domain] += 1
@@ -104,8 +105,10 @@ class Client:
 
     def close(self) -> None:
         """Hang up, and end the host if it is ours. Calls still outstanding are cancelled."""
-        for call in list(self._calls.values()):
-            call.verdict.cancel()
+        calls, self._calls = self._calls, {}
+        if self._loop is not None and not self._loop.is_closed():
+            for call in calls.values():
+                call.verdict.cancel()
         self._detach()
         self._context.destroy(linger=0)
         if self._host is not None:
@@ -131,12 +134,10 @@ class Client:
         self._flushing = False
         self._patient_until = self._ran + LEASE_SECONDS  # silence while nobody asks means nothing
 
-    def _future(self) -> asyncio.Future:
-        return self._loop.create_future()
-
     def _leave(self, id_: int) -> None:
         """The call is over: answered, given up or cancelled."""
-        call = self._calls.pop(id_)
+        if (call := self._calls.pop(id_, None)) is None:
+            return  # closed
         self._pending[call.domain] -= 1
         if call.sent is not None:
             self._landed(call)
@@ -157,7 +158,7 @@ class Client:
 
     def _flush_soon(self) -> None:
         """Once in this round of the loop, so that what is asked together travels together."""
-        if not self._flushing and self._outbox:
+        if not self._flushing and self._outbox and not self._loop.is_closed():
             self._flushing = True
             self._loop.call_soon(self._flush)
 
@@ -225,9 +226,9 @@ class Client:
             if self._beats.get(domain) != beat:
                 self._beats[domain] = beat
                 self._moved[domain] = self._ran
-        if pong.host != self._name:
-            self._name = pong.host
+        if self._name and pong.host != self._name:
             self._resend(older_than=0.0)
+        self._name = pong.host
 
     # -- looking after it all -------------------------------------------------------------------------------------
 
@@ -255,6 +256,7 @@ class Client:
             self._fail(self._calls.values(), Verdict("error", detail=f"{self._deaths} sidecar hosts died in a row"))
         _warn("the host is stuck; starting a new one" if host.alive else "the host died; starting a new one")
         host.restart()
+        self._name = self._name or "the first host"
         self._patient_until = self._ran + START_SECONDS
 
     def _resend(self, older_than: float) -> None:
@@ -271,7 +273,7 @@ class Client:
                 calls = (call for call in self._calls.values() if call.domain == domain)
                 self._fail(calls, Verdict("timeout", detail=f"nothing moved at the sidecar for {patience:g} s"))
 
-    def _fail(self, calls, verdict: Verdict) -> None:
+    def _fail(self, calls: Iterable[_Call], verdict: Verdict) -> None:
         for call in calls:
             if not call.verdict.done():
                 call.verdict.set_result(verdict)

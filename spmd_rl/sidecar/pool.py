@@ -161,7 +161,7 @@ class Pool:
                 if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
                     self._break(message.detail)
         if gone and worker in self._workers:
-            self._lost(worker, now, Verdict("error", detail="its worker died, and so did a fresh one that ran it alone"))
+            self._lost(worker, now, Verdict("error", detail="its worker died, and so did a fresh one, running it alone"))
 
     def close(self) -> None:
         """Kill all processes of the pool."""

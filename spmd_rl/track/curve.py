@@ -1,6 +1,6 @@
 """A run's learning curve as one SVG for a README, readable on light and dark pages; several runs are several lines.
 
-    python -m spmd_rl.track.curve RUN_DIR [RUN_DIR...] --out docs/curve.svg
+python -m spmd_rl.track.curve RUN_DIR [RUN_DIR...] --out docs/curve.svg
 """
 
 import argparse
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from spmd_rl.track.rundata import RunData, read_run
-from spmd_rl.track.svg import Frame, Point, axes, padded, thin
+from spmd_rl.track.svg import Frame, Point, Series, axes, padded, polyline
 
 WIDTH, HEIGHT = 760.0, 340.0
 KINDS = (
@@ -23,7 +23,8 @@ _STYLE = """
 text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#7d8590;font-size:12px}
 .title{font-size:15px;font-weight:600}.num{font-size:11px}.key{font-size:12px;font-weight:600}
 .grid{stroke:#7d8590;stroke-opacity:.22}.axis{stroke:#7d8590;stroke-opacity:.7}
-polyline{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}
+polyline{fill:none;stroke:var(--c);stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}
+.faint{stroke-width:1;opacity:.35}circle{fill:var(--c)}
 """
 
 
@@ -35,21 +36,20 @@ def draw(runs: Sequence[RunData], title: str) -> str:
         raise ValueError("no scores to draw")
     xs = [x for _, points in lines for x, _ in points]
     ys = [y for _, points in lines for _, y in points]
-    frame = Frame(WIDTH, HEIGHT, (min(xs), max(max(xs), min(xs) + 1)), padded(ys), left=44, right=140, top=48, bottom=34)
-    body = axes(frame) + "".join(_line(frame, color, points) for (_, _, color), points in reversed(lines))
+    frame = Frame(
+        WIDTH, HEIGHT, (min(xs), max(max(xs), min(xs) + 1)), padded(ys), left=44, right=140, top=48, bottom=34
+    )
+    body = axes(frame) + "".join(
+        polyline(frame, Series("", color, points)) for (_, _, color), points in reversed(lines)
+    )
     body += _names(frame, lines)
-    heading = f'<text class="title" x="10" y="22">{escape(title)}</text><text class="num" x="10" y="39">mean score</text>'
+    heading = (
+        f'<text class="title" x="10" y="22">{escape(title)}</text><text class="num" x="10" y="38">mean score</text>'
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" width="{WIDTH:g}" '
         f'height="{HEIGHT:g}" role="img"><title>{escape(title)}</title><style>{_STYLE}</style>{heading}{body}</svg>\n'
     )
-
-
-def _line(frame: Frame, color: str, points: Sequence[Point]) -> str:
-    placed = [(frame.x(x), frame.y(y)) for x, y in thin(points)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"/>' for x, y in placed)
-    return f'<polyline points="{path}" stroke="{color}"/>{dots if len(placed) <= 40 else ""}'
 
 
 def _names(frame: Frame, lines: Sequence[tuple[tuple[str, str, str], Sequence[Point]]]) -> str:

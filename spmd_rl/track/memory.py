@@ -9,6 +9,8 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_BRIEF = "coordination"
+"""Too short and too frequent to be measured by itself: it counts as part of the phase around it."""
 
 
 class PhaseMemory:
@@ -21,14 +23,16 @@ class PhaseMemory:
 
     def enter(self, phase: str) -> None:
         """A phase begins, inside those that are open."""
-        self._settle()
-        self._open.append(phase)
+        if phase != _BRIEF:
+            self._settle()
+            self._open.append(phase)
 
     def exit(self, phase: str) -> None:
         """The innermost phase ends."""
-        assert self._open and self._open[-1] == phase, f"left {phase}, open are {self._open}"
-        self._settle()
-        self._open.pop()
+        if phase != _BRIEF:
+            self._settle()
+            left = self._open.pop()
+            assert left == phase, f"phase {left} left as {phase}"
 
     def take(self) -> dict[str, int]:
         """Peak bytes by phase since the last call."""
@@ -51,9 +55,10 @@ def _resident_peak() -> int:
     """Highest resident set since the last call, in bytes; the present one where the kernel cannot reset its mark."""
     if not _STATUS.exists():
         return 0
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
+    status = _STATUS.read_bytes()
+    field = b"VmHWM:"
     try:
-        _CLEAR.write_text("5")  # proc(5): resets VmHWM
+        _CLEAR.write_bytes(b"5")  # proc(5): resets VmHWM
     except OSError:
-        return int(fields["VmRSS"].split()[0]) * 1024
-    return int(fields["VmHWM"].split()[0]) * 1024
+        field = b"VmRSS:"
+    return int(status.split(field, 1)[1].split(maxsplit=1)[0]) * 1024

@@ -22,10 +22,10 @@ pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere}
 .command{margin:18px 0 0;padding:10px 14px;background:var(--card);border:1px solid var(--rule);border-radius:8px}
 dl.facts{display:flex;flex-wrap:wrap;gap:6px 28px;margin:16px 0 0;font-size:13.5px}
 dl.facts div{display:flex;gap:8px}dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(170px,1fr));gap:14px;margin:26px 0 0}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(178px,1fr));gap:14px;margin:26px 0 0}
 .tile,.card,.sample{background:var(--card);border:1px solid var(--rule);border-radius:10px}
-.tile{padding:14px 16px}.tile b{display:block;font-size:25px;font-weight:620;letter-spacing:-.02em;line-height:1.25;
-font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
+.tile{padding:14px 16px}.tile b{display:block;font-size:22px;font-weight:620;letter-spacing:-.02em;line-height:1.3;
+white-space:nowrap;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:16px}
 .card{padding:14px 16px 8px;margin:0;min-width:0}
 figcaption{display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 16px;margin-bottom:8px}
@@ -37,6 +37,7 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 svg .grid{stroke:var(--rule)}svg .axis{stroke:var(--axis)}svg .mark{stroke:var(--axis);stroke-dasharray:2 3}
 svg .num{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
 svg .line polyline{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
+svg .line .faint{stroke-width:1;opacity:.35}
 svg .line circle{fill:var(--c)}
 svg rect:hover{opacity:.75}
 .sample{padding:14px 16px;min-width:0}.sample header{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12.5px;
@@ -65,7 +66,9 @@ def document(title: str, body: str) -> str:
 def facts(pairs: Sequence[tuple[str, object]]) -> str:
     """Names and values in a row; empty values are left out."""
     shown = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in pairs if value not in (None, "")
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in pairs
+        if value not in (None, "")
     )
     return f'<dl class="facts">{shown}</dl>'
 

@@ -36,7 +36,12 @@ CHARTS = (
     ("Gradient norm", "before clipping", "actor/grad_norm", "var(--c4)"),
     ("Entropy", "nats per sampled token", "actor/entropy", "var(--c3)"),
     ("Answer length", "tokens, mean", "rollout/response_length/mean", "var(--c1)"),
-    ("Engine against trainer", "mean absolute difference of log-probabilities", "train_infer/abs_diff/mean", "var(--c5)"),
+    (
+        "Engine against trainer",
+        "mean |difference| of logprobs",
+        "train_infer/abs_diff/mean",
+        "var(--c5)",
+    ),
     ("Idle share of generation", "rollout/bubble", "rollout/bubble", "var(--c8)"),
     ("Throughput", "tokens per second, all ranks", "system/tokens_per_s", "var(--c6)"),
 )
@@ -68,7 +73,7 @@ def render(run: RunData) -> str:
         page.section("Timeline", _timeline(run)),
         page.section("Samples", _samples(run)),
         page.section("Settings", _settings(run)),
-        f'<footer>Drawn {time.strftime("%Y-%m-%d %H:%M:%S %Z")} from {escape(str(run.directory))}.</footer>',
+        f"<footer>Drawn {time.strftime('%Y-%m-%d %H:%M:%S %Z')} from {escape(str(run.directory))}.</footer>",
     ]
     return page.document(f"{run.directory.name} - spmd_rl", "\n".join(body))
 
@@ -115,13 +120,15 @@ def _tiles(run: RunData) -> str:
     tiles = []
     for name, key, _ in SCORES[1:] + SCORES[:1]:
         if points := run.series(key):
-            tiles.append(page.tile(f"{points[0][1]:.3f} \u2192 {points[-1][1]:.3f}", f"{name} score, first to last"))
+            tiles.append(page.tile(f"{points[0][1]:.2f} \u2192 {points[-1][1]:.2f}", f"score, {name}"))
     if times := run.series("time/total"):
         tiles.append(page.tile(duration(sum(y for _, y in times) / len(times)), "per step, mean"))
     if speed := run.series("system/tokens_per_s"):
         tiles.append(page.tile(label(round(sum(y for _, y in speed) / len(speed))), "tokens per second, mean"))
     if overhead := run.series("system/overhead"):
-        tiles.append(page.tile(f"{100 * sum(y for _, y in overhead) / len(overhead):.1f} %", "coordination between ranks"))
+        tiles.append(
+            page.tile(f"{100 * sum(y for _, y in overhead) / len(overhead):.1f} %", "coordination between ranks")
+        )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -158,7 +165,9 @@ def _times(run: RunData) -> str:
     total = sum(y for column in columns for _, y in column.points)
     share = {column.name: sum(y for _, y in column.points) / total for column in columns}
     keys = "".join(page.key(f"{c.name} {100 * share[c.name]:.1f} %", c.color) for c in columns)
-    note = "seconds, mean over ranks" + ("" if len(lines) <= _MAX_BARS else f"; a bar is a mean of {len(lines) // _MAX_BARS} steps")
+    note = "seconds, mean over ranks" + (
+        "" if len(lines) <= _MAX_BARS else f"; a bar is a mean of {len(lines) // _MAX_BARS} steps"
+    )
     return page.figure("Time of each step", note, keys, stacked_bars(steps, columns))
 
 
@@ -189,24 +198,24 @@ def _samples(run: RunData) -> str:
 
 
 def _sample(row: dict[str, Any], color: str) -> str:
-    verdict, turns = row["verdict"], row.get("turns", [])
+    verdict, turns = row["verdict"], row["turns"]
     facts = [f"ticket {row['ticket']}.{row['answer']}", f"{sum(len(turn['token_ids']) for turn in turns)} tokens"]
-    if row.get("advantage") is not None:
+    if row["advantage"] is not None:
         facts.append(f"advantage {row['advantage']:+.2f}")
-    if row.get("kept") is False:
-        facts.append(f"not trained on: {row.get('why') or 'filtered'}")
+    if not row["kept"]:
+        facts.append(f"not trained on: {row['why_not']}")
     if verdict["status"] != "ok":
         facts.append(verdict["status"])
-    answer = "\n---\n".join(turn.get("text", "") for turn in turns)
+    answer = "\n---\n".join(turn["text"] for turn in turns)
     return (
         f'<article class="sample" style="--c:{color}"><header><b>score {verdict["score"]:g}</b>'
-        f'{"".join(f"<span>{escape(fact)}</span>" for fact in facts)}</header>'
-        f'<pre>{escape(_prompt(row))}</pre><pre>{escape(answer) or "(empty)"}</pre></article>'
+        f"{''.join(f'<span>{escape(fact)}</span>' for fact in facts)}</header>"
+        f"<pre>{escape(_prompt(row))}</pre><pre>{escape(answer) or '(empty)'}</pre></article>"
     )
 
 
 def _prompt(row: dict[str, Any]) -> str:
-    return "\n".join(message["content"] for message in row.get("messages", []))
+    return "\n".join(message["content"] for message in row["messages"])
 
 
 def _settings(run: RunData) -> str:

@@ -1,14 +1,14 @@
 """`Run`: the run directory and all that is measured, one line a step. Every rank has one; rank 0's writes.
 
-    with Run.open(cfg, world) as track:
-        with track.step(3):
-            track.add({"actor/grad_norm": 0.8})                       # equal on all ranks
-            track.add({"tokens": 512, "score": 9.0}, reduce="sum")    # this rank's share
-            track.log_samples(3, rows)
+with Run.open(cfg, world) as track:
+    with track.step(3):
+        track.add({"actor/grad_norm": 0.8})                       # equal on all ranks
+        track.add({"tokens": 512, "score": 9.0}, reduce="sum")    # this rank's share
+        track.log_samples(3, rows)
 """
 
 import secrets
-import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from spmd_rl.config import write_config
+from spmd_rl.config.identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.errors import UserError
-from spmd_rl.track import report
+from spmd_rl.track import origin, report
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine
 from spmd_rl.track.progress import ProgressLine
@@ -30,7 +30,6 @@ from spmd_rl.track.trackers import Tracker, check, open_trackers
 
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
 """`time/*` that every line has."""
-_RENAMED = {"update": "train", "save": "checkpoint"}
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
 
 
@@ -65,10 +64,13 @@ class Run:
         track = cls(cfg, world, word["id"])
         world.journal.watch(track._memory)
         world.on_exit(track.write_report)
+        world.on_exit(track._close_trackers)
+        clean = False
         try:
             yield track
+            clean = True
         finally:
-            track._close()
+            track._close(clean)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -126,8 +128,10 @@ class Run:
         # The clock runs on from here: writing this line is timed as the next step's phase `track`.
         now = time.perf_counter()
         total, self._mark = now - self._mark, now
-        self.add(_times(self._world.journal.take_times(), total), reduce="mean")
-        self.add({f"memory/{phase}/peak_bytes": peak for phase, peak in self._memory.take().items()}, reduce="max")
+        times = _times(self._world.journal.take_times(), total)
+        # Shares of a mean, not a mean: a phase that only some ranks went through counts as 0 on the others.
+        self.add({key: seconds / self._world.size for key, seconds in times.items()}, reduce="sum")
+        self.add({f"memory/{_shown(phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()}, "max")
         with self._world.phase("coordination"):
             self._fold()  # [all]
         self._derive()
@@ -163,15 +167,21 @@ class Run:
         settings = yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8"))
         self._trackers = open_trackers(self._cfg.track, self.directory, self._id, step, settings)
 
-    def _close(self) -> None:
+    def _close(self, clean: bool) -> None:
+        """Leave the terminal and the trackers in order and draw the report, whatever the reason for leaving.
+
+        The last two on threads: what they raise is printed, and does not hide what ended the run.
+        """
         if self._progress is not None:
             self._progress.close()
+        for act, seconds in ((self.write_report, 10.0), (self._close_trackers, None if clean else 3.0)):
+            thread = threading.Thread(target=act, daemon=True)
+            thread.start()
+            thread.join(seconds)
+
+    def _close_trackers(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-        try:
-            self.write_report()
-        except OSError as error:  # a full disk: must not hide what ended the run
-            print(f"warning: report.html: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _prepare(cfg: RlvrConfig, world: World) -> dict[str, str | None]:
@@ -182,6 +192,7 @@ def _prepare(cfg: RlvrConfig, world: World) -> dict[str, str | None]:
         (directory / "samples").mkdir(parents=True, exist_ok=True)
         write_config(cfg, directory, type(cfg).__name__.removesuffix("Config").lower())
         SampleLog(directory / "samples", world.rank, world.size).recover()
+        world.journal.note("run", command=origin.command(), machine=origin.machine(), ranks=world.size)
     except UserError as error:
         return {"error": str(error), "id": None}
     except OSError as error:
@@ -189,9 +200,14 @@ def _prepare(cfg: RlvrConfig, world: World) -> dict[str, str | None]:
     return {"error": None, "id": secrets.token_hex(4)}
 
 
+def _shown(phase: str) -> str:
+    """A journal's phase under the name that metrics give it."""
+    return report.NAMES.get(phase, phase)
+
+
 def _times(phases: Mapping[str, float], total: float) -> Values:
     """Seconds by phase, `time/total`, and `time/other` for what no phase accounts for."""
     times = dict.fromkeys((f"time/{phase}" for phase in PHASES), 0.0)
     for phase, seconds in phases.items():
-        times[f"time/{_RENAMED.get(phase, phase)}"] = seconds
+        times[f"time/{_shown(phase)}"] = seconds
     return times | {"time/other": total - sum(times.values()), "time/total": total}

@@ -7,9 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 MAX_POINTS = 300
 """A longer series is drawn as the means of so many equal slices."""
+FEW = 60
+"""So many points get a dot each; more are smoothed."""
 Point = tuple[float, float]
 
 
@@ -71,7 +74,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     bounds = [round(i * len(points) / limit) for i in range(limit + 1)]
-    slices = [points[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    slices = [points[a:b] for a, b in pairwise(bounds)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in slices]
 
 
@@ -80,36 +83,54 @@ def padded(values: Sequence[float]) -> Point:
     low, high = min(values), max(values)
     if low >= 0 and high <= 1 and high > 0.3:
         return 0.0, 1.0
-    if low >= 0 and low < 0.6 * high:
+    if low >= 0 and low < 0.85 * high:
         return 0.0, high * 1.08
     air = (high - low) * 0.12 or abs(high) * 0.1 or 1.0
     return low - air, high + air
 
 
-def axes(frame: Frame, y_count: int = 4, x_label: str = "step", x_whole: bool = True) -> str:
-    """Grid lines and numbers."""
+def axes(frame: Frame, x_ticks: bool = True) -> str:
+    """Grid lines and numbers; the horizontal axis counts steps."""
     parts = []
     right, floor = frame.width - frame.right, frame.height - frame.bottom
-    for value in ticks(*frame.y_range, y_count):
+    for value in ticks(*frame.y_range, 4):
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="num" x="{frame.left - 8}" y="{y + 3.5:.1f}" text-anchor="end">{label(value)}</text>')
-    for value in ticks(*frame.x_range, 8, whole=x_whole):
-        x = frame.x(value)
-        if x < right - 34:  # the axis's name stands there
-            parts.append(f'<text class="num" x="{x:.1f}" y="{floor + 17}" text-anchor="middle">{label(value)}</text>')
-    parts.append(f'<text class="num" x="{right}" y="{floor + 17}" text-anchor="end">{escape(x_label)}</text>')
+        parts.append(text(frame.left - 8, y + 3.5, label(value), "end"))
+    for value in ticks(*frame.x_range, 8, whole=True) if x_ticks else ():
+        parts.append(text(frame.x(value), floor + 17, label(value)))
+    parts.append(text(frame.left - 8, floor + 17, "step", "end"))
     parts.append(f'<line class="axis" x1="{frame.left}" x2="{right}" y1="{floor}" y2="{floor}"/>')
     return "".join(parts)
 
 
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Centred moving means over a twenty-fifth of the series."""
+    reach = max(1, len(points) // 50)
+    windows = [(x, points[max(0, i - reach) : i + reach + 1]) for i, (x, _) in enumerate(points)]
+    return [(x, sum(y for _, y in window) / len(window)) for x, window in windows]
+
+
 def polyline(frame: Frame, series: Series) -> str:
-    """The line, with a dot per point where there are few."""
-    points = [(frame.x(x), frame.y(y)) for x, y in thin(series.points)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in points) if len(points) <= 40 else ""
-    line = f'<polyline points="{path}"/>' if len(points) > 1 else ""
-    return f'<g class="line" style="--c:{series.color}">{line}{dots}</g>'
+    """The line: with a dot per point where there are few, faint behind its moving mean where there are many."""
+    points = thin(series.points)
+    if len(points) > FEW:
+        faint = f'<polyline class="faint" points="{_path(frame, points)}"/>'
+        drawn = f'{faint}<polyline points="{_path(frame, smooth(points))}"/>'
+    else:
+        dots = (_dot(frame, x, y) for x, y in points)
+        drawn = f'<polyline points="{_path(frame, points)}"/>{"".join(dots)}'
+    return f'<g class="line" style="--c:{series.color}">{drawn}</g>'
+
+
+def _path(frame: Frame, points: Sequence[Point]) -> str:
+    return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+
+
+def _dot(frame: Frame, x: float, y: float) -> str:
+    return (
+        f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.4"><title>step {label(x)}: {y:.4g}</title></circle>'
+    )
 
 
 def line_chart(all_series: Sequence[Series], width: float = 560, height: float = 210) -> str:
@@ -125,9 +146,7 @@ def line_chart(all_series: Sequence[Series], width: float = 560, height: float =
     return svg(width, height, axes(frame) + lines)
 
 
-def stacked_bars(
-    steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230
-) -> str:
+def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230) -> str:
     """One bar a step, the parts of `columns` (y per step, in the order of `steps`) on top of each other."""
     totals = [sum(column.points[i][1] for column in columns) for i in range(len(steps))]
     frame = Frame(width, height, (-0.5, len(steps) - 0.5), (0, max(totals) * 1.05 or 1))
@@ -140,19 +159,25 @@ def stacked_bars(
             if value > 0:
                 y, tall = frame.y(base + value), frame.y(base) - frame.y(base + value)
                 base += value
-                tip = f"<title>step {label(step)}: {escape(column.name)} {value:.2f} s of {totals[i]:.2f} s</title>"
-                parts.append(
-                    f'<rect x="{frame.x(i) - bar / 2:.1f}" y="{y:.1f}" width="{bar:.1f}" height="{tall:.2f}" '
-                    f'fill="{column.color}">{tip}</rect>'
-                )
-    stride = max(1, math.ceil(len(steps) / 24))
-    names = "".join(
-        f'<text class="num" x="{frame.x(i):.1f}" y="{height - 9}" text-anchor="middle">{label(round(steps[i]))}</text>'
-        for i in range(0, len(steps), stride)
-        if frame.x(i) < width - 50
+                tip = f"step {label(step)}: {column.name} {value:.2f} s of {totals[i]:.2f} s"
+                parts.append(rect(frame.x(i) - bar / 2, y, bar, tall, column.color, tip))
+    first, stride = steps[0], (steps[-1] - steps[0]) / max(len(steps) - 1, 1) or 1
+    marks = ticks(first, max(steps[-1], first + 1), 14, whole=True) if len(steps) > 16 else steps
+    names = [text(frame.x((step - first) / stride), height - 9, label(step)) for step in marks]
+    return svg(width, height, axes(frame, x_ticks=False) + "".join(parts + names))
+
+
+def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
+    """A number or a short name beside a drawing."""
+    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, color: str, tip: str) -> str:
+    """A bar that says `tip` when pointed at."""
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}">'
+        f"<title>{escape(tip)}</title></rect>"
     )
-    blank = Frame(width, height, (0.2, 0.8), frame.y_range)
-    return svg(width, height, axes(blank) + "".join(parts) + names)
 
 
 def svg(width: float, height: float, body: str) -> str:

@@ -1,18 +1,19 @@
 """Who did what when: the phases of each rank over the last steps, from the tails of `journal/rank-N.jsonl`."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from spmd_rl.track.svg import label, svg, ticks
+from spmd_rl.track.svg import label, rect, svg, text, ticks
 
 MAX_RANKS = 16
 _TAIL_BYTES = 1 << 20
+_SHORTEST = 0.5
+"""Width, in units of the drawing, below which a span is not drawn by itself."""
 _decode = msgspec.json.Decoder(dict).decode
 
 
@@ -56,7 +57,7 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     return result
 
 
-def draw(ranks: dict[int, Sequence[Span]], colors: dict[str, str], names: dict[str, str], width: float = 1150) -> str:
+def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, str], width: float = 1150) -> str:
     """One row a rank; `colors` by shown name, `names` where the shown name is not the journal's."""
     everything = [span for row in ranks.values() for span in row]
     if not everything:
@@ -64,32 +65,39 @@ def draw(ranks: dict[int, Sequence[Span]], colors: dict[str, str], names: dict[s
     begin, end = min(span.begin for span in everything), max(span.end for span in everything)
     left, right, top, row, gap = 58.0, 14.0, 24.0, 22.0, 6.0
     scale = (width - left - right) / max(end - begin, 1e-6)
-    height = top + len(ranks) * (row + gap) + 24
-    floor = height - 24
+    floor = top + len(ranks) * (row + gap)
     parts = []
-    for value in ticks(0, end - begin, 10):
+    for value in ticks(0, max(end - begin, 1e-6), 10):
         x = left + value * scale
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{floor}"/>')
-        if x < width - 60:
-            parts.append(f'<text class="num" x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{label(value)}</text>')
-    parts.append(f'<text class="num" x="{width - right}" y="{floor + 16}" text-anchor="end">seconds</text>')
+        parts.append(text(x, floor + 16, label(value)))
+    parts.append(text(left - 8, floor + 16, "seconds", "end"))
     for index, (rank, row_spans) in enumerate(ranks.items()):
         y = top + index * (row + gap) + gap / 2
-        parts.append(f'<text class="num" x="{left - 8}" y="{y + row / 2 + 4}" text-anchor="end">rank {rank}</text>')
-        for span in row_spans:
+        parts.append(text(left - 8, y + row / 2 + 4, f"rank {rank}", "end"))
+        for span in coalesce(row_spans, _SHORTEST / scale):
             name = names.get(span.phase, span.phase)
-            wide = (span.end - span.begin) * scale
-            if wide >= 0.15:
-                tip = f"<title>rank {rank}, step {span.step}: {escape(name)} {span.end - span.begin:.3f} s</title>"
-                parts.append(
-                    f'<rect x="{left + (span.begin - begin) * scale:.2f}" y="{y}" width="{wide:.2f}" height="{row}" '
-                    f'fill="{colors.get(name, "var(--other)")}">{tip}</rect>'
-                )
+            tip = f"rank {rank}, step {span.step}: {name} {span.end - span.begin:.3f} s"
+            x, wide = left + (span.begin - begin) * scale, (span.end - span.begin) * scale
+            parts.append(rect(x, y, wide, row, colors.get(name, "var(--other)"), tip))
     for step in sorted({span.step for span in everything}):
         x = left + (min(span.begin for span in everything if span.step == step) - begin) * scale
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{floor}"/>')
-        parts.append(f'<text class="num" x="{x + 5:.1f}" y="16">step {step}</text>')
-    return svg(width, height, "".join(parts))
+        parts.append(text(x + 5, 16, f"step {step}", "start"))
+    return svg(width, floor + 24, "".join(parts))
+
+
+def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
+    """Neighbours of one phase as one; what lasts less than `shortest` seconds goes to the span before it."""
+    result: list[Span] = []
+    for span in row:
+        last = result[-1] if result else None
+        close = last is not None and last.step == span.step and span.begin - last.end < shortest
+        if last is not None and close and (span.phase == last.phase or span.end - span.begin < shortest):
+            result[-1] = Span(last.phase, last.step, last.begin, span.end)
+        else:
+            result.append(span)
+    return result
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Weights & Biases. `track.wandb=offline` writes `run.dir/wandb` and needs no account; `wandb sync` uploads it later."""
+"""Weights & Biases. `track.wandb=offline` writes `run.dir/wandb` and needs no account; `wandb sync` sends it later."""
 
 from collections.abc import Mapping
 from pathlib import Path

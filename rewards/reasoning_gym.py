@@ -1,0 +1,75 @@
+"""reasoning-gym problems, verified by the task's own scorer.
+
+The prompt carries what the generator gave: `extra = {"task": "chain_sum", "entry": {"question", "answer", "metadata"}}`.
+Many of those scorers give a little for a wrong answer (a non-empty one, one that contains the right one): `strict`
+leaves only the full score, as a reward should; `strict: false` passes the rest on.
+
+    reward.sums.target=rewards.reasoning_gym:ReasoningGymReward reward.sums.args.extract=last_number
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from reasoning_gym import get_score_answer_fn
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+NUMBER = re.compile(r"(?<![\d.])(?:(?<!\w)-)?\d+(?:,\d{3})*(?:\.\d+)?")
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def whole(answer: str) -> str:
+    """The answer without the space around it."""
+    return answer.strip()
+
+
+def last_number(answer: str) -> str:
+    """The last number in the answer, without thousands separators."""
+    numbers = NUMBER.findall(answer.replace("\N{MINUS SIGN}", "-"))
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
+def answer_tag(answer: str) -> str:
+    """What stands in the last `<answer>...</answer>`."""
+    found = ANSWER_TAG.findall(answer)
+    return found[-1].strip() if found else ""
+
+
+EXTRACT: dict[str, Callable[[str], str]] = {"whole": whole, "last_number": last_number, "answer_tag": answer_tag}
+
+
+class ReasoningGymReward:
+    """The task's own score, 0 to 1; `wrong_format` (0.0) if there is nothing to score."""
+
+    def __init__(self, extract: str = "whole", strict: bool = True) -> None:
+        """`extract`: which part of the answer is scored, a name in `EXTRACT`. `strict`: 1.0 or 0.0, nothing between."""
+        if extract not in EXTRACT:
+            raise ValueError(f"extract={extract}: known are {', '.join(EXTRACT)}")
+        self._extract = EXTRACT[extract]
+        self._strict = strict
+        self._scorer = lru_cache(maxsize=None)(get_score_answer_fn)  # one per task
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Score the extracted part of the answer."""
+        extracted = self._extract(answer)
+        if not extracted:
+            return Verdict("wrong_format", 0.0, {"task_score": 0.0})
+        task_score = float(self._scorer(prompt.extra["task"])(extracted, entry=prompt.extra["entry"]))
+        score = float(task_score >= 1.0) if self._strict else task_score
+        return Verdict("ok", score, {"task_score": task_score})
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with their scores."""
+        for task, question, gold, wrong in [
+            ("chain_sum", "State the final answer to the following arithmetic problem: 0 - 4 =", "-4", "4"),
+            ("chain_sum", "State the final answer to the following arithmetic problem: 1 + 5 =", "6", "1 + 5 = 6?"),
+            ("spell_backward", "Spell this word backward (example: sun -> nus): ore", "ero", "eor"),
+        ]:
+            entry: dict[str, Any] = {"question": question, "answer": gold, "metadata": {}}
+            prompt = Prompt("0" * 32, (Message("user", question),), "sums", gold, {"task": task, "entry": entry})
+            yield prompt, gold, 1.0
+            yield prompt, wrong, 0.0
+            yield prompt, " ", 0.0

@@ -1,0 +1,99 @@
+"""What stands between a rank and a silent end: heartbeats, watchdog, signals, and the word that ends all ranks.
+
+`Guard` ties them to a world for as long as it is open. It meets the others once, when it is made.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from spmd_rl.dist.collectives import Collectives
+from spmd_rl.dist.ending import End, Ending
+from spmd_rl.dist.heartbeat import Heartbeats
+from spmd_rl.dist.journal import Journal
+from spmd_rl.dist.membership import Membership
+from spmd_rl.dist.report import Peer
+from spmd_rl.dist.signals import SignalThread
+from spmd_rl.dist.watchdog import Watchdog
+from spmd_rl.errors import RunFailed, UserError
+
+_UNWIND_SECONDS = 5
+
+
+class Guard:
+    """One rank's guard, over a clone of the world's store."""
+
+    def __init__(
+        self,
+        me: Membership,
+        store: dist.Store,
+        collectives: Collectives,
+        journal: Journal,
+        run_dir: Path,
+        stall_seconds: float,
+        signals: Sequence[signal.Signals],
+    ) -> None:
+        """[all] Main thread only. `stall_seconds` may be infinity; `signals` are those that end the run."""
+        self._me = me
+        collectives.barrier("start: clocks")
+        mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
+        peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
+        self._journal = journal
+        self._heartbeats = Heartbeats(store, mine, peers, journal)
+        self.ending = Ending(store, self._heartbeats, journal, run_dir)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        stacks = str(journal.path.parent / "stacks-rank-*.txt")
+        self._watchdog = Watchdog(self._heartbeats, self.ending, stall_seconds, stacks)
+        self._signals = SignalThread(signals, self._signalled)
+
+    def leaving(self) -> None:
+        """From here on a store that is gone is no error: its process may have left before us."""
+        self._watchdog.leaving = True
+
+    def close(self) -> None:
+        """Stand down. From here on signals have their default effect again."""
+        if not self.ending.claim():
+            _wait_for_the_end()
+        self._watchdog.stop()
+        self._signals.close()
+        faulthandler.unregister(signal.SIGUSR1)
+
+    def failed(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """An `__exit__`: tell the others what went wrong here, then let it propagate.
+
+        What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
+        here with one line that names that rank. A mistake that all ranks make alike propagates on all of them.
+        """
+        if kind is None:
+            return
+        if not self.ending.claim():
+            _wait_for_the_end()
+        text = f"rank {self._me.rank} failed: {kind.__name__}: {error}".splitlines()[0]
+        first = self.ending.declare(End("error", self._me.rank, text))
+        if first.rank != self._me.rank and not issubclass(kind, UserError | RunFailed):
+            self.ending.follow(first)
+        self._journal.note("error", text=text)
+        if self._me.size == 1:
+            self._watchdog.stop()
+            self._signals.close()
+        else:  # nothing that hangs while the interpreter ends may keep the others waiting
+            faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
+
+    def _signalled(self, signum: signal.Signals) -> None:
+        if self.ending.claim():
+            text = f"rank {self._me.rank} received {signum.name}"
+            self.ending.declare(End("signal", self._me.rank, text))
+            self.ending.depart(128 + signum, text)
+
+
+def _wait_for_the_end() -> None:
+    """Another thread is ending this process."""
+    threading.Event().wait()

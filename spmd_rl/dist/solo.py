@@ -1,0 +1,27 @@
+"""`solo()`: a world of one for unit tests, without process groups, watchdog or signals."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.dist.collectives import Collectives
+from spmd_rl.dist.journal import Journal
+from spmd_rl.dist.membership import Membership
+from spmd_rl.dist.world import World
+
+
+@contextmanager
+def solo(directory: Path | None = None) -> Iterator[World]:
+    """A World of rank 0 of 1 on the CPU over an in-process store. `mesh` is not to be had.
+
+    The journal goes to `directory`/journal; by default to a directory that is gone afterwards.
+    """
+    me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as temporary:
+        journal = Journal((directory or Path(temporary)) / "journal", 0)
+        yield World(me, dist.HashStore(), "solo", Collectives(0, 1, None, journal), journal)
+        journal.close()

@@ -1,0 +1,86 @@
+"""Shard a Hugging Face model over a mesh with FSDP2, and name the parameters of each sharded unit.
+
+A unit is a decoder layer, or the root with what is left (embedding, final norm, head). Left out: tensor, context and
+expert parallelism.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, recompute: bool = False) -> None:
+    """Shard the float32 `model` in place; forward and backward compute in `dtype`, gradients are summed in float32.
+
+    recompute: compute each decoder layer's activations again in the backward pass instead of keeping them.
+    """
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    # a policy in float32 too would copy every gradient once more
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else policy
+    layers = decoder_layers(model)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
+        layer.training = recompute
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit in fsdp_units(model):
+        # The loss carries global weights, so ranks' gradients are summed. Neither setter reaches into submodules, and
+        # gloo has no pre-multiplied sum, so that the second one is needed too.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that transformers declares not to be split, in order. Of a model not sharded yet."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    assert layers, f"{type(model).__name__} declares no layer class"
+    return layers
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """The root first, then the layers."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free all gathered parameters. After a forward without backward the root still holds its own."""
+    for unit in fsdp_units(model):
+        unit.reshard()
+
+
+def names_by_unit(model: nn.Module) -> list[tuple[FSDPModule, list[str]]]:
+    """Each unit with the full names of the parameters it gathers; a tied parameter once, under its first name."""
+    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    owned: dict[str, list[str]] = {name: [] for name in units}
+    for name, _ in model.named_parameters():
+        owner = max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len)
+        owned[owner].append(name)
+    return [(unit, owned[name]) for name, unit in units.items()]
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """[all] Each parameter gathered, as the forward pass sees it: name and contiguous tensor in the compute dtype.
+
+    One gather a unit, of the compute dtype's bytes. Tensors are valid until the next one is asked for.
+    """
+    reshard(model)
+    for unit, names in names_by_unit(model):
+        unit.unshard()
+        try:
+            for name in names:
+                yield name, model.get_parameter(name).detach().contiguous()
+        finally:
+            unit.reshard()  # meets nobody
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,24 @@
+"""Learning rate schedules: a pure function of how many updates have been made, so that a resume needs no state."""
+
+import math
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate(update: int, *, peak: float, schedule: str, warmup: int, total: int) -> float:
+    """Learning rate of update number `update` (from 0) out of `total`.
+
+    The warm-up rises linearly from 0 and reaches `peak` in its last update, number `warmup` - 1; `linear` and `cosine`
+    then fall from `peak` towards 0, which they reach after the last update. Past `total` they stay at 0.
+    """
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    progress = min(1.0, (update - warmup) / max(1, total - warmup))
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1 - progress)
+        case "cosine":
+            return peak * (1 + math.cos(math.pi * progress)) / 2
+    raise ValueError(f"schedule={schedule!r} is none of {', '.join(SCHEDULES)}")

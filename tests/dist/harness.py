@@ -1,0 +1,194 @@
+"""Run a function on N real ranks (processes over gloo) and get back what each returned.
+
+    def shares(world, total):                       # at module level, in the test's own file
+        mine = list(range(world.rank, total, world.size))
+        return world.gather("shares", mine)
+
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_shares(size):
+        assert run_ranks(size, shares, 5)[0] == ...
+
+Arguments and results travel as JSON. Each rank runs `fn(world, *args)` inside `World.open`; `run_ranks` fails with the
+ranks' output if any of them ends with another exit code than 0, and kills them all at the timeout. To watch ranks die,
+use `launch` (bare processes; the parent holds the store) or `torchrun` (under a real agent) and look at `Job`.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from spmd_rl.config.schema import JournalConfig, RlvrConfig, RunConfig
+from spmd_rl.dist import World
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Job:
+    """Ranks on their way. A context manager: nothing outlives it."""
+
+    directory: Path
+    """holds `run/` (the run directory), and `rank-N.json` and `rank-N.log` per rank (`agent.log` under torchrun)"""
+    processes: list[subprocess.Popen[bytes]]
+    """one per rank, or the agent alone"""
+    store: dist.Store | None = None
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [member for started in self.processes for member in family(started.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def wait(self, timeout: float) -> list[int]:
+        """Exit codes of `processes`; AssertionError, with all output, if they take longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in self.processes):
+            assert time.monotonic() < deadline, f"still running after {timeout} s\n{self.output()}"
+            time.sleep(0.02)
+        return [process.returncode for process in self.processes]
+
+    def wait_for(self, event: str, ranks: int, timeout: float = 30.0, **fields: Any) -> None:
+        """Until the journals of so many ranks hold a line with this event and these fields."""
+        deadline = time.monotonic() + timeout
+        while sum(any_line(lines, event, fields) for lines in self.journals().values()) < ranks:
+            assert time.monotonic() < deadline, f"no {event} {fields} after {timeout} s\n{self.output()}"
+            time.sleep(0.02)
+
+    def journals(self) -> dict[int, list[dict[str, Any]]]:
+        """Each rank's journal, as far as it is written."""
+        paths = (self.run_dir / "journal").glob("rank-*.jsonl")
+        return {int(path.stem[5:]): [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
+
+    def pids(self) -> dict[int, int]:
+        """Each rank's process id, once its journal has begun."""
+        return {rank: lines[0]["pid"] for rank, lines in self.journals().items()}
+
+    def results(self) -> list[Any]:
+        """What each rank's function returned."""
+        paths = sorted(self.directory.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def output(self) -> str:
+        """Everything that was printed."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("*.log")))
+
+
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **settings: Any) -> list[Any]:
+    """What `fn(world, *args)` returned on each of `size` ranks. `settings`: see `launch`."""
+    with tempfile.TemporaryDirectory() as directory, launch(size, fn, *args, directory=directory, **settings) as job:
+        codes = job.wait(timeout)
+        assert not any(codes), f"exit codes {codes}\n{job.output()}"
+        return job.results()
+
+
+def launch(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    directory: Path | str,
+    stall_seconds: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> Job:
+    """Start `size` ranks without an agent; the store lives in this process. `directory` must be empty or new."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = Job(Path(directory), [], store)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    command = [sys.executable, "-m", __name__, *_task(job, fn, args, stall_seconds)]
+    for rank in range(size):
+        mine = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+        job.processes.append(_start(command, job.directory / f"rank-{rank}.log", mine))
+    return job
+
+
+def torchrun(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    directory: Path | str,
+    stall_seconds: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> Job:
+    """The same under `torch.distributed.run` on one node; `Job.processes` is the agent alone."""
+    job = Job(Path(directory), [])
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command = [*agent, "-m", __name__, *_task(job, fn, args, stall_seconds)]
+    job.processes.append(_start(command, job.directory / "agent.log", env or {}))
+    return job
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants, those that are gone left out."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run (a zombie does not)."""
+    running = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                running.append(pid)
+    return running
+
+
+def any_line(lines: list[dict[str, Any]], event: str, fields: dict[str, Any]) -> bool:
+    """Whether a journal holds such a line."""
+    return any(line["event"] == event and fields.items() <= line.items() for line in lines)
+
+
+def _task(job: Job, fn: Callable[..., Any], args: tuple[Any, ...], stall_seconds: float) -> list[str]:
+    assert fn.__qualname__.isidentifier(), f"{fn.__qualname__} must stand at module level"
+    job.directory.mkdir(parents=True, exist_ok=True)
+    return [fn.__module__, fn.__name__, json.dumps(args), str(job.directory), str(stall_seconds)]
+
+
+def _start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    paths = [str(ROOT), *filter(None, sys.path)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    with open(log, "wb") as out:
+        everything = inherited | defaults | env
+        return subprocess.Popen(command, env=everything, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+
+
+def main(module: str, name: str, args: str, directory: str, stall_seconds: str) -> None:
+    """One rank's program."""
+    fn = getattr(importlib.import_module(module), name)
+    cfg = RlvrConfig(run=RunConfig(dir=f"{directory}/run"), journal=JournalConfig(float(stall_seconds)))
+    with World.open(cfg) as world:
+        result = fn(world, *json.loads(args))
+        (Path(directory) / f"rank-{world.rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,149 @@
+"""One fate for all: whatever befalls one rank, the whole job is gone soon, and says why."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed
+
+from spmd_rl.dist import World
+from spmd_rl.errors import UserError
+from tests.dist.harness import Job, alive, family, launch, torchrun
+
+STALL = 3.0
+
+
+def rounds(world: World, num_rounds: int, odd: str = "") -> None:
+    """Meet again and again; in round 3 rank 1 does something `odd`."""
+    if world.rank == 0:
+        mark = world.journal.path.parent.parent / "on_exit.txt"
+        world.on_exit(lambda: mark.write_text("called"))
+    for round_ in range(num_rounds):
+        world.journal.set_step(round_)
+        with world.phase("update"):
+            if round_ == 3 and world.rank == 1:
+                if odd == "error":
+                    raise ValueError("a bad number")
+                if odd == "library":
+                    continue
+            if odd == "user error" and round_ == 3:
+                raise UserError("seed: all ranks dislike it")
+            if odd == "library":
+                with world.collective("all_reduce of gradients"):
+                    torch.distributed.all_reduce(torch.ones(1))
+            else:
+                world.gather("plan", round_)
+            time.sleep(0.02)
+    if odd == "deaf":
+        world.store.wait(["never written"])
+
+
+def in_round_three(job: Job, ranks: int = 2) -> None:
+    """Wait until the ranks are well inside the loop."""
+    job.wait_for("collective_done", ranks, name="plan", step=3)
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    """Whether all of them are gone after so long at most."""
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pids)
+
+
+def test_one_ranks_error_ends_all(tmp_path: Path) -> None:
+    with launch(4, rounds, 10_000, "error", directory=tmp_path) as job:
+        job.wait_for("error", 1, text="rank 1 failed: ValueError: a bad number")
+        began = time.monotonic()
+        assert set(job.wait(5)) == {1}
+        assert time.monotonic() - began < 3
+        for rank in (0, 2, 3):
+            log = (tmp_path / f"rank-{rank}.log").read_text()
+            assert log.splitlines()[-1] == f"rank {rank}: ended because rank 1 failed: ValueError: a bad number"
+            assert "Traceback" not in log
+        assert 'raise ValueError("a bad number")' in (tmp_path / "rank-1.log").read_text()
+        assert (job.run_dir / "on_exit.txt").exists()
+
+
+def test_a_mistake_of_all_ranks_propagates_on_all(tmp_path: Path) -> None:
+    with launch(2, rounds, 10, "user error", directory=tmp_path) as job:
+        assert job.wait(30) == [1, 1]
+        for rank in range(2):
+            assert "UserError: seed: all ranks dislike it" in (tmp_path / f"rank-{rank}.log").read_text()
+
+
+def test_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
+    with torchrun(2, rounds, 10_000, directory=tmp_path, stall_seconds=STALL) as job:
+        in_round_three(job)
+        everyone = [process.pid for process in family(job.processes[0].pid)]
+        stopped = job.pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        assert job.wait(STALL + 10) == [1]
+        assert time.monotonic() - began < STALL + 5
+        assert gone(everyone, 1.0)
+        report = (job.run_dir / "hang.txt").read_text()
+        assert report in job.output()
+        assert "phase: update" in report
+        assert "collective: 'plan' #" in report
+        assert "arrived: rank 0\n" in report
+        assert "did not arrive: rank 1\n" in report
+        assert f"rank 1 (pid {stopped} on " in report
+        assert "stopped or dead; no stack. Last seen in phase update" in report
+        assert "in gather" in (job.run_dir / "journal/stacks-rank-0.txt").read_text()
+        assert not (job.run_dir / "journal/stacks-rank-1.txt").exists()
+        assert (job.run_dir / "on_exit.txt").exists()
+
+
+def test_skipped_collective_is_named(tmp_path: Path) -> None:
+    with launch(2, rounds, 10, "library", directory=tmp_path, stall_seconds=STALL) as job:
+        assert job.wait(30 + STALL) == [1, 1]
+        report = (job.run_dir / "hang.txt").read_text()
+        # rank 1 is one behind: it meets rank 0's last all_reduce at the barrier that ends the run
+        assert "collective: " in report and "did not arrive: rank" in report
+        assert "'all_reduce of gradients' #" in report
+        assert "'end of run' #" in report
+        for rank in range(2):
+            assert "test_fate.py" in (job.run_dir / f"journal/stacks-rank-{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_the_agent_ends_all(tmp_path: Path, signum: signal.Signals) -> None:
+    with torchrun(2, rounds, 20, "deaf", directory=tmp_path) as job:  # in C++, where Python handlers would wait
+        job.wait_for("exit", 2, phase="update", step=19)
+        everyone = [process.pid for process in family(job.processes[0].pid)]
+        os.kill(job.processes[0].pid, signum)
+        assert gone(everyone, 2.0), job.output()
+        assert (job.run_dir / "on_exit.txt").exists()
+
+
+def test_killed_agent_leaves_nothing(tmp_path: Path) -> None:
+    with torchrun(2, rounds, 10_000, directory=tmp_path) as job:
+        in_round_three(job)
+        everyone = [process.pid for process in family(job.processes[0].pid)]
+        assert len(everyone) == 3
+        job.processes[0].kill()
+        assert gone(everyone, 2.0)
+
+
+def test_killed_rank_ends_all(tmp_path: Path) -> None:
+    with launch(4, rounds, 10_000, directory=tmp_path) as job:
+        in_round_three(job, 4)
+        os.kill(job.pids()[2], signal.SIGKILL)
+        began = time.monotonic()
+        codes = job.wait(5)
+        assert time.monotonic() - began < 3
+        assert codes[2] == -signal.SIGKILL
+        assert set(codes) == {1, -signal.SIGKILL}
+
+
+def test_lost_store_ends_the_ranks(tmp_path: Path) -> None:
+    with launch(2, rounds, 20, "deaf", directory=tmp_path) as job:
+        job.wait_for("exit", 2, phase="update", step=19)
+        pids = list(job.pids().values())
+        job.store = None  # closes it
+        assert gone(pids, 3.0), [psutil.Process(pid).status() for pid in alive(pids)]

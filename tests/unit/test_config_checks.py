@@ -1,0 +1,144 @@
+"""What is known before the process group forms: the mesh, files, targets, the run's directory; idle settings."""
+
+import json
+
+import pytest
+
+from spmd_rl.config.checks import check
+from spmd_rl.config.identity import write_config
+from spmd_rl.config.idle import idle_settings
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.errors import UserError
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory with all that a good line names."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    (tmp_path / "judges.py").write_text(
+        "class Good:\n"
+        "    def __init__(self, strict=False):\n        if strict == 'no': raise ValueError('bad\\nluck')\n"
+        "    def score(self, prompt, answer, info): ...\n"
+        "class Mute: pass\n"
+        "def function(): ...\n"
+    )
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "needy.py").write_text("import no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def settings(place, *overrides: str) -> RlvrConfig:
+    good = [
+        "data=jsonl_math",
+        f"data.train={place}/rows.jsonl",
+        "reward.math.target=judges:Good",
+        f"policy.model={place}/model",
+        f"run.dir={place}/run",
+    ]
+    return load("rlvr", RlvrConfig, [*good, *overrides])
+
+
+def refusal(place, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        check(settings(place, *overrides))
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_a_good_line_passes_and_writes_nothing(place):
+    before = {path for path in place.rglob("*") if "__pycache__" not in path.parts}
+    cfg = settings(place)
+    check(cfg)
+    assert list(idle_settings(cfg)) == []
+    assert {path for path in place.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("policy.model=/no/such", "policy.model: no directory /no/such; give a Hugging Face model directory, or `make"),
+        ("data.train={place}/rows.jsonl,{place}/none.jsonl", "data.train: no file {place}/none.jsonl"),
+        ("data.eval={place}/none.jsonl", "data.eval: no file {place}/none.jsonl"),
+        ("reward.math.target=nowhere:X", "reward.math.target: nowhere:X cannot be imported: ModuleNotFoundError: "),
+        ("reward.math.target=needy:X", "reward.math.target: needy:X cannot be imported: ModuleNotFoundError: "),
+        ("reward.math.target=broken:X", "reward.math.target: broken:X cannot be imported: SyntaxError: "),
+        ("reward.math.target=judges:None", "reward.math.target: judges:None cannot be imported: judges has no class"),
+        ("reward.math.target=judges:function", "reward.math.target: judges:function cannot be imported: judges has no"),
+        ("reward.math.args.x=1", "reward.math.target: judges:Good could not be built: TypeError: "),
+        ("reward.math.args.strict='no'", "reward.math.target: judges:Good could not be built: ValueError: bad"),
+        ("reward.math.target=judges:Mute", "reward.math.target: judges:Mute has neither `score` nor `score_batch`"),
+        ("~reward.math", "reward: no domain has a rewarder; say reward.<domain>.target=module:Class"),
+        ("train.tp=2", "train.tp: 2 is impossible, train=fsdp2 shards data-parallel only"),
+        ("train.cp=2", "train.cp: 2 is impossible"),
+        ("engine.tp=2", "engine.tp: 2 is impossible, engine=native holds a whole model per rank"),
+        ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
+        ("checkpoint.resume=/no/such", "checkpoint.resume: no directory /no/such; known names: auto, never"),
+    ],
+)
+def test_one_line_for_each_mistake(place, override, line):
+    assert refusal(place, override.format(place=place)).startswith(line.format(place=place))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_model_directory(place, missing):
+    (place / "model" / missing).unlink()
+    assert refusal(place).startswith(f"policy.model: {place}/model has no ")
+
+
+def test_the_reference_is_looked_at_only_when_it_is_loaded(place):
+    check(settings(place, "reference.model=/no/such"))
+    assert refusal(place, "reference.model=/no/such", "algorithm.kl_coef=0.1").startswith(
+        "reference.model: no directory"
+    )
+
+
+def test_debug_is_for_one_process(place, monkeypatch):
+    check(settings(place, "debug=true"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert refusal(place, "debug=true").startswith("debug: works in one process, not with 2 ranks")
+
+
+def test_rewarders_are_built_once_a_node(place, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    check(settings(place, "reward.math.target=nowhere:X"))
+
+
+def test_never_refuses_a_used_directory(place):
+    cfg = settings(place, "checkpoint.resume=never")
+    check(cfg)
+    write_config(cfg, cfg.run.dir, "rlvr")
+    assert refusal(place, "checkpoint.resume=never").startswith("checkpoint.resume: never, but")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm.kl_estimator=k1", "algorithm.kl_estimator: has no effect while algorithm.kl_coef is 0"),
+        ("reference.model=/m", "reference.model: has no effect while algorithm.kl_coef is 0"),
+        ("data.size=10", "data.size: has no effect while problems come from files"),
+        ("data.args.x=1", "data.args.x: has no effect while problems come from files"),
+    ],
+)
+def test_settings_without_effect(place, override, line):
+    assert list(idle_settings(settings(place, override))) == [line]
+    on = "algorithm.kl_coef=0.1" if "kl_coef" in line else "data.train=reasoning_gym:chain_sum"
+    assert list(idle_settings(settings(place, override, on))) == []
+
+
+def test_more_settings_without_effect(place):
+    def idle(*overrides: str) -> list[str]:
+        return [line.split(":")[0] for line in idle_settings(settings(place, *overrides))]
+
+    assert idle("eval.every=0", "eval.prompts=3") == ["eval.prompts"]
+    assert idle("eval.prompts=3", "eval.every=2") == []
+    assert idle("data.holdout=0.1", f"data.eval={place}/rows.jsonl") == ["data.holdout"]
+    assert idle("debug=true", "reward.math.workers=2") == ["reward.math.workers"]

@@ -1,0 +1,156 @@
+"""What makes a run the same run: the name's hash, the default directory, `config.yaml`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from spmd_rl.config.identity import digest, refuse_other_run, saved_config, write_config
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.errors import UserError
+
+
+def rlvr(*overrides: str) -> RlvrConfig:
+    return load("rlvr", RlvrConfig, overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=99",
+        "run.dir=elsewhere",
+        "run.name=x",
+        "track.wandb=offline",
+        "checkpoint.every=3",
+        "eval.every=3",
+        "eval.temperature=0.5",
+        "journal.stall_seconds=5",
+        "sidecar.bind=tcp://127.0.0.1",
+        "debug=true",
+        "profile=true",
+        "reward.reasoning_gym.workers=4",
+    ],
+)
+def test_what_changes_no_sample_keeps_the_name(override):
+    assert digest(rlvr(override)) == digest(rlvr())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "policy.lr=1e-4",
+        "policy.model=/other/model",
+        "policy.dtype=float32",
+        "train.updates_per_step=2",
+        "rollout.temperature=0.9",
+        "rollout.filter.zero_variance=false",
+        "algorithm.kl_coef=0.1",
+        "data.holdout=0.3",
+        "data.args.max_digits=2",
+        "reward.reasoning_gym.target=a:B",
+        "reward.reasoning_gym.args.workers=2",
+        "reward.math.target=a:B",
+    ],
+)
+def test_what_changes_samples_or_gradients_changes_the_name(override):
+    assert digest(rlvr(override)) != digest(rlvr())
+
+
+def test_steps_count_where_the_learning_rate_decays():
+    assert digest(rlvr("policy.schedule=cosine", "steps=10")) != digest(rlvr("policy.schedule=cosine", "steps=20"))
+
+
+def test_the_world_size_does_not_count(monkeypatch):
+    before = digest(rlvr())
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert digest(rlvr()) == before
+
+
+def test_default_name_and_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = rlvr("policy.model=/m/tiny")
+    assert cfg.run.name == f"tiny-grpo-{digest(cfg)}" and len(digest(cfg)) == 8
+    assert cfg.run.dir == f"{tmp_path}/runs/rlvr/{cfg.run.name}"
+    assert rlvr("run.name=x").run.dir == f"{tmp_path}/runs/rlvr/x"
+    assert rlvr("run.dir=here").run.dir == f"{tmp_path}/here"
+    monkeypatch.setenv("HOME", "/home/me")
+    assert rlvr("run.dir=~/r").run.dir == "/home/me/r"
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_digest_is_the_same_in_every_process():
+    code = (
+        "from spmd_rl.config.load import load\nfrom spmd_rl.config.identity import digest\n"
+        "from spmd_rl.config.schema import RlvrConfig\nprint(digest(load('rlvr', RlvrConfig)))"
+    )
+    salts = [{**os.environ, "PYTHONHASHSEED": salt} for salt in ("1", "2")]
+    told = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for env in salts]
+    assert [one.stdout.strip() for one in told] == [digest(rlvr())] * 2
+
+
+def test_config_yaml_says_settings_versions_and_revision(tmp_path):
+    cfg = rlvr(f"run.dir={tmp_path}/run", "reward.math.target=a:B")
+    write_config(cfg, cfg.run.dir, "rlvr")
+    assert os.listdir(cfg.run.dir) == ["config.yaml"]
+    saved = saved_config(cfg.run.dir)
+    assert saved["reward"]["math"]["target"] == "a:B"
+    assert saved["policy"]["lr"] == cfg.policy.lr
+    about = saved["about"]
+    assert about["pipeline"] == "rlvr"
+    assert about["versions"]["torch"].startswith("2.") and "hydra-core" in about["versions"]
+    assert about["git_revision"] is None or len(about["git_revision"].removesuffix("-dirty")) == 40
+    json.dumps(saved)  # plain values only
+
+
+def test_config_yaml_can_be_given_back(tmp_path):
+    cfg = rlvr("rollout.temperature=0.7", f"run.dir={tmp_path}", "policy.lr=3e-6", "run.name=first")
+    write_config(cfg, tmp_path, "rlvr")
+    again = load("rlvr", RlvrConfig, [], config_dir=str(tmp_path), config_name="config")
+    assert again == cfg
+
+
+def test_the_same_run_is_accepted(tmp_path):
+    write_config(rlvr(f"run.dir={tmp_path}"), tmp_path, "rlvr")
+    refuse_other_run(rlvr(f"run.dir={tmp_path}", "steps=50", "eval.every=5", "run.name=other"), "rlvr")
+    refuse_other_run(rlvr(f"run.dir={tmp_path}/new"), "rlvr")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("rollout.temperature=0.5", "rollout.temperature: {dir} was started with 1.0, not 0.5"),
+        ("data.args.max_digits=3", "data.args.max_digits: {dir} was started with 1, not 3"),
+        ("reward.math.target=a:B", "reward.math.target: {dir} was started with 'absent', not 'a:B'"),
+        ("policy.schedule=linear", "policy.schedule: {dir} was started with 'constant', not 'linear'"),
+    ],
+)
+def test_another_run_is_refused_by_key(tmp_path, override, line):
+    write_config(rlvr(f"run.dir={tmp_path}"), tmp_path, "rlvr")
+    with pytest.raises(UserError) as caught:
+        refuse_other_run(rlvr(f"run.dir={tmp_path}", override), "rlvr")
+    assert str(caught.value).startswith(line.format(dir=tmp_path))
+
+
+def test_a_run_older_than_a_setting_is_compared_with_its_default(tmp_path):
+    write_config(rlvr(f"run.dir={tmp_path}"), tmp_path, "rlvr")
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del saved["rollout"]["extra_prompts"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    refuse_other_run(rlvr(f"run.dir={tmp_path}"), "rlvr")
+    with pytest.raises(UserError, match=r"rollout\.extra_prompts"):
+        refuse_other_run(rlvr(f"run.dir={tmp_path}", "rollout.extra_prompts=2"), "rlvr")
+
+
+def test_another_pipeline_and_a_broken_file_are_refused(tmp_path):
+    cfg = rlvr(f"run.dir={tmp_path}")
+    write_config(cfg, tmp_path, "sft")
+    with pytest.raises(UserError, match=r"holds a run of sft"):
+        refuse_other_run(cfg, "rlvr")
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+        refuse_other_run(cfg, "rlvr")

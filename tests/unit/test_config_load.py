@@ -1,0 +1,231 @@
+"""Composition: every shipped YAML, every kind of override, and the one line that each mistake gets."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from spmd_rl.config.keys import flatten, leaves, plain, type_name
+from spmd_rl.config.load import CONFIGS, build, load
+from spmd_rl.config.schema import PIPELINES, RlvrConfig, RolloutConfig
+from spmd_rl.errors import UserError
+
+
+def rlvr(*overrides: str, **kwargs: str) -> RlvrConfig:
+    return load("rlvr", RlvrConfig, overrides, **kwargs)
+
+
+def refusal(*overrides: str, **kwargs: str) -> str:
+    with pytest.raises(UserError) as caught:
+        rlvr(*overrides, **kwargs)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONFIGS.glob("*/*.yaml"))]
+
+
+def test_there_are_shipped_files_to_test():
+    assert {"train", "engine", "algorithm", "data", "experiment"} <= {group for group, _ in OPTIONS}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(PIPELINES)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_shipped_yaml_composes_under_its_door(pipeline, group, option):
+    cfg = load(pipeline, PIPELINES[pipeline], [f"+{group}={option}" if group == "experiment" else f"{group}={option}"])
+    assert type(cfg) is PIPELINES[pipeline]
+    assert cfg.reward.domains
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shipped_yaml_is_sparse(path):
+    """A file that repeats a default hides the day the default changes; only what an option is about may stand there."""
+    text = path.read_text()
+    values = yaml.safe_load(text)
+    values.pop("defaults", None)
+    prefix = "" if "@package _global_" in text or path.parent == CONFIGS else f"{path.parent.name}."
+    defaults = dict(flatten(plain(RlvrConfig())))
+    repeated = [key for key, value in flatten(values, prefix) if key in defaults and value == defaults[key]]
+    assert set(repeated) <= {"train.name", "engine.name", "algorithm.name", "data.train"}
+
+
+def test_defaults_are_the_embedded_run():
+    cfg = rlvr()
+    assert (cfg.train.name, cfg.engine.name, cfg.algorithm.name) == ("fsdp2", "native", "grpo")
+    assert cfg.policy.dtype == "bfloat16"
+    assert (cfg.rollout.claim, cfg.rollout.accept) == ("store", "ticket")
+    assert cfg.data.train == "reasoning_gym:chain_sum"
+    assert cfg.reward.domains["reasoning_gym"].target == "rewards.reasoning_gym:ReasoningGymReward"
+
+
+def test_overrides_reach_typed_fields():
+    cfg = rlvr("rollout.temperature=1", "policy.lr=1e-3", "run.name=x", "rollout.filter.min_mean_score=0.2")
+    assert cfg.rollout.temperature == 1.0 and isinstance(cfg.rollout.temperature, float)
+    assert cfg.policy.lr == 1e-3
+    assert cfg.rollout.filter.min_mean_score == 0.2
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_new_domain_with_and_without_plus(plus):
+    cfg = rlvr(f"{plus}reward.math.target=mod:Class", f"{plus}reward.math.args.strict=true", "reward.error_budget=0.5")
+    assert cfg.reward.domains["math"].target == "mod:Class"
+    assert cfg.reward.domains["math"].args == {"strict": True}
+    assert cfg.reward.domains["math"].timeout == 10.0
+    assert cfg.reward.error_budget == 0.5
+    assert set(cfg.reward.domains) == {"math", "reasoning_gym"}
+
+
+@pytest.mark.parametrize("line", ["experiment=two_digit_sums", "+experiment=two_digit_sums"])
+def test_experiment_with_and_without_plus(line):
+    cfg = rlvr(line)
+    assert cfg.data.args["min_digits"] == 2
+    assert rlvr(line, "steps=3").steps == 3
+
+
+def test_jsonl_experiment_leaves_no_other_domain():
+    cfg = rlvr("+experiment=jsonl_math", "data.train=mine.jsonl")
+    assert list(cfg.reward.domains) == ["math"]
+    assert cfg.data.train == "mine.jsonl"
+    assert cfg.data.args == {}
+
+
+def test_values_that_hydra_refuses_are_plain_strings(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = rlvr("data.train=a.jsonl,~/b.jsonl", "policy.model=~/models/x", "data.format=Solve: {question}")
+    assert cfg.data.train == "a.jsonl,/home/me/b.jsonl"
+    assert cfg.policy.model == "/home/me/models/x"
+    assert cfg.data.format == "Solve: {question}"
+
+
+def test_interpolation_between_sections_and_domains():
+    cfg = rlvr(
+        "eval.temperature=${rollout.temperature}", "reward.math={target: a:B, timeout: 3}", "rollout.temperature=2"
+    )
+    assert cfg.eval.temperature == 2.0
+    cfg = rlvr("reward.math.target=${reward.reasoning_gym.target}")
+    assert cfg.reward.domains["math"].target == cfg.reward.domains["reasoning_gym"].target
+
+
+def test_plain_is_the_inverse_of_build():
+    cfg = rlvr("reward.math.target=a:B", "reward.math.args.x=[1,2]", "policy.betas=[0.8,0.9]", "run.name=x")
+    tree = plain(cfg)
+    assert tree["reward"]["math"]["target"] == "a:B" and "domains" not in tree["reward"]
+    assert build(RlvrConfig, OmegaConf.create(tree)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("rollout.temprature=1", "rollout.temprature: unknown key; did you mean rollout.temperature?"),
+        ("+rollout.temprature=1", "rollout.temprature: unknown key; did you mean rollout.temperature?"),
+        ("rollouts.temperature=1", "rollouts.temperature: unknown key; did you mean rollout.temperature?"),
+        ("rollout.filter.zero_varianze=1", "rollout.filter.zero_varianze: unknown key; did you mean rollout.filter."),
+        ("stepps=1", "stepps: unknown key; did you mean steps?"),
+        ("reward.math.targett=a:B", "reward.math.targett: unknown key; did you mean reward.math.target?"),
+        ("reward.error_budgit=0.1", "reward.error_budgit: unknown key; did you mean reward.error_budget?"),
+        ("reward.domains.math.target=a:B", "reward.domains.math.target: unknown key; did you mean reward."),
+        ("rollout=3", "rollout: is a section, not a value; say rollout.<key>=value"),
+        ("rollout.filter=null", "rollout.filter: is a section"),
+        ("steps=1.5", "steps: expected int, got 1.5"),
+        ("rollout.temperature=hot", "rollout.temperature: expected float, got 'hot'"),
+        ("rollout.temperature=null", "rollout.temperature: expected float, got null"),
+        ("policy.lr=1e-5,1e-4", "policy.lr: expected float, got '1e-5,1e-4'"),
+        ("policy.lr.x=1", "policy.lr: expected float, got {'x': 1}"),
+        ("policy.betas=[0.9,x]", "policy.betas: expected list of float, got [0.9, 'x']"),
+        ("debug=maybe", "debug: expected bool, got 'maybe'"),
+        ("data.args=3", "data.args: expected mapping, got 3"),
+        ("reward.reasoning_gym.timeout=soon", "reward.reasoning_gym.timeout: expected float, got 'soon'"),
+        ("policy.lr=${nope}", "policy.lr: Interpolation key 'nope' not found"),
+        ("reward.math.timeout=3", "reward.math.target: must be given"),
+        ("train=megatron", "train: unknown option 'megatron'; known: fsdp2"),
+        ("train=null", "train: unknown option None; known: fsdp2"),
+        ("+experiment=nope", "experiment: unknown option 'nope'; known: jsonl_math, two_digit_sums"),
+        ("just_a_word", "just_a_word: not an override; say key=value"),
+        ("hydra.run.dir=x", "hydra.run.dir: Hydra's own settings have no effect here"),
+    ],
+)
+def test_one_line_for_each_mistake_of_composition(override, line):
+    assert refusal(override).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("rollout.temperature=-1", "rollout.temperature: must be greater than 0, not -1.0"),
+        ("rollout.temperature=0", "rollout.temperature: must be greater than 0, not 0.0"),
+        ("rollout.temperature=inf", "rollout.temperature: must be greater than 0, not inf"),
+        ("policy.lr=-1e-5", "policy.lr: must be at least 0, not -1e-05"),
+        ("policy.lr=nan", "policy.lr: must be at least 0, not nan"),
+        ("policy.dtype=fp8", "policy.dtype: unknown name 'fp8'; known: bfloat16, float32"),
+        ("reference.dtype=half", "reference.dtype: unknown name 'half'; known: bfloat16, float32"),
+        ("policy.schedule=step", "policy.schedule: unknown name 'step'; known: constant, linear, cosine"),
+        ("policy.betas=[0.9]", "policy.betas: must be two numbers in [0, 1), not [0.9]"),
+        ("policy.max_grad_norm=0", "policy.max_grad_norm: must be greater than 0"),
+        ("rollout.claim=steal", "rollout.claim: unknown name 'steal'; known: store, static"),
+        ("rollout.accept=arrival", "rollout.accept: unknown name 'arrival'; known: ticket"),
+        ("rollout.min_answers=9", "rollout.min_answers: 9 is more than answers_per_prompt 8"),
+        ("rollout.max_tickets_per_step=4", "rollout.max_tickets_per_step: must be at least 8, not 4"),
+        ("rollout.filter={min_mean_score: 0.9, max_mean_score: 0.1}", "rollout.filter.min_mean_score: 0.9 lies above"),
+        ("data.holdout=1", "data.holdout: must be less than 1, not 1.0"),
+        ("data.holdout=0", "data.holdout: must be greater than 0, not 0.0"),
+        ("data.format=Hi", "data.format: must contain {question}, is 'Hi'"),
+        ("engine.kv_tokens=100", "engine.kv_tokens: 100 cannot hold one request"),
+        ("engine.name=vllm", "engine.name: unknown name 'vllm'; known: native"),
+        ("algorithm.loss_agg=mean", "algorithm.loss_agg: unknown name 'mean'; known: token-mean, "),
+        ("algorithm.clip_low=1.5", "algorithm.clip_low: must be between 0 and 1, not 1.5"),
+        ("reward.error_budget=2", "reward.error_budget: must be between 0 and 1, not 2.0"),
+        ("reward.reasoning_gym.target=nocolon", "reward.reasoning_gym.target: must be module:Class, not 'nocolon'"),
+        ("reward.reasoning_gym.workers=0", "reward.reasoning_gym.workers: must be at least 1, not 0"),
+        ("track.wandb=on", "track.wandb: unknown name 'on'; known: off, offline, online"),
+        ("sidecar.bind=udp://x", "sidecar.bind: must be ipc or tcp://address"),
+        ("journal.stall_seconds=0", "journal.stall_seconds: must be greater than 0"),
+        ("checkpoint.keep=0", "checkpoint.keep: must be at least 1, not 0"),
+        ("steps=-1", "steps: must be at least 0, not -1"),
+    ],
+)
+def test_one_line_for_each_value_out_of_range(overrides, line):
+    assert refusal(overrides).startswith(line)
+
+
+def test_a_section_built_by_hand_checks_itself():
+    with pytest.raises(UserError, match=r"^temperature: must be greater than 0"):
+        RolloutConfig(temperature=-1)
+
+
+def test_a_directory_of_the_users_own(tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 9\n")
+    (tmp_path / "own.yaml").write_text("defaults: [rlvr, _self_]\nsteps: 7\n")
+    assert rlvr("+experiment=mine", config_dir=str(tmp_path)).seed == 9
+    assert rlvr(config_dir=str(tmp_path), config_name="own").steps == 7
+    assert rlvr("+experiment=mine", config_dir=str(tmp_path), config_name="own").seed == 9
+    assert refusal(config_dir="/no/such") == "--config-dir: no directory /no/such"
+    assert refusal(config_name="nope").startswith("--config-name: no nope.yaml")
+
+
+def test_broken_yaml_names_file_and_line(tmp_path: Path):
+    (tmp_path / "bad.yaml").write_text("steps: 1\n  seed: 3\n")
+    assert refusal(config_dir=str(tmp_path), config_name="bad").startswith(f"{tmp_path}/bad.yaml:2: ")
+
+
+def test_every_field_of_the_schema_has_a_type_that_can_be_named():
+    keys = [leaf.key for leaf in leaves(RlvrConfig)]
+    assert "rollout.filter.zero_variance" in keys and "reward.<domain>.target" in keys
+    assert len(keys) == len(set(keys))
+    assert all(type_name(leaf.type) for leaf in leaves(RlvrConfig))
+
+
+def test_settings_need_no_torch_and_start_fast():
+    code = (
+        "import sys, time; t = time.time()\n"
+        "from spmd_rl.config.load import load\nfrom spmd_rl.config.schema import RlvrConfig\n"
+        "load('rlvr', RlvrConfig); print(time.time() - t); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 5  # about 0.3 s; the machine may be busy

@@ -1,0 +1,122 @@
+"""JSONL rows: every shape that is accepted, and one clear line for every one that is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_rl.data.rows import read_rows
+from spmd_rl.errors import UserError
+from spmd_rl.types import Message
+
+GOOD = b'{"question": "2+2?", "answer": "4"}'
+
+
+def write(path: Path, *rows: Any) -> Path:
+    """A JSONL file of rows, each an object or the bytes of a line."""
+    path.write_bytes(b"\n".join(r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows) + b"\n")
+    return path
+
+
+def one(tmp_path: Path, row: Any) -> Any:
+    (out,) = read_rows(write(tmp_path / "a.jsonl", row), "data.train")
+    return out
+
+
+def test_question_and_answer(tmp_path: Path) -> None:
+    row = one(tmp_path, {"question": "2+2?", "answer": 4, "level": 1})
+    assert (row.problem, row.ground_truth, row.domain, row.id, row.extra) == ("2+2?", "4", "math", None, {"level": 1})
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("4*2=8\nso 8\n#### 8", "8"),
+        ("#### 1,234", "1234"),
+        ("a #### b\n#### -5 ", "-5"),
+        ("x\n#### $1,000.50", "$1000.50"),
+        ("#### 1,2", "1,2"),
+        ("a #### first\nno mark here", "a #### first\nno mark here"),
+        ("3/4", "3/4"),
+    ],
+)
+def test_what_follows_the_last_hashes_is_the_truth(tmp_path: Path, answer: str, truth: str) -> None:
+    row = one(tmp_path, {"question": "q", "answer": answer})
+    assert row.ground_truth == truth
+    assert row.extra == ({"answer": answer} if truth != answer else {})
+
+
+def test_prompt_with_ground_truth_and_id(tmp_path: Path) -> None:
+    row = one(tmp_path, {"prompt": "p", "ground_truth": "#### 1", "domain": "code", "id": 7, "answer": "kept"})
+    assert (row.problem, row.ground_truth, row.domain, row.id) == ("p", "#### 1", "code", "7")
+    assert row.extra == {"answer": "kept"}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_messages_as_a_list_or_as_json_text(tmp_path: Path, as_text: bool) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    row = one(tmp_path, {"messages": json.dumps(messages) if as_text else messages, "prompt": "u", "ground_truth": ""})
+    assert row.problem == (Message("system", "s"), Message("user", "u"))
+    assert row.ground_truth == "" and row.extra == {"prompt": "u"}
+
+
+def test_line_ends_bom_and_blank_lines(tmp_path: Path) -> None:
+    separator = json.dumps({"question": "a\u2028b\x0bc", "answer": "1"}, ensure_ascii=False).encode()
+    path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + GOOD + b"\r", b"", b"  ", separator)
+    rows = list(read_rows(path, "data.train"))
+    assert [row.where for row in rows] == [f"{path}:1", f"{path}:4"]
+    assert rows[1].problem == "a\u2028b\x0bc"
+
+
+BROKEN = [
+    (b"{", "not JSON"),
+    (b'{"question": "a"', "not JSON"),
+    (b'{"question": "\xff", "answer": "1"}', "not UTF-8"),
+    (b"[1]", "not an object but a list"),
+    (b"3", "not an object but a number"),
+    ({"answer": "1"}, "needs `question`, `prompt` or `messages`"),
+    ({"question": "a"}, "needs `ground_truth` or `answer`"),
+    ({"question": "a", "answer": None}, "`answer` is null"),
+    ({"question": "a", "answer": True}, "`answer` is a boolean"),
+    ({"question": "a", "answer": ["1"]}, "`answer` is a list"),
+    ({"question": " \n", "answer": "1"}, "`question` is empty"),
+    ({"question": 5, "answer": "1"}, "`question` is a number"),
+    ({"prompt": [], "ground_truth": "1"}, "`prompt` is a list"),
+    ({"prompt": "\ud800", "ground_truth": "1"}, "`prompt` holds half a character"),
+    ({"messages": "{", "ground_truth": "1"}, "`messages` is not JSON"),
+    ({"messages": [], "ground_truth": "1"}, "`messages` is not a list"),
+    ({"messages": {"role": "user"}, "ground_truth": "1"}, "`messages` is not a list"),
+    ({"messages": [{"role": "user"}], "ground_truth": "1"}, "`messages[0]` needs"),
+    ({"messages": [{"role": "user", "content": [{"text": "a"}]}], "ground_truth": "1"}, "`messages[0]` needs"),
+    ({"messages": ["hi"], "ground_truth": "1"}, "`messages[0]` needs"),
+    ({"messages": [{"role": "user", "content": " "}], "ground_truth": "1"}, "are empty"),
+    ({"messages": [{"role": "assistant", "content": "4"}], "ground_truth": "1"}, "the assistant's own"),
+    ({"question": "a", "answer": "1", "domain": ""}, "`domain` is empty"),
+    ({"question": "a", "answer": "1", "domain": 3}, "`domain` is a number"),
+    ({"question": "a", "answer": "1", "id": 1.5}, "`id` is a number"),
+    ({"question": "a", "answer": "1", "id": ""}, "`id` is"),
+    ({"question": "a", "answer": "1", "id": True}, "`id` is a boolean"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_broken_row_is_named_by_file_and_line(tmp_path: Path, row: Any, message: str) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD, b"", row, GOOD)
+    with pytest.raises(UserError) as caught:
+        list(read_rows(path, "data.train"))
+    assert str(caught.value).startswith(f"data.train: {path}:3: ")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_empty_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"data.eval: .*a.jsonl has no rows"):
+        list(read_rows(tmp_path / "a.jsonl", "data.eval"))
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "."])
+def test_unreadable_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="data.train: cannot read"):
+        list(read_rows(tmp_path / name, "data.train"))

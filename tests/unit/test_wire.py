@@ -1,0 +1,93 @@
+"""Frames: what goes in comes out, and no bytes whatever do more than raise a WireError."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl import wire
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+PROMPT = Prompt("ab" * 16, (Message("user", "2 + 2?"),), "math", "4", {"task": "sum", "entry": {"metadata": [1, 2.5]}})
+CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
+
+
+def scores(answer: str = "4") -> wire.Scores:
+    question = wire.pack(wire.Question(PROMPT, answer, AnswerInfo(3, "stop")))
+    return wire.Scores([wire.Score(7, "math", 1.5, question)])
+
+
+def test_a_question_arrives_as_it_was_asked():
+    item = wire.TO_HOST.decode(wire.encode(scores("vier \u2713"))).items[0]
+    assert (item.id, item.domain, item.timeout) == (7, "math", 1.5)
+    question = wire.QUESTION.unpack(item.question)
+    assert question == wire.Question(PROMPT, "vier \u2713", AnswerInfo(3, "stop"))
+
+
+def test_a_verdict_passes_unopened_through_the_host():
+    verdict = Verdict("wrong_format", 0.25, {"a": 1.0}, "why")
+    frame = wire.encode(wire.RawVerdicts([wire.RawJudged(3, wire.pack(verdict))]))
+    assert wire.TO_CLIENT.decode(frame).items == [wire.Judged(3, verdict)]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x01",
+        bytes((wire.VERSION + 1,)) + wire.encode(wire.Ping())[1:],  # another version
+        wire.encode(wire.Ping()) + b"x",  # a tail
+        wire.encode(scores())[:-1],  # cut off
+        wire.encode(wire.Pong("h", {})),  # not for a host
+        wire.encode(wire.Scores([wire.Score(-1, "m", 1.0, wire.pack(0))])),
+        wire.encode(wire.Scores([wire.Score(1, "m" * 300, 1.0, wire.pack(0))])),
+        wire.encode(wire.Scores([wire.Score(1, "m", float("nan"), wire.pack(0))])),
+        wire.encode(wire.Scores([wire.Score(1, "m", -1.0, wire.pack(0))])),
+        b"\x01\x92\xa6scores\xdd\xff\xff\xff\xff",  # a list of four billion
+        b"\x01\x92\xa6scores" + b"\x91" * 100_000,  # a deep one
+        b"\x01\x92\xa4drop\x91\xa1\xff",
+        bytes(wire.MAX_FRAME_BYTES + 1),
+    ],
+    ids=range(14),
+)
+def test_bad_frames_are_a_wire_error(frame):
+    with pytest.raises(wire.WireError):
+        wire.TO_HOST.decode(frame)
+
+
+@pytest.mark.parametrize("answer", ["\ud800", "x" * wire.MAX_FRAME_BYTES])
+def test_what_has_no_frame_is_refused_by_the_sender(answer):
+    with pytest.raises(wire.WireError):
+        wire.encode(scores(answer))
+
+
+@pytest.mark.parametrize("extra", [{"x": object()}, {"x": 1 << 80}, {"x": {1, object()}}])
+def test_what_has_no_msgpack_form_is_refused(extra):
+    with pytest.raises(wire.WireError):
+        wire.pack(wire.Question(Prompt("a", (), "m", "", extra), "", AnswerInfo(0, "stop")))
+
+
+def test_a_question_of_another_shape_is_refused():
+    for value in [0, [], {"prompt": 1}, [[1, 2], "a", [3, "stop", 1]], [None, "", None]]:
+        with pytest.raises(wire.WireError):
+            wire.QUESTION.unpack(wire.pack(value))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.sampled_from(CODECS), st.booleans())
+def test_no_bytes_raise_anything_else(body, codec, versioned):
+    try:
+        codec.decode(bytes((wire.VERSION,)) + body if versioned else body)
+    except wire.WireError:
+        pass
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_no_flipped_byte_raises_anything_else(position, value):
+    frame = bytearray(wire.encode(scores("a longer answer")))
+    frame[position % len(frame)] = value
+    try:
+        for item in getattr(wire.TO_HOST.decode(bytes(frame)), "items", []):
+            wire.QUESTION.unpack(item.question)
+    except wire.WireError:
+        pass
