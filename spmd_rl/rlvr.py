@@ -7,6 +7,7 @@ Lines marked [all] meet the other ranks; no other line may decide whether one of
 """
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from spmd_rl.config import RlvrConfig, main
 
@@ -14,8 +15,8 @@ from spmd_rl.config import RlvrConfig, main
 def run(cfg: RlvrConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
     from spmd_rl import engine, sidecar, sync, train
-    from spmd_rl.checkpoint import Checkpointer
-    from spmd_rl.data.prompts import Prompts
+    from spmd_rl.checkpoint import Checkpointer, HfExport, finished
+    from spmd_rl.data import Prompts
     from spmd_rl.dist import World
     from spmd_rl.learn import Learner, evaluate, lineage
     from spmd_rl.model.tokenizer import load_tokenizer
@@ -23,21 +24,27 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl.track import Run
 
     prompts = Prompts.load(cfg.data)
+    sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
     with ExitStack() as stack:
         world = stack.enter_context(World.open(cfg))
-        track = stack.enter_context(Run.open(cfg, world))
+        if finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
+            if world.rank == 0:
+                print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)
+            return
+        track = stack.enter_context(Run.open(cfg, world))  # [all]
         scorer = stack.enter_context(sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug))
-        policy, reference = train.build_roles(cfg, world)
+        policy, reference = train.build_roles(cfg, world)  # [all]
         generator = engine.build(cfg, world)
         publish = sync.build(policy, generator, world)
         rollouts = Rollouts(cfg, generator, prompts, scorer, tokenizer, world)
         learner = Learner(cfg, policy, reference, world)
         parts = {"rollouts": rollouts, "learner": learner, "track": track}
-        saver = Checkpointer(cfg, world, {"policy": policy}, parts)
+        export = HfExport(policy, Path(cfg.policy.model), world)
+        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, {"policy": policy}, parts, export)
 
         start = saver.restore()  # [all] 0 for a fresh run
-        rollouts.check_lengths()  # [all]
+        rollouts.check()  # [all]
         publish(version=start)  # [all] verified
         if start == 0:
             with track.step(0):
@@ -45,12 +52,12 @@ def run(cfg: RlvrConfig) -> None:
         for step in range(start + 1, cfg.steps + 1):
             with track.step(step):
                 collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
-                batches = learner.prepare(collected)  # [all] advantages, logprobs
+                batches = learner.prepare(collected)  # [all] advantages, logprobs where they are needed
                 track.add(collected.metrics() | learner.update(batches))  # [all]
                 track.log_samples(step, lineage.rows(collected, learner.plan, tokenizer))
                 track.add(publish(version=step))  # [all] verified
                 track.add(evaluate(cfg, rollouts, world, step))  # [all] when due
-                saver.maybe_save(step)  # [all]
+                saver.maybe_save(step, last=step == cfg.steps)  # [all]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ WINDOW = 2048
 WINDOW_BYTES = 64 << 20
 """The same, in bytes."""
 
+MAX_TIMEOUT = 86_400.0
+"""Seconds; the longest that a rewarder may take over one answer."""
+
 
 class WireError(ValueError):
     """Bytes that are no frame of this version and schema, or a message that has no frame."""
@@ -40,7 +43,7 @@ class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Domain = Annotated[str, msgspec.Meta(max_length=200)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 
 
 class Question(_Struct):

@@ -87,5 +87,8 @@ class FakePrompts:
         self.train = tuple(Prompt(f"{i:032x}", (Message("user", f"problem {i}"),), "toy", str(i)) for i in range(n))
         self.eval = self.train[:2]
 
+    def fingerprint(self) -> str:
+        return "fake"
+
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
         return ticket // len(self.train), self.train[ticket % len(self.train)]

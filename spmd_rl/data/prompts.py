@@ -36,8 +36,6 @@ class Prompts:
     @classmethod
     def load(cls, cfg: DataConfig) -> "Prompts":
         """Read, drop copies, split. UserError: unreadable or broken source, one id twice, nothing left to train on."""
-        if "{question}" not in cfg.format:
-            raise UserError("data.format: needs {question}, where the problem's text goes")
         rows = list(_read(cfg.train, "data.train", cfg))
         train = _distinct(rows)
         if cfg.eval:

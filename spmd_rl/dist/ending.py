@@ -115,16 +115,21 @@ def _say(text: str) -> None:
 
 def _see_off(pids: list[int], deadline: float) -> None:
     """SIGKILL what is left at the deadline: a stopped process never exits, and the agent would wait 30 s for it."""
-    while time.monotonic() < deadline and any(_send(pid, 0) for pid in pids):
+    while time.monotonic() < deadline and any(map(_running, pids)):
         time.sleep(0.05)
     for pid in pids:
         _send(pid, signal.SIGKILL)
 
 
-def _send(pid: int, signum: int) -> bool:
-    """Whether `pid` was there to take the signal."""
-    try:
+def _send(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-    except ProcessLookupError:
+
+
+def _running(pid: int) -> bool:
+    """Whether it has not exited; one that its agent has yet to reap has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state not in "ZX"

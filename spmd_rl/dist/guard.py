@@ -91,7 +91,7 @@ class Guard:
         if self.ending.claim():
             text = f"rank {self._me.rank} received {signum.name}"
             self.ending.declare(End("signal", self._me.rank, text))
-            self.ending.depart(128 + signum, text)
+            self.ending.depart(128 + signum, text)  # the agent, or the shell, says enough
 
 
 def _wait_for_the_end() -> None:

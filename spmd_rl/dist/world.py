@@ -115,7 +115,7 @@ class World:
         self._collectives.agree(name, value)
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] `sum`, `max` or `mean` over the ranks, key by key, in float64. RunFailed unless the keys are the same."""
+        """[all] `sum`, `max` or `mean` over the ranks, key by key, in float64. RunFailed unless the keys are equal."""
         return self._collectives.reduce(name, values, op)
 
     def barrier(self, name: str) -> None:

@@ -103,6 +103,7 @@ class Collected:
             "rollout/carried": 0,
             "rollout/bubble": self.bubble,
             "rollout/error_share": self.error_share,
+            "tokens": sum(a.num_tokens for a in answers),
         }
         if answers:
             metrics["rollout/response_length/mean"] = fmean(a.num_answer_tokens for a in answers)

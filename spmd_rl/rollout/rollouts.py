@@ -64,8 +64,9 @@ class Rollouts:
         """Close the event loop; idempotent."""
         self._runner.close()
 
-    def check_lengths(self) -> None:
-        """[all] A UserError if a rendered prompt exceeds `rollout.max_prompt_tokens`; each rank looks at a share."""
+    def check(self) -> None:
+        """[all] All ranks read the same prompts, and none exceeds `rollout.max_prompt_tokens`; UserError otherwise."""
+        self._world.agree("start: prompts", self.prompts.fingerprint())
         limit = self._settings.max_prompt_tokens
         mine = (*self.prompts.train, *self.prompts.eval)[self._world.rank :: self._world.size]
         longest = max(((len(self._tokenizer.render(p.messages)), p.id) for p in mine), default=(0, ""))

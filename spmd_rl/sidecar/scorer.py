@@ -1,11 +1,11 @@
 """The way to a scorer: settings are checked, the node's host is started or joined, or no sidecar is used at all."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from spmd_rl import wire
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.client import Client
 from spmd_rl.sidecar.direct import Direct
@@ -20,16 +20,13 @@ MAX_PATH_BYTES = 107
 
 
 @contextmanager
-def connect(
-    rewards: "RewardsConfig", node: Node, bind: str = "ipc", debug: bool = False
-) -> Iterator[Client | Direct]:
+def connect(rewards: "RewardsConfig", node: Node, bind: str = "ipc", debug: bool = False) -> Iterator[Client | Direct]:
     """A `Scorer` for this rank. Local rank 0 starts the node's host and waits until it is ready; the others join.
 
     `bind`: `ipc` listens at `node.address`; `tcp://127.0.0.1:PORT` on a loopback port. `debug`: no sidecar, rewards run
     in this process. UserError, in one line, for a rewarder that cannot be built and an address that is not private.
     Call it from the main thread: the host lives as long as the thread that started it.
     """
-    check_rewards(rewards)
     if debug:
         yield Direct(rewards)
         return
@@ -37,20 +34,12 @@ def connect(
     host = HostProcess(address, rewards) if node.local_rank == 0 else None
     if host is not None:
         host.wait_ready()
-    client = Client(address, {domain: reward.timeout for domain, reward in rewards.domains.items()}, host)
+    timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in rewards.domains.items()}
+    client = Client(address, timeouts, host)
     try:
         yield client
     finally:
         client.close()
-
-
-def check_rewards(rewards: "RewardsConfig") -> None:
-    """UserError for a number that makes no sense."""
-    for domain, reward in rewards.domains.items():
-        if reward.workers < 1:
-            raise UserError(f"reward.{domain}.workers={reward.workers}: at least 1")
-        if not (0 < reward.timeout <= 86_400 and math.isfinite(reward.timeout)):
-            raise UserError(f"reward.{domain}.timeout={reward.timeout}: seconds, more than 0 and at most a day")
 
 
 def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> None:

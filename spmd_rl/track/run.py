@@ -28,6 +28,8 @@ from spmd_rl.track.progress import ProgressLine
 from spmd_rl.track.samples import SampleLog
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
+_CLOSING_SECONDS = 3.0
+"""How long the report and the trackers may hold up the end of a run that failed."""
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
 """`time/*` that every line has."""
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
@@ -168,16 +170,16 @@ class Run:
         self._trackers = open_trackers(self._cfg.track, self.directory, self._id, step, settings)
 
     def _close(self, clean: bool) -> None:
-        """Leave the terminal and the trackers in order and draw the report, whatever the reason for leaving.
-
-        The last two on threads: what they raise is printed, and does not hide what ended the run.
-        """
+        """Leave the terminal and the trackers in order and draw the report, whatever the reason for leaving."""
         if self._progress is not None:
             self._progress.close()
-        for act, seconds in ((self.write_report, 10.0), (self._close_trackers, None if clean else 3.0)):
-            thread = threading.Thread(target=act, daemon=True)
-            thread.start()
-            thread.join(seconds)
+        for act in (self.write_report, self._close_trackers):
+            if clean:
+                act()
+            else:  # what it raises is printed, and does not hide what ended the run
+                thread = threading.Thread(target=act, daemon=True)
+                thread.start()
+                thread.join(_CLOSING_SECONDS)
 
     def _close_trackers(self) -> None:
         for tracker in self._trackers:

@@ -151,7 +151,7 @@ def three_updates(world: World, path) -> list[float]:
     with torch.no_grad():
         wanted = [x * share.loss_mask for x in plain_forward(model, share)]
     got = mine.logprobs(share, TEMPERATURE)
-    held = dict(mine.weights())
+    held = {name: tensor.clone() for name, tensor in mine.weights()}
     wholes = dict(model.named_parameters())
     assert held.keys() == wholes.keys()
     drift = [relative(held[name], whole) for name, whole in wholes.items()]

@@ -135,7 +135,7 @@ def test_prompts_that_are_too_long_are_named(world: World) -> None:
         settings(max_prompt_tokens=5), FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world
     )
     with pytest.raises(UserError, match=r"rollout.max_prompt_tokens=5: prompt 0000\w+ has 9 tokens"):
-        rollouts.check_lengths()
+        rollouts.check()
 
 
 def test_answers_to_held_out_prompts(world: World) -> None:

@@ -11,8 +11,6 @@ from spmd_rl.track.trackers.swanlab import SwanLab
 from spmd_rl.track.trackers.tensorboard import TensorBoard
 from spmd_rl.track.trackers.wandb import Wandb
 
-_MODES = {"wandb": ("off", "offline", "online"), "swanlab": ("off", "offline", "cloud")}
-
 
 class Tracker(Protocol):
     """Somewhere else that metrics go."""
@@ -27,13 +25,10 @@ class Tracker(Protocol):
 
 
 def check(cfg: TrackConfig) -> None:
-    """UserError for an unknown mode, or where the package of a chosen tracker is not installed."""
-    for name, modes in _MODES.items():
-        if getattr(cfg, name) not in modes:
-            raise UserError(f"track.{name}={getattr(cfg, name)} is none of {', '.join(modes)}")
-    chosen = [name for name in _MODES if getattr(cfg, name) != "off"] + ["tensorboard"] * cfg.tensorboard
-    for name in chosen:
-        if find_spec(name) is None:
+    """UserError where the package of a chosen tracker is not installed."""
+    chosen = {"wandb": cfg.wandb != "off", "tensorboard": cfg.tensorboard, "swanlab": cfg.swanlab != "off"}
+    for name, wanted in chosen.items():
+        if wanted and find_spec(name) is None:
             raise UserError(f"track.{name} needs a package that is not installed: pip install 'spmd-rl[{name}]'")
 
 
