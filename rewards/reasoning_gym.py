@@ -1,8 +1,8 @@
 """reasoning-gym problems, verified by the task's own scorer.
 
-The prompt carries what the generator gave: `extra = {"task": "chain_sum", "entry": {"question", "answer", "metadata"}}`.
-Many of those scorers give a little for a wrong answer (a non-empty one, one that contains the right one): `strict`
-leaves only the full score, as a reward should; `strict: false` passes the rest on.
+The prompt carries what the generator gave: `extra = {"task": "chain_sum", "entry": {"question": ..., "answer": ...,
+"metadata": ...}}`. Many of those scorers give a little for a wrong answer (a non-empty one, one that contains the right
+one): `strict` leaves only the full score, as a reward should; `strict: false` passes the rest on.
 
     reward.sums.target=rewards.reasoning_gym:ReasoningGymReward reward.sums.args.extract=last_number
 """

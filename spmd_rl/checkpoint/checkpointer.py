@@ -22,6 +22,7 @@ from spmd_rl.checkpoint.manifest import Manifest, Torn
 from spmd_rl.checkpoint.shelf import Shelf
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.dist import World
+from spmd_rl.dist.membership import FOREVER
 from spmd_rl.errors import UserError
 from spmd_rl.train.base import TrainBackend
 
@@ -64,7 +65,8 @@ class Checkpointer:
         self._parts = dict(parts)
         self._export = export
         # DCP's own collectives must not mix with training's, and are not NCCL's business.
-        self._group = torch.distributed.new_group(backend="gloo") if world.size > 1 else None
+        formed = torch.distributed.is_initialized()
+        self._group = torch.distributed.new_group(backend="gloo", timeout=FOREVER) if formed else None
 
     def maybe_save(self, step: int, last: bool = False) -> None:
         """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write."""
@@ -117,12 +119,11 @@ class Checkpointer:
         except OSError as error:
             reason = error.strerror or str(error)
         outcomes = self._world.gather(name, {"result": result, "reason": reason})
-        failed = [(rank, outcome["reason"]) for rank, outcome in enumerate(outcomes) if outcome["reason"]]
-        if failed:
+        reasons = [outcome["reason"] for outcome in outcomes if outcome["reason"]]
+        if reasons:
             if self._world.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            rank, reason = failed[0]
-            raise UserError(f"checkpoint {self._shelf.path(step)} could not be written: {reason} (rank {rank})")
+            raise UserError(f"checkpoint {self._shelf.path(step)} could not be written: {reasons[0]}")
         return [outcome["result"] for outcome in outcomes]
 
     def _on_rank_0(self, write: Callable[[], object]) -> Callable[[], None]:

@@ -16,6 +16,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 State = dict[str, dict[str, Any]]
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Says why a write failed: torch's serialiser raises a RuntimeError of its own over the OSError."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failed:
+            raise _os_error(failed) or failed from None
+
+
 class _SavePlanner(DefaultSavePlanner):
     """Ticks at every tensor, so that a long write is not taken for a stall."""
 
@@ -43,11 +53,11 @@ class _LoadPlanner(DefaultLoadPlanner):
 def save(state: State, path: Path, group: ProcessGroup | None, tick: Callable[[], object]) -> None:
     """[all] Write each rank's share of `state` into the existing directory `path`, flushed to the disk.
 
-    `group` is None at world size 1. OSError on every rank if a write failed on any.
+    `group` is None where there is no process group at all. OSError on every rank if a write failed on any.
     """
-    writer = dcp.FileSystemWriter(path)
+    planner = _SavePlanner(tick)
     try:
-        dcp.save(state, storage_writer=writer, planner=_SavePlanner(tick), process_group=group, no_dist=group is None)
+        dcp.save(state, storage_writer=_Writer(path), planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as failed:
         raise _cause(failed) from failed
 
@@ -65,6 +75,13 @@ def load(state: State, path: Path, group: ProcessGroup | None, tick: Callable[[]
         if isinstance(cause, OSError):
             raise cause from failed
         raise ValueError(f"{path} does not fit this model: {' '.join(str(cause).split())}") from failed
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The OSError that `error` was raised over, if any."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _cause(failed: CheckpointException) -> Exception:

@@ -1,6 +1,6 @@
 """Settings that were set and mean nothing under the others: each is worth a warning, none is an error.
 
-    for line in idle_settings(cfg):
+    for line in idle_settings(cfg, load("rlvr", RlvrConfig)):
         print(f"warning: {line}")
 
 A line of `IDLE` says which, why and when. Left out: settings that contradict each other (`schema.py`, `checks.py`).
@@ -48,9 +48,9 @@ IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 """(key or section, why, when)"""
 
 
-def idle_settings(cfg: Any) -> Iterator[str]:
-    """One line for each setting that differs from its default and has no effect."""
-    defaults = dict(flatten(plain(type(cfg)())))
+def idle_settings(cfg: Any, usual: Any) -> Iterator[str]:
+    """One line for each setting without effect that is not as in `usual`, the settings of a line that says nothing."""
+    defaults = dict(flatten(plain(usual)))
     for key, value in flatten(plain(cfg)):
         if key.startswith("reward.") and key.endswith(".workers") and cfg.debug and value != 1:
             yield f"{key}: has no effect while debug is true"

@@ -24,14 +24,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from omegaconf import OmegaConf
-
 from spmd_rl.config.checks import check, local_rank, rank
 from spmd_rl.config.docs import entries, options
-from spmd_rl.config.identity import refuse_other_run, run_dir, settle, to_yaml
+from spmd_rl.config.identity import refuse_other_run, run_dir, to_yaml
 from spmd_rl.config.idle import idle_settings
 from spmd_rl.config.keys import plain
-from spmd_rl.config.load import CONFIGS, build, compose
+from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.targets import told
 from spmd_rl.errors import RunFailed, UserError
 
@@ -43,22 +41,24 @@ GRACE_SECONDS = 10.0
 
 def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
     """Compose, check, run. Returns after a good end, else leaves the process with the code above."""
-    ending = Ending()
+    argv = sys.argv[1:] if argv is None else argv
+    ending = Ending(given_run_dir(pipeline, argv))
     try:
-        asked = parse(pipeline, sys.argv[1:] if argv is None else argv)
+        asked = parse(pipeline, argv)
         if asked.help:
             return say(help_text(pipeline, schema, run))
-        values = compose(asked.config_name or pipeline, asked.overrides, asked.config_dir)
-        given = OmegaConf.to_container(values)
-        ending.folder = given_run_dir(pipeline, given)
-        cfg = settle(build(schema, values), pipeline)
+        if asked.cfg:
+            ending.folder = None  # it only shows: nothing is written, not even its error
+        cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(plain(cfg)))
         ending.folder = Path(cfg.run.dir)
         check(cfg)
         refuse_other_run(cfg, pipeline)
-        for line in idle_settings(cfg) if rank() == 0 else ():
-            print(f"warning: {line}", file=sys.stderr)
+        if rank() == 0:
+            shipped = load(pipeline, schema)
+            for line in idle_settings(cfg, shipped):
+                print(f"warning: {line}", file=sys.stderr)
         ending.start()
         run(cfg)
     except KeyboardInterrupt:
@@ -77,9 +77,9 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
 class Ending:
     """How this process leaves."""
 
-    def __init__(self) -> None:
-        self.folder: Path | None = None
-        """`run.dir`, as soon as it is known."""
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        """`run.dir`, as far as it is known."""
         self.started = False
 
     def start(self) -> None:
@@ -147,11 +147,12 @@ def say(text: str) -> None:
         print(text, end="")
 
 
-def given_run_dir(pipeline: str, given: Any) -> Path | None:
-    """`run.dir` where the user named it or the run; the default one needs good settings."""
-    section = given.get("run") if isinstance(given, dict) else None
-    name, folder = (section.get("name"), section.get("dir")) if isinstance(section, dict) else (None, None)
-    return run_dir(pipeline, str(name), folder and str(folder)) if name or folder else None
+def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
+    """`run.dir` of a line that may be wrong elsewhere, where it says `run.dir=` or `run.name=` in so many words."""
+    given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
+    name, folder = given.get("run.name", ""), given.get("run.dir")
+    plain_words = "$" not in f"{name}{folder}"
+    return run_dir(pipeline, name, folder) if plain_words and (name or folder) else None
 
 
 class _Parser(argparse.ArgumentParser):

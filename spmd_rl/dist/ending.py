@@ -22,7 +22,9 @@ from spmd_rl.dist.heartbeat import Heartbeats
 from spmd_rl.dist.journal import Journal
 
 _CALLBACK_SECONDS = 3.0
-_PEER_SECONDS = 1.5
+_PEER_SECONDS = 1.0
+GRACE_SECONDS = 0.5
+"""Two ticks of the watchdog: by then the peers have read a word."""
 _KEY = "end"
 
 
@@ -70,9 +72,10 @@ class Ending:
             if min(self._heartbeats.live()) == self._rank:
                 with contextlib.suppress(OSError):
                     (self._run_dir / "hang.txt").write_text(end.text + "\n")
-                _say(end.text)
+                say(end.text)
+            time.sleep(GRACE_SECONDS)  # our end breaks the others' connections: let them dump where they hang
             self.depart(1, "ended by a stall", end)
-        _say(text := f"rank {self._rank}: ended because {end.text}")
+        say(text := f"rank {self._rank}: ended because {end.text}")
         self.depart(1, text, end)
 
     def depart(self, code: int, text: str, end: End | None = None) -> NoReturn:
@@ -107,7 +110,7 @@ def _bounded(call: Callable[[], object], seconds: float) -> None:
     thread.join(max(0.0, seconds))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Straight to stderr: a thread that hangs may hold the lock of `sys.stderr`."""
     with contextlib.suppress(OSError):
         os.write(2, (text + "\n").encode())
@@ -115,7 +118,7 @@ def _say(text: str) -> None:
 
 def _see_off(pids: list[int], deadline: float) -> None:
     """SIGKILL what is left at the deadline: a stopped process never exits, and the agent would wait 30 s for it."""
-    while time.monotonic() < deadline and any(map(_running, pids)):
+    while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:
         _send(pid, signal.SIGKILL)
@@ -126,7 +129,7 @@ def _send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def _running(pid: int) -> bool:
+def running(pid: int) -> bool:
     """Whether it has not exited; one that its agent has yet to reap has."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

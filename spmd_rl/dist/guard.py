@@ -16,7 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from spmd_rl.dist.collectives import Collectives
-from spmd_rl.dist.ending import End, Ending
+from spmd_rl.dist.ending import End, Ending, running, say
 from spmd_rl.dist.heartbeat import Heartbeats
 from spmd_rl.dist.journal import Journal
 from spmd_rl.dist.membership import Membership
@@ -62,9 +62,7 @@ class Guard:
         """Stand down. From here on signals have their default effect again."""
         if not self.ending.claim():
             _wait_for_the_end()
-        self._watchdog.stop()
-        self._signals.close()
-        faulthandler.unregister(signal.SIGUSR1)
+        self._stand_down()
 
     def failed(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """An `__exit__`: tell the others what went wrong here, then let it propagate.
@@ -77,21 +75,36 @@ class Guard:
         if not self.ending.claim():
             _wait_for_the_end()
         text = f"rank {self._me.rank} failed: {kind.__name__}: {error}".splitlines()[0]
+        if not (all_alike := issubclass(kind, UserError | RunFailed)):
+            text += self._gone()
         first = self.ending.declare(End("error", self._me.rank, text))
-        if first.rank != self._me.rank and not issubclass(kind, UserError | RunFailed):
+        if first.rank != self._me.rank and not all_alike:
             self.ending.follow(first)
         self._journal.note("error", text=text)
         if self._me.size == 1:
-            self._watchdog.stop()
-            self._signals.close()
+            self._stand_down()
         else:  # nothing that hangs while the interpreter ends may keep the others waiting
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
+
+    def _gone(self) -> str:
+        """A rank of this node that was killed (the kernel's out-of-memory killer says nothing) is why we failed."""
+        peers = self._heartbeats.local_peers()
+        time.sleep(0.1 * bool(peers))  # its connections break just before it is gone
+        gone = [str(peer.rank) for peer in peers if not running(peer.pid)]
+        return f" (rank {', '.join(gone)} is gone: killed?)" if gone else ""
+
+    def _stand_down(self) -> None:
+        self._watchdog.stop()
+        self._signals.close()
+        faulthandler.unregister(signal.SIGUSR1)
 
     def _signalled(self, signum: signal.Signals) -> None:
         if self.ending.claim():
             text = f"rank {self._me.rank} received {signum.name}"
             self.ending.declare(End("signal", self._me.rank, text))
-            self.ending.depart(128 + signum, text)  # the agent, or the shell, says enough
+            if self._me.rank == 0:
+                say(f"{text}: ending")
+            self.ending.depart(128 + signum, text)
 
 
 def _wait_for_the_end() -> None:

@@ -6,6 +6,7 @@ Without torchrun it is a world of one over an in-process store. Nothing here wat
 import math
 import os
 import secrets
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -73,7 +74,8 @@ def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
         store, _, _ = next(rendezvous("env://", timeout=FOREVER))
     else:
         store = dist.HashStore()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # alone, but gloo listens: not beyond this machine
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even alone: not beyond this machine
     backend, device_id = "gloo", None
     if me.device.type != "cpu":
         # FSDP's CPU offload and checkpoints reduce CPU tensors too

@@ -25,6 +25,8 @@ class SignalThread:
         os.set_blocking(self._write, False)
         self._handlers = {signum: signal.signal(signum, _leave_it_to_the_pipe) for signum in self._signals}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._closed = False
+        os.register_at_fork(after_in_child=self._forked)
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
         self._thread.start()
 
@@ -33,9 +35,17 @@ class SignalThread:
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._wakeup)
+        self._closed = True
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
+
+    def _forked(self) -> None:
+        """A child that does not exec must not end its parent by writing to our pipe."""
+        if not self._closed:
+            signal.set_wakeup_fd(-1)
+            for signum in self._signals:
+                signal.signal(signum, signal.SIG_DFL)
 
     def _run(self) -> None:
         while received := os.read(self._read, 1):

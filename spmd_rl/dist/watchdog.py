@@ -9,12 +9,11 @@ import time
 
 import torch.distributed as dist
 
-from spmd_rl.dist.ending import End, Ending
+from spmd_rl.dist.ending import GRACE_SECONDS, End, Ending
 from spmd_rl.dist.heartbeat import SILENT_SECONDS, Heartbeats
 from spmd_rl.dist.report import hang_report
 
 TICK_SECONDS = 0.25
-_GRACE_SECONDS = 0.5
 
 
 class Watchdog:
@@ -65,7 +64,7 @@ class Watchdog:
 
     def _obey(self, end: End) -> None:
         """End this process, unless its main thread is already about it."""
-        if end.kind == "error" and self._stopped.wait(_GRACE_SECONDS):
+        if end.kind == "error" and self._stopped.wait(GRACE_SECONDS):
             return  # the rank that failed exits first, and our main thread may fail of the same cause
         if self._ending.claim():
             self._ending.follow(end)

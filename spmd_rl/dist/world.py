@@ -77,12 +77,15 @@ class World:
         guard.ending.callbacks = world._callbacks
         faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
+            if me.size == 1:
+                stack.callback(dist.destroy_process_group)  # meets nobody: also with an exception pending
             stack.push(guard.failed)
             yield world
             guard.leaving()
             world.barrier("end of run")
             guard.close()
-        dist.destroy_process_group()
+        if me.size > 1:
+            dist.destroy_process_group()
         journal.note("end")
         journal.close()
 

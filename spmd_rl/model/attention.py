@@ -91,12 +91,16 @@ def packed_attention(
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
     """[T, H, D], [T, Hkv, D], [T, Hkv, D] -> [T, H, D], block by block of right-padded rows."""
+    dtype = q.dtype
+    if q.device.type == "cpu" and dtype == torch.bfloat16:  # its backward kernel is four times faster in float32
+        q, k, v = q.float(), k.float(), v.float()
     outs = []
     for block in packing.blocks:
         rows = [_scatter(x, block) for x in (q, k, v)]
         out = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
         outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.slots))
-    return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, packing.order)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, packing.order)
+    return out.to(dtype)
 
 
 def _scatter(x: Tensor, block: Block) -> Tensor:

@@ -1,5 +1,7 @@
 """The sidecar host as a process of its own, started by local rank 0 of a node (see `launcher.py`).
 
+Leaves out everything but the start. It is not meant to be typed:
+
     python -m spmd_rl.sidecar <fd of a socket to the rank>
 """
 

@@ -255,7 +255,10 @@ class Client:
         if self._deaths >= MAX_DEATHS:
             self._fail(self._calls.values(), Verdict("error", detail=f"{self._deaths} sidecar hosts died in a row"))
         _warn("the host is stuck; starting a new one" if host.alive else "the host died; starting a new one")
-        host.restart()
+        try:
+            host.restart()
+        except OSError as error:  # out of processes or memory: tried again at the next tick
+            _warn(f"no new host: {error}")
         self._name = self._name or "the first host"
         self._patient_until = self._ran + START_SECONDS
 

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
-from spmd_rl.errors import UserError
+from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.sidecar.channel import receive, send
 from spmd_rl.sidecar.host import clean
 
@@ -43,14 +43,15 @@ class HostProcess:
             reply = receive(self._line, wire.FROM_HOST)
         except TimeoutError:
             reply = wire.Failed(f"the sidecar was not ready after {START_SECONDS:g} s")
-        if reply is None:
-            raise RuntimeError(f"the sidecar host died at its start with code {self._process.wait()}")
-        if isinstance(reply, wire.Failed):
-            self.stop()
+        if not isinstance(reply, wire.Ready):
+            self._end()
+            if reply is None:
+                raise RunFailed(f"the sidecar host died at its start with code {self._process.returncode}")
             raise UserError(reply.detail)
 
     def restart(self) -> None:
-        """A new host at the same address, whatever became of the old one. Does not wait until it is ready."""
+        """A new host at the same address, whatever became of the old one. Does not wait until it is ready. OSError if
+        there can be no new process."""
         self._process.kill()
         self._process.wait()
         self._line.close()
@@ -58,13 +59,16 @@ class HostProcess:
 
     def stop(self) -> None:
         """End the host and its workers, and remove its socket."""
+        self._end()
+        clean(self._address)
+
+    def _end(self) -> None:
         self._line.close()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        clean(self._address)
 
     def _start(self) -> None:
         self._line, theirs = socket.socketpair()
@@ -79,5 +83,7 @@ class HostProcess:
         try:
             send(self._line, wire.Start(os.getpid() if lasting else 0, self._address, self._pools))
         except wire.WireError as error:
-            self.stop()
+            self._end()
             raise UserError(f"reward.<domain>.args {error}") from None
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # dead already: whoever asks finds out

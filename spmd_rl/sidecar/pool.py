@@ -113,8 +113,9 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        """Whether deadlines run."""
-        return any(worker.running or not worker.style for worker in self._workers)
+        """Whether deadlines run or workers are missing."""
+        missing = len(self._workers) < self._spec.workers and not self.broken
+        return missing or any(worker.running or not worker.style for worker in self._workers)
 
     def submit(self, job: Job) -> None:
         """Queue a question, or refuse it if no worker can be had."""
@@ -161,7 +162,7 @@ class Pool:
                 if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
                     self._break(message.detail)
         if gone and worker in self._workers:
-            self._lost(worker, now, Verdict("error", detail="its worker died, and so did a fresh one, running it alone"))
+            self._lost(worker, now, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
 
     def close(self) -> None:
         """Kill all processes of the pool."""
@@ -254,7 +255,7 @@ class Pool:
 
     def _lost_at_start(self, now: float) -> None:
         self._failures += 1
-        self._not_before = now + 0.2 * self._failures
+        self._not_before = now + 0.1 * self._failures
         if self._failures >= MAX_FAILURES + self._spec.workers:
             unsaid = f"its worker dies, or takes over {START_SECONDS:g} s, while it imports or builds the rewarder"
             self._break(self._why or f"reward.{self.domain}.target={self._spec.target}: {unsaid}")
@@ -292,7 +293,8 @@ class Pool:
         command = [sys.executable, "-P", "-m", "spmd_rl.sidecar.zygote", str(theirs.fileno())]
         with theirs:
             self._zygote = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        send(self._line, wire.Warm(os.getpid(), self.domain, self._spec))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already: so will be its workers
+            send(self._line, wire.Warm(os.getpid(), self.domain, self._spec))
 
     def _end_zygote(self) -> None:
         if self._zygote is not None:

@@ -80,7 +80,7 @@ async def judge(rewarder: Rewarder, question: wire.Question, timeout: float | No
         raise  # the user left the debugger
     except TimeoutError as error:
         return Verdict("timeout", detail=one_line(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - user code, at its boundary
         return Verdict("error", detail=one_line(error))
 
 
@@ -100,7 +100,7 @@ def judge_batch(rewarder: Any, questions: list[wire.Question]) -> list[Verdict]:
     prompts, answers, infos = ([getattr(q, name) for q in questions] for name in ("prompt", "answer", "info"))
     try:
         return _checked_batch(rewarder.score_batch(prompts, answers, infos), len(questions))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - user code, at its boundary
         if len(questions) == 1:
             return [Verdict("error", detail=one_line(error))]
         return [judge_batch(rewarder, [question])[0] for question in questions]

@@ -9,14 +9,12 @@ import heapq
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from spmd_rl.types import Prompt, Sample
 
 _PART = re.compile(r"\.step-(\d+)\.rank-(\d+)-of-(\d+)\.jsonl")
 _MERGED = re.compile(r"step-(\d+)\.jsonl")
@@ -29,36 +27,6 @@ class _Key(msgspec.Struct):
 
 _encoder = msgspec.json.Encoder(enc_hook=lambda value: value.tolist() if isinstance(value, array) else str(value))
 _key = msgspec.json.Decoder(_Key)
-
-
-def sample_row(
-    prompt: Prompt, sample: Sample, decode: Callable[[array], str], advantage: float | None, why_not: str | None
-) -> dict[str, Any]:
-    """A row of `samples/`. `why_not`: why the sample was not trained on, None if it was; `decode` makes text of ids."""
-    turns = [
-        {
-            "text": decode(turn.token_ids),
-            "prompt_ids": turn.prompt_ids,
-            "token_ids": turn.token_ids,
-            "logprobs": turn.logprobs,
-            "versions": turn.versions,
-            "finish_reason": turn.finish_reason,
-        }
-        for turn in sample.turns
-    ]
-    return {
-        "ticket": sample.ticket,
-        "answer": sample.answer,
-        "id": prompt.id,
-        "domain": prompt.domain,
-        "messages": prompt.messages,
-        "ground_truth": prompt.ground_truth,
-        "turns": turns,
-        "verdict": sample.verdict,
-        "advantage": advantage,
-        "kept": why_not is None,
-        "why_not": why_not,
-    }
 
 
 class SampleLog:
@@ -74,7 +42,10 @@ class SampleLog:
         return self.root / f"step-{step:06d}.jsonl"
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """This rank's part: any rows with `ticket` and `answer`, in any order; `array` values become lists."""
+        """This rank's part: any rows with `ticket` and `answer`, in any order; `array` values become lists.
+
+        The report also reads `messages`, `turns`, `verdict`, `advantage`, `kept` and `why_not`.
+        """
         keyed = sorted(((row["ticket"], row["answer"], _encoder.encode(row)) for row in rows), key=lambda row: row[:2])
         part = self._part(step, self._rank)
         temporary = part.with_suffix(".tmp")

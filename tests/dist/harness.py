@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch.distributed as dist
@@ -41,8 +43,8 @@ class Job:
 
     directory: Path
     """holds `run/` (the run directory), and `rank-N.json` and `rank-N.log` per rank (`agent.log` under torchrun)"""
-    processes: list[subprocess.Popen[bytes]]
-    """one per rank, or the agent alone"""
+    processes: list[Any]
+    """one per rank, or the agent alone: `subprocess.Popen` or `Forked`"""
     store: dist.Store | None = None
 
     def __enter__(self) -> "Job":
@@ -109,7 +111,10 @@ def launch(
     stall_seconds: float = 60.0,
     env: dict[str, str] | None = None,
 ) -> Job:
-    """Start `size` ranks without an agent; the store lives in this process. `directory` must be empty or new."""
+    """Start `size` ranks without an agent; the store lives in this process. `directory` must be empty or new.
+
+    They are forked from a process that has torch loaded (a second of CPU time each), unless `env` must come before it.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = Job(Path(directory), [], store)
     common = {
@@ -119,11 +124,44 @@ def launch(
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
     }
-    command = [sys.executable, "-m", __name__, *_task(job, fn, args, stall_seconds)]
+    task = _task(job, fn, args, stall_seconds)
     for rank in range(size):
-        mine = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
-        job.processes.append(_start(command, job.directory / f"rank-{rank}.log", mine))
+        mine = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        log = job.directory / f"rank-{rank}.log"
+        if env is None:
+            job.processes.append(Forked(log, mine, task))
+        else:
+            job.processes.append(_start([sys.executable, "-m", __name__, *task], log, mine | env))
     return job
+
+
+class Forked:
+    """A rank forked from the fork server, with what we use of `subprocess.Popen`."""
+
+    def __init__(self, log: Path, env: dict[str, str], task: list[str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.dist.harness", "transformers"])
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the server has one thread, or forking it is not safe
+            self._process = context.Process(target=_forked, args=(str(log), env, task))
+            self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _forked(log: str, env: dict[str, str], task: list[str]) -> None:
+    os.environ.update(env)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(out, standard)
+    main(*task)
 
 
 def torchrun(

@@ -78,7 +78,7 @@ def test_a_mistake_of_all_ranks_propagates_on_all(tmp_path: Path) -> None:
 
 def test_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
     with torchrun(2, rounds, 10_000, directory=tmp_path, stall_seconds=STALL) as job:
-        in_round_three(job)
+        job.wait_for("collective_done", 2, name="plan", step=30)  # some heartbeats later
         everyone = [process.pid for process in family(job.processes[0].pid)]
         stopped = job.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -107,17 +107,18 @@ def test_skipped_collective_is_named(tmp_path: Path) -> None:
         assert "collective: " in report and "did not arrive: rank" in report
         assert "'all_reduce of gradients' #" in report
         assert "'end of run' #" in report
-        for rank in range(2):
-            assert "test_fate.py" in (job.run_dir / f"journal/stacks-rank-{rank}.txt").read_text()
+        assert "in rounds" in (job.run_dir / "journal/stacks-rank-0.txt").read_text()
+        assert "in barrier" in (job.run_dir / "journal/stacks-rank-1.txt").read_text()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_the_agent_ends_all(tmp_path: Path, signum: signal.Signals) -> None:
     with torchrun(2, rounds, 20, "deaf", directory=tmp_path) as job:  # in C++, where Python handlers would wait
         job.wait_for("exit", 2, phase="update", step=19)
-        everyone = [process.pid for process in family(job.processes[0].pid)]
         os.kill(job.processes[0].pid, signum)
-        assert gone(everyone, 2.0), job.output()
+        assert gone(list(job.pids().values()), 2.0), job.output()
+        assert job.wait(10) == [1]
+        assert f"rank 0 received {signum.name}: ending" in job.output()
         assert (job.run_dir / "on_exit.txt").exists()
 
 
@@ -146,4 +147,4 @@ def test_lost_store_ends_the_ranks(tmp_path: Path) -> None:
         job.wait_for("exit", 2, phase="update", step=19)
         pids = list(job.pids().values())
         job.store = None  # closes it
-        assert gone(pids, 3.0), [psutil.Process(pid).status() for pid in alive(pids)]
+        assert gone(pids, 6.0), [psutil.Process(pid).status() for pid in alive(pids)]

@@ -4,6 +4,8 @@ The gradient must be the same for every number of ranks, every split of the samp
 every micro-batch budget.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -75,7 +77,7 @@ def backend(world: World, path, dtype="float32", budget=4096, checkpointing=Fals
 def plain_forward(model, batch: Batch):
     """Logprob and entropy [T] by transformers' own attention on a right-padded batch."""
     bounds = batch.starts.tolist()
-    rows = [batch.token_ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    rows = [batch.token_ids[a:b] for a, b in pairwise(bounds)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logits = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE

@@ -193,7 +193,7 @@ def test_ticket_is_a_function_of_its_number_alone(tickets: list[int]) -> None:
 
 
 def test_fingerprint_sees_every_change(tmp_path: Path) -> None:
-    base = dict(train=write(tmp_path / "a.jsonl", *questions(9)))
+    base = {"train": write(tmp_path / "a.jsonl", *questions(9))}
     same, other = questions(9), questions(9)
     other[4]["answer"] = "5"
     variants = [

@@ -7,7 +7,6 @@ import pytest
 
 from spmd_rl.data.seeds import counter_seed
 
-
 GOLDEN = {
     (): 13020603013274838756,
     (0,): 8988028152271060559,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import signal
 import time
 from array import array
@@ -15,8 +16,8 @@ from spmd_rl.dist import solo
 from spmd_rl.errors import UserError
 from spmd_rl.track import Run
 from spmd_rl.track.metrics import MetricsFile, combine
-from spmd_rl.track.samples import SampleLog, sample_row
-from spmd_rl.types import Message, Prompt, Sample, Turn, Verdict
+from spmd_rl.track.samples import SampleLog
+from tests.synthetic import sample
 
 
 def settings(directory: Path, **track: object) -> RlvrConfig:
@@ -28,10 +29,7 @@ def lines(directory: Path) -> list[dict]:
 
 
 def rows() -> list[dict]:
-    turn = Turn(array("i", [7, 8]), array("i", [9]), array("f", [-0.25]), array("i", [4]), "stop")
-    prompt = Prompt("ab", (Message("user", "2+2?"),), "math", "4")
-    samples = [Sample(ticket, answer, (turn,), Verdict("ok", 1.0)) for ticket in (3, 1) for answer in (1, 0)]
-    return [sample_row(prompt, sample, lambda ids: "four", 0.5, None) for sample in samples]
+    return [sample(ticket, answer, random.Random(0)) for ticket in (3, 1) for answer in (1, 0)]
 
 
 class Killed(BaseException):
@@ -43,7 +41,7 @@ def test_a_step_is_one_line_with_all_it_measured(tmp_path: Path) -> None:
         for step in range(2):
             with track.step(step):
                 with world.phase("update"), world.phase("coordination"):
-                    time.sleep(0.02)
+                    time.sleep(0.1)
                 with world.phase("generate"):
                     time.sleep(0.03)
                 track.add({"actor/grad_norm": 0.5})
@@ -51,7 +49,7 @@ def test_a_step_is_one_line_with_all_it_measured(tmp_path: Path) -> None:
                 track.add({"a": math.nan, "b": 2}, reduce="max")
     first, second = lines(tmp_path)
     assert (first["step"], second["step"], first["actor/grad_norm"], first["a"], first["b"]) == (0, 1, 0.5, None, 2)
-    assert first["time/generate"] >= 0.03 and first["time/coordination"] >= 0.02 and first["time/train"] < 0.01
+    assert first["time/generate"] >= 0.03 and first["time/coordination"] >= 0.1 and first["time/train"] < 0.05
     assert first["time/checkpoint"] == 0
     assert first["system/overhead"] == pytest.approx(first["time/coordination"] / first["time/total"])
     assert first["system/tokens_per_s"] == pytest.approx(100 / first["time/total"]) and "tokens" not in first
@@ -84,7 +82,7 @@ def test_measuring_a_key_twice_in_a_step_is_our_mistake(tmp_path: Path) -> None:
 
 
 def start(directory: Path, first: int, last: int, state: dict | None = None, die: int | None = None) -> dict:
-    """Steps `first` to `last`; returns the state taken in the last one. `die`: a kill inside that step, after `state`."""
+    """Steps `first` to `last`; returns the state of the last one. `die`: a kill inside that step, after `state`."""
     kept: dict = {}
     with suppress(Killed), solo(directory) as world, Run.open(settings(directory), world) as track:
         if state:
@@ -177,28 +175,6 @@ def test_many_samples_are_quick(tmp_path: Path) -> None:
     assert time.perf_counter() - began < 5
 
 
-def test_a_row_says_all_of_a_sample(tmp_path: Path) -> None:
-    turn = Turn(array("i", [7, 8]), array("i", [9]), array("f", [-0.25]), array("i", [4]), "stop")
-    sample = Sample(3, 1, (turn,), Verdict("ok", 1.0, {"exact": 1.0}))
-    prompt = Prompt("ab", (Message("user", "2+2?"),), "math", "4")
-    SampleLog(tmp_path, 0, 1).write(1, [sample_row(prompt, sample, lambda ids: "four", 0.5, "zero variance")])
-    SampleLog(tmp_path, 0, 1).merge(1)
-    row = json.loads((tmp_path / "step-000001.jsonl").read_text())
-    assert row["turns"] == [
-        {
-            "text": "four",
-            "prompt_ids": [7, 8],
-            "token_ids": [9],
-            "logprobs": [-0.25],
-            "versions": [4],
-            "finish_reason": "stop",
-        }
-    ]
-    assert (row["id"], row["messages"]) == ("ab", [{"role": "user", "content": "2+2?"}])
-    assert row["verdict"] == {"status": "ok", "score": 1.0, "parts": {"exact": 1.0}, "detail": ""}
-    assert (row["advantage"], row["kept"], row["why_not"]) == (0.5, False, "zero variance")
-
-
 @pytest.mark.parametrize(
     ("track", "words"),
     [
@@ -243,7 +219,10 @@ def test_trackers_get_the_line_and_keep_their_id(tmp_path: Path, monkeypatch: py
     assert [event for event in seen if len(event) < 3] == [(0, 0.5), ("closed",), (1, 0.5), ("closed",)]
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard", "swanlab"])
+@pytest.mark.parametrize(
+    "name",
+    ["tensorboard", pytest.param("wandb", marks=pytest.mark.slow), pytest.param("swanlab", marks=pytest.mark.slow)],
+)
 def test_real_trackers_write_offline(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name)
     cfg = settings(tmp_path, **{name: True if name == "tensorboard" else "offline"})

@@ -87,7 +87,7 @@ class NativeEngine:
             ended += self._decode()
         return ended
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy all weights, cast to the engine's dtype. RunFailed names what is missing, unknown, doubled or misshapen.
 

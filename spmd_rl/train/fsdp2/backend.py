@@ -21,6 +21,7 @@ from spmd_rl.model.attention import Packing
 from spmd_rl.model.logprobs import token_logprobs
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.gather import whole_weights
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.schedule import learning_rate
@@ -43,7 +44,7 @@ class FSDP2Backend:
         dtype: compute dtype, bfloat16 or float32. total_updates: where `policy.schedule` ends.
         """
         self._world, self._train, self._policy = world, train, policy
-        self._total_updates = total_updates
+        self._dtype, self._total_updates = dtype, total_updates
         self._updates = self._skipped_in_a_row = 0
         self._model = model.requires_grad_(policy is not None)
         recompute = train.activation_checkpointing and policy is not None
@@ -141,7 +142,8 @@ class FSDP2Backend:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainBackend`: bitwise what the forward pass computes with."""
-        for name, tensor in shard.whole_weights(self._model):
+        shard.reshard(self._model)
+        for name, tensor in whole_weights(dict(self._model.named_parameters()), self._dtype):
             self._world.progress()
             yield name, tensor
 

@@ -1,10 +1,8 @@
-"""Shard a Hugging Face model over a mesh with FSDP2, and name the parameters of each sharded unit.
+"""Shard a Hugging Face model over a mesh with FSDP2.
 
 A unit is a decoder layer, or the root with what is left (embedding, final norm, head). Left out: tensor, context and
 expert parallelism.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -54,31 +52,6 @@ def reshard(model: nn.Module) -> None:
     """Free all gathered parameters. After a forward without backward the root still holds its own."""
     for unit in fsdp_units(model):
         unit.reshard()
-
-
-def names_by_unit(model: nn.Module) -> list[tuple[FSDPModule, list[str]]]:
-    """Each unit with the full names of the parameters it gathers; a tied parameter once, under its first name."""
-    units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    owned: dict[str, list[str]] = {name: [] for name in units}
-    for name, _ in model.named_parameters():
-        owner = max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len)
-        owned[owner].append(name)
-    return [(unit, owned[name]) for name, unit in units.items()]
-
-
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """[all] Each parameter gathered, as the forward pass sees it: name and contiguous tensor in the compute dtype.
-
-    One gather a unit, of the compute dtype's bytes. Tensors are valid until the next one is asked for.
-    """
-    reshard(model)
-    for unit, names in names_by_unit(model):
-        unit.unshard()
-        try:
-            for name in names:
-                yield name, model.get_parameter(name).detach().contiguous()
-        finally:
-            unit.reshard()  # meets nobody
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""The FSDP2 backend's state: exact resume, other world sizes, and gradients that are not finite."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from spmd_rl.dist import World
+from spmd_rl.errors import RunFailed
+from tests.dist.harness import run_ranks
+from tests.dist.test_train_parity import SHARES, TEMPERATURE, backend, global_batch, loss
+from tests.models import tiny
+
+
+def updates(world: World, mine, seeds) -> list[dict[str, float]]:
+    out = []
+    for seed in seeds:
+        share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))
+        mine.logprobs(share, TEMPERATURE)
+        out.append(mine.update(share, loss, TEMPERATURE))
+    return out
+
+
+def weights(mine) -> torch.Tensor:
+    return torch.cat([tensor.flatten().clone() for _, tensor in mine.weights()])
+
+
+def save(mine, folder) -> dict[str, int]:
+    dcp.save(mine.state_dict(), checkpoint_id=folder)
+    return mine.counters()
+
+
+def restore(mine, folder, counters) -> None:
+    state = mine.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    mine.load_state_dict(state)
+    mine.load_counters(counters)
+
+
+def straight_and_resumed(world: World, path, other, folder, at: int) -> list[bool]:
+    """4 updates in one go, against a save after `at` of them and a restore into a model of other weights."""
+    straight = backend(world, path)
+    before = updates(world, straight, range(at))
+    counters = save(straight, folder)
+    before += updates(world, straight, range(at, 4))
+    resumed = backend(world, other)
+    share = global_batch().select(SHARES["dealt"](world.rank, world.size))
+    resumed.logprobs(share, TEMPERATURE)  # leaves nothing gathered that a restore would not see
+    restore(resumed, folder, counters)
+    after = updates(world, resumed, range(at, 4))
+    return [torch.equal(weights(straight), weights(resumed)), before[at:] == after, before[0] != before[-1]]
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_resume_is_bitwise(at, tmp_path):
+    path, other = tiny("llama", tmp_path / "a", tie=True), tiny("llama", tmp_path / "b", seed=1, tie=True)
+    for facts in run_ranks(2, straight_and_resumed, str(path), str(other), str(tmp_path / "dcp"), at):
+        assert all(facts), facts
+
+
+def saved(world: World, path, folder) -> list[float]:
+    mine = backend(world, path)
+    updates(world, mine, range(2))
+    save(mine, folder)
+    updates(world, mine, range(2, 4))
+    return weights(mine).tolist()
+
+
+def continued(world: World, other, folder) -> list[float]:
+    mine = backend(world, other)
+    restore(mine, folder, {"updates": 2, "skipped_in_a_row": 0})
+    updates(world, mine, range(2, 4))
+    return weights(mine).tolist()
+
+
+@pytest.mark.parametrize(("size", "later"), [(2, 1), (1, 3)])
+def test_a_checkpoint_loads_at_another_world_size(size, later, tmp_path):
+    kind = {"tie": True, "num_hidden_layers": 1, "intermediate_size": 90}
+    path, other = tiny("qwen3", tmp_path / "a", **kind), tiny("qwen3", tmp_path / "b", seed=1, **kind)
+    wanted = torch.tensor(run_ranks(size, saved, str(path), str(tmp_path / "dcp"))[0])
+    for got in run_ranks(later, continued, str(other), str(tmp_path / "dcp")):
+        assert (torch.tensor(got) - wanted).norm() / wanted.norm() < 1e-5
+
+
+def skips(world: World, path) -> list[bool]:
+    """One rank's infinite weight skips the update on all; a good one resets the count; two in a row end it."""
+    mine = backend(world, path, max_skipped_updates=2)
+    good = global_batch().select(SHARES["dealt"](world.rank, world.size))
+    bad = global_batch().select(SHARES["dealt"](world.rank, world.size))
+    if world.rank == world.size - 1:
+        bad.weights[bad.loss_mask] = math.inf
+    updates(world, mine, [0])
+    before, state = weights(mine), {k: v.clone() for k, v in mine._optimizer.state_dict().items()}
+    facts = [mine.update(bad, loss, TEMPERATURE)["skipped"] == 1.0]
+    facts.append(torch.equal(before, weights(mine)))
+    facts.append(all(torch.equal(v, state[k]) for k, v in mine._optimizer.state_dict().items()))
+    facts.append(mine.counters() == {"updates": 2, "skipped_in_a_row": 1})
+    facts.append(mine.update(good, loss, TEMPERATURE)["skipped"] == 0.0)
+    facts.append(not torch.equal(before, weights(mine)))
+    mine.update(bad, loss, TEMPERATURE)
+    try:
+        mine.update(bad, loss, TEMPERATURE)
+    except RunFailed as error:
+        facts.append("2 updates in a row" in str(error))
+    return [*facts, mine.counters()["skipped_in_a_row"] == 2]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all(tmp_path):
+    for facts in run_ranks(2, skips, str(tiny("qwen2", tmp_path))):
+        assert len(facts) == 8 and all(facts), facts
+
+
+def refusals(world: World, path, other) -> list[bool]:
+    mine, deeper = backend(world, path), backend(world, other)
+    try:
+        mine.load_state_dict(deeper.state_dict())
+    except ValueError as error:
+        return ["of another model" in str(error)]
+    return [False]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    path, other = tiny("llama", tmp_path / "a"), tiny("llama", tmp_path / "b", num_hidden_layers=3)
+    assert run_ranks(1, refusals, str(path), str(other)) == [[True]]

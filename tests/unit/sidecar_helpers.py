@@ -1,0 +1,49 @@
+"""What the sidecar's tests share: a node, toy rewarders, questions, and a look at the processes."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from spmd_rl.config.schema import RewardConfig, RewardsConfig
+from spmd_rl.sidecar.client import Client
+from spmd_rl.types import AnswerInfo, Message, Node, Prompt, Verdict
+
+HERE = Path(__file__).parent
+
+
+def private_node(monkeypatch) -> Iterator[Node]:
+    """For a fixture: a node whose socket has a short path, and a path on which the toys are."""
+    monkeypatch.syspath_prepend(str(HERE))
+    with tempfile.TemporaryDirectory(prefix="spmd-") as directory:
+        yield Node(0, 0, f"ipc://{directory}/s/host.sock")
+
+
+def rewards(target: str, domain: str = "toy", **settings) -> RewardsConfig:
+    return RewardsConfig(domains={domain: RewardConfig(target=f"sidecar_toys:{target}", **settings)})
+
+
+def prompt(domain: str = "toy") -> Prompt:
+    return Prompt("0" * 32, (Message("user", "?"),), domain, "truth", {"n": 1})
+
+
+async def ask(scorer, answers, domain: str = "toy") -> list[Verdict]:
+    return await asyncio.gather(*(scorer.score(prompt(domain), answer, AnswerInfo(3, "stop")) for answer in answers))
+
+
+def numbers(answers) -> list[Verdict]:
+    return [Verdict("ok", sum(answer.encode()) % 97 / 97, {"tokens": 3.0}, "truth") for answer in answers]
+
+
+def host_of(scorer: Client) -> psutil.Process:
+    return psutil.Process(scorer._host._process.pid)
+
+
+def workers_of(scorer: Client) -> list[psutil.Process]:
+    return [worker for zygote in host_of(scorer).children() for worker in zygote.children()]
+
+
+def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]

@@ -1,0 +1,433 @@
+"""Checkpoints at world size 1: what is saved comes back, what is torn does not, a full disk changes nothing."""
+
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl.checkpoint import Checkpointer, finished, shards
+from spmd_rl.checkpoint.export import write_hf
+from spmd_rl.checkpoint.manifest import Manifest, Torn
+from spmd_rl.checkpoint.shelf import Shelf
+from spmd_rl.config.schema import CheckpointConfig
+from spmd_rl.dist import World, solo
+from spmd_rl.errors import UserError
+
+
+class FakeBackend:
+    """A few tensors and a counter."""
+
+    def __init__(self, seed: int = 0, size: int = 1000) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tensors = {"w": torch.randn(size, generator=generator), "step": torch.tensor(0.0)}
+        self.updates = 0
+
+    def train(self) -> None:
+        self.tensors["w"] += 1
+        self.tensors["step"] += 1
+        self.updates += 1
+
+    def awake(self):
+        return nullcontext()
+
+    def state_dict(self) -> dict:
+        return {"model": dict(self.tensors)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.tensors = state["model"]
+
+    def counters(self) -> dict[str, int]:
+        return {"updates": self.updates}
+
+    def load_counters(self, counters: dict[str, int]) -> None:
+        self.updates = counters["updates"]
+
+
+class Part:
+    """Any Stateful."""
+
+    def __init__(self) -> None:
+        self.held: dict = {"cursor": 0}
+
+    def state(self) -> dict:
+        return dict(self.held)
+
+    def load_state(self, state: dict) -> None:
+        self.held = state
+
+
+class Job:
+    """One start of a program: a backend, a part, a checkpointer."""
+
+    def __init__(self, world: World, run_dir: Path, export: Callable | None = None, size: int = 1000, **cfg) -> None:
+        self.backend, self.part = FakeBackend(size=size), Part()
+        settings = CheckpointConfig(**{"every": 1, **cfg})
+        self.saver = Checkpointer(settings, run_dir, world, {"policy": self.backend}, {"part": self.part}, export)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.backend.train()
+            self.part.held = {"cursor": step, "mean": 0.1 * step, "names": ["a", None, True]}
+            self.saver.maybe_save(step)
+
+
+def saved(run_dir: Path, steps: int, **cfg) -> Job:
+    with solo() as world:
+        job = Job(world, run_dir, **cfg)
+        assert job.saver.restore() == 0
+        job.train(1, steps)
+        return job
+
+
+def resumed(run_dir: Path, **cfg) -> tuple[int, Job]:
+    with solo() as world:
+        job = Job(world, run_dir, **cfg)
+        return job.saver.restore(), job
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
+    before = saved(tmp_path, 3)
+    step, after = resumed(tmp_path)
+    assert step == 3
+    assert torch.equal(after.backend.tensors["w"], before.backend.tensors["w"])
+    assert (after.backend.updates, after.part.held) == (3, before.part.held)
+    assert names(tmp_path) == ["latest", "step-000002", "step-000003"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"
+
+
+def test_the_manifest_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    directory = tmp_path / "checkpoints" / "step-000001"
+    body = json.loads((directory / "manifest.json").read_text())
+    assert (body["step"], body["world_size"], body["format"]) == (1, 1, 1)
+    assert set(body["files"]) == {".metadata", "__0_0.distcp", "state.json"}
+    assert all(entry["size"] == (directory / name).stat().st_size for name, entry in body["files"].items())
+    assert json.loads((directory / "state.json").read_text())["parts"]["part"]["cursor"] == 1
+
+
+@pytest.mark.parametrize(("every", "last", "expected"), [(0, False, []), (0, True, [4]), (2, False, [2, 4])])
+def test_when_it_saves(tmp_path: Path, every: int, last: bool, expected: list[int]) -> None:
+    with solo() as world:
+        job = Job(world, tmp_path, every=every, keep=9)
+        for step in range(1, 5):
+            job.saver.maybe_save(step, last=last and step == 4)
+    assert Shelf(tmp_path / "checkpoints").steps() == expected
+
+
+def truncate(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def link(path: Path) -> None:
+    content = path.read_bytes()
+    outside = path.parents[3] / "outside"
+    outside.write_bytes(content)
+    path.unlink()
+    path.symlink_to(outside)
+
+
+class Bomb:
+    """Shows itself when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.mkdir, (os.environ["BOMB"],))
+
+
+DAMAGE = {
+    "shard cut short": lambda d: truncate(d / "__0_0.distcp"),
+    "flipped byte": lambda d: flip(d / "__0_0.distcp"),
+    "flipped byte in the state": lambda d: flip(d / "state.json"),
+    "manifest cut short": lambda d: truncate(d / "manifest.json"),
+    "flipped byte in the manifest": lambda d: flip(d / "manifest.json"),
+    "no manifest": lambda d: (d / "manifest.json").unlink(),
+    "missing file": lambda d: (d / "state.json").unlink(),
+    "extra file": lambda d: (d / "extra.txt").write_text("x"),
+    "link": lambda d: link(d / "__0_0.distcp"),
+    "other metadata": lambda d: (d / ".metadata").write_bytes(pickle.dumps(Bomb())),
+    "all gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_checkpoint_is_never_loaded(
+    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    saved(tmp_path, 2)
+    DAMAGE[damage](tmp_path / "checkpoints" / "step-000002")
+    loads: list[Path] = []
+    monkeypatch.setattr(shards, "load", lambda state, path, *rest: loads.append(path))
+    step, job = resumed(tmp_path)
+    assert (step, job.part.held["cursor"], [path.name for path in loads]) == (1, 1, ["step-000001"])
+    assert "warning: resuming from step-000001: step-000002 is torn (" in capfd.readouterr().err
+    DAMAGE[damage](tmp_path / "checkpoints" / "step-000001")
+    with pytest.raises(UserError, match="no checkpoint to load in .*: step-000002 is torn"):
+        resumed(tmp_path)
+    with pytest.raises(UserError, match="step-000001 is torn"):
+        resumed(tmp_path, resume=str(tmp_path / "checkpoints" / "step-000001"))
+    assert len(loads) == 1
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_torn_checkpoint_is_written_again(tmp_path: Path) -> None:
+    straight = saved(tmp_path, 3)
+    flip(tmp_path / "checkpoints" / "step-000003" / "__0_0.distcp")
+    with solo() as world:
+        job = Job(world, tmp_path)
+        assert job.saver.restore() == 2
+        job.train(3, 3)
+    step, job = resumed(tmp_path)
+    assert step == 3 and torch.equal(job.backend.tensors["w"], straight.backend.tensors["w"])
+    assert names(tmp_path) == ["latest", "step-000002", "step-000003"]
+
+
+def test_never_refuses_a_used_directory(tmp_path: Path) -> None:
+    assert resumed(tmp_path, resume="never")[0] == 0
+    (tmp_path / "metrics.jsonl").touch()
+    assert resumed(tmp_path, resume="never")[0] == 0
+    saved(tmp_path, 1)
+    with pytest.raises(UserError, match=r"checkpoint\.resume=never, but run\.dir="):
+        resumed(tmp_path, resume="never")
+
+
+def test_a_path_outside_the_run(tmp_path: Path) -> None:
+    saved(tmp_path / "one", 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "one" / "checkpoints" / "step-000001", copy)
+    step, job = resumed(tmp_path / "two", resume=str(copy))
+    assert (step, job.part.held["cursor"]) == (1, 1)
+    with pytest.raises(UserError, match="nowhere is torn"):
+        resumed(tmp_path / "two", resume=str(tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_of_another_model_is_one_clear_line(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with pytest.raises(UserError, match="does not fit this model") as caught:
+        resumed(tmp_path, size=999)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_crash_before_latest_moves_resumes_from_what_it_names(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000001\n")
+    assert resumed(tmp_path)[0] == 1
+    (tmp_path / "checkpoints" / "latest").unlink()
+    assert resumed(tmp_path)[0] == 2
+
+
+def test_what_a_killed_save_left_is_cleaned(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    left = tmp_path / "checkpoints" / ".step-000002.tmp-0123abcd"
+    left.mkdir()
+    (left / "__0_0.distcp").write_text("half")
+    (tmp_path / "checkpoints" / ".step-000002.tmp-0123abcd-latest").write_text("step")
+    assert resumed(tmp_path)[0] == 1
+    assert names(tmp_path) == ["latest", "step-000001"]
+
+
+def test_keep_never_removes_the_latest(tmp_path: Path) -> None:
+    with solo() as world:
+        job = Job(world, tmp_path, keep=3)
+        job.train(1, 5)
+    assert Shelf(tmp_path / "checkpoints").steps() == [3, 4, 5]
+    (tmp_path / "checkpoints" / "latest").write_text("step-000003\n")
+    Shelf(tmp_path / "checkpoints").prune(1, 5)
+    assert Shelf(tmp_path / "checkpoints").steps() == [3, 5]
+
+
+def test_finished(tmp_path: Path) -> None:
+    cfg = CheckpointConfig()
+    with solo() as world:
+        assert not finished(cfg, tmp_path, 2, world)
+        saved(tmp_path, 2)
+        assert finished(cfg, tmp_path, 2, world) and not finished(cfg, tmp_path, 3, world)
+        truncate(tmp_path / "checkpoints" / "step-000002" / "state.json")
+        assert not finished(cfg, tmp_path, 2, world)
+
+
+def unchanged_after_failure(run_dir: Path, fail: Callable[[Job], None], match: str) -> None:
+    """`fail` must end in a UserError, and leave the checkpoint of step 1 and nothing else."""
+    with solo() as world:
+        job = Job(world, run_dir, size=200_000)
+        job.train(1, 1)
+        job.backend.train()
+        with pytest.raises(UserError, match=match) as caught:
+            fail(job)
+        assert "\n" not in str(caught.value) and "step-000002" in str(caught.value)
+        assert names(run_dir) == ["latest", "step-000001"]
+    assert resumed(run_dir, size=200_000)[0] == 1
+
+
+def test_a_file_size_limit_leaves_the_previous_one(tmp_path: Path) -> None:
+    def fail(job: Job) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            job.saver.maybe_save(2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    unchanged_after_failure(tmp_path, fail, "could not be written: File too large")
+
+
+def test_a_full_disk_leaves_the_previous_one(tmp_path: Path) -> None:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(tmp_path)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        unchanged_after_failure(tmp_path, lambda job: job.saver.maybe_save(2), "No space left on device")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("where", ["manifest.Manifest.write", "shelf.os.rename", "shelf.os.replace"])
+def test_an_error_at_the_end_leaves_the_previous_one_loadable(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with solo() as world:
+        job = Job(world, tmp_path)
+        job.train(1, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"spmd_rl.checkpoint.{where}", full)
+            with pytest.raises(UserError, match="No space left"):
+                job.train(2, 2)
+        assert resumed(tmp_path)[0] == 1
+        job.train(2, 2)
+    assert resumed(tmp_path)[0] == 2
+
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+from spmd_rl.dist import solo
+from tests.unit.test_checkpoint import Job
+
+def die_at(call):
+    left = iter(range(call))
+    def watch(event, args):
+        if event in ("open", "os.rename", "os.mkdir", "os.remove") and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(watch)
+
+for call in map(int, sys.argv[2:]):
+    if os.fork() == 0:
+        run_dir = Path(sys.argv[1], str(call))
+        with solo() as world:
+            job = Job(world, run_dir)
+            job.train(1, 1)
+            die_at(call)
+            job.train(2, 2)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_kill_9_during_a_save_leaves_one_to_load(tmp_path: Path) -> None:
+    """In other processes: killed at each of the system calls that a save makes on its way."""
+    calls = range(1, 24)
+    command = [sys.executable, "-c", KILLS, str(tmp_path), *map(str, calls)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True)
+    found = {}
+    for call in calls:
+        step, job = resumed(tmp_path / str(call))
+        assert step == job.backend.updates == job.part.held["cursor"]
+        assert not [name for name in names(tmp_path / str(call)) if ".tmp-" in name]
+        found[step] = found.get(step, 0) + 1
+    assert found.keys() == {1, 2} and found[1] >= 8, found
+
+
+def test_disagreeing_state_is_refused(tmp_path: Path) -> None:
+    with solo() as world:
+        job = Job(world, tmp_path)
+        asked: list[str] = []
+        world.agree = lambda name, value: asked.append(name)
+        job.train(1, 1)
+        assert asked == ["save: state"]
+
+
+def test_a_manifest_must_not_name_files_outside(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    directory = tmp_path / "checkpoints" / "step-000001"
+    genuine = Manifest.read(directory)
+    (directory.parent / "loose").write_text("x")
+    Manifest(1, 1, genuine.files | {"../loose": genuine.files["state.json"]}).write(directory)
+    with pytest.raises(Torn, match=r"\.\./loose is missing"):
+        Manifest.read(directory)
+
+
+def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.models import tiny
+
+    source = tiny("llama", tmp_path / "source")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    (source / "pytorch_model.bin").write_bytes(b"other weights")
+    weights = [(name, tensor + 1) for name, tensor in model.state_dict().items()]
+    for limit, count in ((10**9, 1), (100_000, 4)):
+        path = tmp_path / f"out{count}"
+        write_hf(iter(weights), source, path, write=True, tick=lambda: None, max_shard_bytes=limit)
+        files = list(path.glob("*.safetensors"))
+        assert (len(files) == 1) == (count == 1), files
+        assert not (path / "pytorch_model.bin").exists()
+        back = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        assert all(torch.equal(back[name], tensor) for name, tensor in weights)
+        assert (
+            AutoTokenizer.from_pretrained(path)("ab")["input_ids"]
+            == AutoTokenizer.from_pretrained(source)("ab")["input_ids"]
+        )
+    assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_failing_export_still_goes_through_all_weights(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    passed: list[str] = []
+
+    def weights():
+        for name in "abc":
+            yield name, torch.zeros(2)
+            passed.append(name)
+
+    with pytest.raises(OSError):
+        write_hf(weights(), tmp_path, tmp_path / "file" / "hf", write=True, tick=lambda: None, max_shard_bytes=1)
+    assert passed == ["a", "b", "c"]
+
+
+def test_an_export_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+    def export(path: Path) -> None:
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"weights")
+
+    with solo() as world:
+        job = Job(world, tmp_path, export, every=1)
+        job.saver.maybe_save(1)
+        job.saver.maybe_save(2, last=True)
+    root = tmp_path / "checkpoints"
+    assert not (root / "step-000001" / "hf").exists()
+    assert "hf/model.safetensors" in Manifest.read(root / "step-000002").files
+    flip(root / "step-000002" / "hf" / "model.safetensors")
+    assert resumed(tmp_path)[0] == 1
