@@ -53,7 +53,7 @@ def ticks(low: float, high: float, count: int, whole: bool = False) -> list[floa
     """About `count` round values from `low` to `high`; only integers where `whole`."""
     step = (high - low) / max(count, 1)
     size = 10.0 ** math.floor(math.log10(step))
-    step = next(size * nice for nice in (1, 2, 2.5, 5, 10) if size * nice >= step * 0.999)
+    step = next(size * nice for nice in (1, 2, 2.5, 5, 10) if size * nice >= step * 0.85)
     if whole:
         step = max(1.0, float(math.ceil(step)))
     first = math.ceil(low / step - 1e-9)

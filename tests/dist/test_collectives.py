@@ -5,7 +5,7 @@ import math
 import pytest
 
 from spmd_rl.dist import World, solo
-from spmd_rl.errors import RunFailed
+from spmd_rl.errors import RunFailed, UserError
 from tests.dist.harness import run_ranks
 
 
@@ -67,6 +67,19 @@ def test_every_rank_sees_the_same(size: int) -> None:
         assert f"odd keys: ranks {list(range(1, size))} bring other keys" in odd_keys
         assert f"ranks [{size - 1}] in 'barrier left' #" in apart
         assert f"ranks {list(range(size - 1))} in 'gather stay' #" in apart
+
+
+def meshes(world: World) -> list:
+    """A 2-D mesh and its axes; an impossible one."""
+    made = world.mesh(dp=2, tp=2)
+    with pytest.raises(UserError) as refused:
+        world.mesh(dp=3, tp=2)
+    return [made.get_local_rank("dp"), made.get_local_rank("tp"), list(made.mesh_dim_names), str(refused.value)]
+
+
+def test_mesh_axes_vary_last_first() -> None:
+    refused = "impossible mesh: dp=3 x tp=2 needs 6 ranks, the world has 4"
+    assert run_ranks(4, meshes) == [[dp, tp, ["dp", "tp"], refused] for dp in range(2) for tp in range(2)]
 
 
 def test_solo_needs_no_process_group() -> None:

@@ -17,75 +17,78 @@ from tests.models import tiny
 NAME = "model.layers.1.self_attn.v_proj.weight"
 
 
-class Broken(NativeEngine):
-    """An engine with the fault that a test names, from the second load on."""
+FAULTS = {
+    "flips": f"the engine holds other bytes of {NAME}",
+    "raises early": "the loader gave up",
+    "not a number": "computed a logprob of nan",
+}
 
-    fault = "none"
+
+class Broken(NativeEngine):
+    """An engine with the fault that a test names."""
+
+    fault = ""
 
     def load(self, weights, version):
-        if version == 0 or self.fault == "none":
-            return super().load(weights, version)
         if self.fault == "raises early":
             next(iter(weights))
             raise RunFailed("the loader gave up")
         super().load(weights, version)
-        held = dict(self.held())
         if self.fault == "flips":
-            held[NAME].data.view(torch.uint8)[0, 0] ^= 1
+            dict(self.held())[NAME].data.view(torch.uint8)[0, 0] ^= 1
         if self.fault == "not a number":
             self._module.model.norm.register_forward_hook(lambda module, args, out: out * float("nan"))
 
 
-def publish_twice(world, path, fault):
-    """Publish versions 0 and 1; the fault is the last rank's. Returns what came of the second."""
-    policy = FSDP2Backend(build_model(path, torch.float32, world.device), world, TrainConfig(), torch.float32)
-    engine = Broken(empty_module(path, torch.float32), 4, 256)
-    engine.fault = fault if world.rank == world.size - 1 else "none"
-    publish = sync.build(policy, engine, world)
-    metrics = publish(version=0)
+def parts(world, path):
+    """A sharded policy and this rank's engine."""
+    model = build_model(path, torch.float32, world.device)
+    policy = FSDP2Backend(model, world, TrainConfig(), torch.float32)
+    return policy, Broken(empty_module(path, torch.float32), 4, 256)
+
+
+def attempt(publish, version):
+    """The error of a publish, or nothing."""
     try:
-        again = publish(version=1)
-    except RunFailed as error:
-        return {"error": str(error), "versions": world.gather("still together", 1)}
-    reference = dict(build_model(path, torch.float32, "cpu").named_parameters())
-    equal = all(torch.equal(reference[name], held) for name, held in engine.held())
-    return {"first": metrics, "again": again, "equal": equal}
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_ranks_hold_the_whole(tmp_path, size):
-    results = run_ranks(size, publish_twice, str(tiny("qwen3", tmp_path)), "none")
-    assert len({json.dumps(result, sort_keys=True) for result in results}) == 1, "metrics are equal on all ranks"
-    assert results[0]["equal"] and results[0]["again"]["publish/probe_abs_diff"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("flips", f"the engine holds other bytes of {NAME}"),
-        ("raises early", "the loader gave up"),
-        ("not a number", "computed a logprob of nan"),
-    ],
-)
-def test_one_ranks_fault_stops_all_in_step(tmp_path, fault, words):
-    results = run_ranks(2, publish_twice, str(tiny("llama", tmp_path)), fault)
-    assert len({result["error"] for result in results}) == 1
-    assert results[0]["error"].startswith("publish of version 1, rank 1: ") and words in results[0]["error"]
-
-
-def publish_what_differs(world, path):
-    """Each rank's policy is another model, as if a rank had missed an update."""
-    publishable = build_model(path, torch.float32, world.device)
-    engine = NativeEngine(empty_module(path, torch.float32), 4, 256)
-    policy = FSDP2Backend(publishable, world, TrainConfig(), torch.float32)
-    weights = policy.weights
-    policy.weights = lambda: ((name, tensor + world.rank) for name, tensor in weights())
-    try:
-        sync.build(policy, engine, world)(version=0)
+        publish(version=version)
     except RunFailed as error:
         return str(error)
 
 
-def test_ranks_that_were_handed_different_weights_stop(tmp_path):
-    results = run_ranks(2, publish_what_differs, str(tiny("llama", tmp_path)))
-    assert results == ["publish of version 0: ranks [1] were handed other weights than rank 0"] * 2
+def publish_whole(world, path):
+    policy, engine = parts(world, path)
+    publish = sync.build(policy, engine, world)
+    metrics = [publish(version=version) for version in range(2)]
+    reference = dict(build_model(path, torch.float32, "cpu").named_parameters())
+    return metrics, all(torch.equal(reference[name], held) for name, held in engine.held())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_hold_the_whole(tmp_path, size):
+    results = run_ranks(size, publish_whole, str(tiny("qwen3", tmp_path)))
+    assert len({json.dumps(result, sort_keys=True) for result in results}) == 1, "metrics are equal on all ranks"
+    metrics, equal = results[0]
+    assert equal and metrics[1]["publish/probe_abs_diff"] < 1e-5
+
+
+def publish_with_faults(world, path):
+    """Each fault on the last rank alone, and a sound publish after each but the last; then weights that differ."""
+    policy, engine = parts(world, path)
+    publish = sync.build(policy, engine, world)
+    errors = []
+    for version, fault in enumerate(["", "flips", "", "raises early", "", "not a number"]):
+        engine.fault = fault if world.rank == world.size - 1 else ""
+        errors.append(attempt(publish, version))
+    whole = policy.weights
+    policy.weights = lambda: ((name, tensor + world.rank) for name, tensor in whole())
+    return [*errors, attempt(publish, 6)]
+
+
+def test_one_ranks_fault_stops_all_in_step(tmp_path):
+    results = run_ranks(2, publish_with_faults, str(tiny("llama", tmp_path)))
+    assert results[0] == results[1]
+    *errors, differs = results[0]
+    assert errors[::2] == [None] * 3
+    for version, (error, words) in enumerate(zip(errors[1::2], FAULTS.values(), strict=True)):
+        assert error.startswith(f"publish of version {2 * version + 1}, rank 1: ") and words in error
+    assert differs == "publish of version 6: ranks [1] were handed other weights than rank 0"

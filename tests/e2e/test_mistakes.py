@@ -16,7 +16,8 @@ def toy(tmp_path_factory) -> Toy:
     (toy.path / "broken.jsonl").write_text('{"prompt": "a", "ground_truth": "1", "domain": "toy"}\n{"prompt": 3\n')
     row = '{"id": "x", "prompt": "%s", "ground_truth": "1", "domain": "toy"}\n'
     (toy.path / "twice.jsonl").write_text(row % "a" + row % "b")
-    (toy.path / "elsewhere.jsonl").write_text('{"prompt": "a", "ground_truth": "1", "domain": "nowhere"}\n' * 2)
+    lines = ['{"prompt": "a%d", "ground_truth": "1", "domain": "nowhere"}' % i for i in range(9)]
+    (toy.path / "elsewhere.jsonl").write_text("\n".join(lines))
     return toy
 
 

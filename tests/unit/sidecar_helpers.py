@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,4 +47,17 @@ def workers_of(scorer: Client) -> list[psutil.Process]:
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
-    return not psutil.wait_procs(processes, timeout=seconds)[1]
+    """Whether they all end in time. One that is dead and not yet reaped (by pid 1, not by us) has ended."""
+    deadline = time.monotonic() + seconds
+    while any(map(_lives, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

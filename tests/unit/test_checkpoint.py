@@ -23,6 +23,8 @@ from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.dist import World, solo
 from spmd_rl.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 class FakeBackend:
     """A few tensors and a counter."""

@@ -1,0 +1,125 @@
+"""The journal's lines and exclusive times, and the hang report made of heartbeats."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.dist import Journal, solo
+from spmd_rl.dist.report import Beat, Peer, Pulse, hang_report
+
+
+def lines(journal: Journal) -> list[dict]:
+    return [json.loads(line) for line in journal.path.read_text().splitlines()]
+
+
+def test_lines_are_there_on_entry_and_a_restart_appends(tmp_path: Path) -> None:
+    for _ in range(2):
+        journal = Journal(tmp_path, 3, size=4)
+        journal.set_step(7)
+        with journal.phase("update"), journal.collective("plan") as seq:
+            assert seq == 1
+            assert journal.inside == ("plan", 1)
+            entered = lines(journal)
+        assert (journal.inside, journal.last) == (None, ("plan", 1))
+        journal.close()
+    assert [line["event"] for line in entered[-4:]] == ["start", "step", "enter", "collective"]
+    assert {"event": "collective", "phase": "update", "name": "plan", "seq": 1, "step": 7}.items() <= entered[-1].items()
+    everything = lines(journal)
+    assert [line["event"] for line in everything[7:]] == [line["event"] for line in everything[:7]]
+    assert everything[0]["rank"] == 3 and everything[0]["size"] == 4
+
+
+def test_a_collective_that_raises_is_not_done(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    with pytest.raises(KeyError), journal.collective("plan"):
+        raise KeyError
+    assert [line["event"] for line in lines(journal)] == ["start", "collective"]
+    assert journal.inside is None
+
+
+def test_times_are_exclusive_and_taken_once() -> None:
+    with solo() as world:
+        with world.phase("generate"):
+            time.sleep(0.05)
+            with world.phase("score"):
+                time.sleep(0.1)
+            running = world.journal.take_times()
+            time.sleep(0.02)
+        assert set(running) == {"generate", "score"}
+        assert 0.05 <= running["generate"] < 0.1 <= running["score"]
+        rest = world.journal.take_times()
+        assert set(rest) == {"generate"} and 0.02 <= rest["generate"] < 0.1
+        assert world.journal.take_times() == {}
+
+
+def test_interleaved_phases_are_our_mistake() -> None:
+    with solo() as world:
+        outer, inner = world.phase("a"), world.phase("b")
+        outer.__enter__()
+        inner.__enter__()
+        with pytest.raises(AssertionError, match="interleaved"):
+            outer.__exit__(None, None, None)
+
+
+def test_everything_that_happens_is_progress() -> None:
+    with solo() as world:
+        counts = [world.journal.progress]
+        world.progress(5)
+        counts.append(world.journal.progress)
+        with world.phase("update"):
+            counts.append(world.journal.progress)
+            world.barrier("b")
+            counts.append(world.journal.progress)
+    assert counts[1] == counts[0] + 5
+    assert counts == sorted(set(counts))
+
+
+def test_an_event_costs_microseconds(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    best = float("inf")
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(100):
+            with journal.phase("x"):
+                pass
+        best = min(best, (time.perf_counter() - began) / 200)
+    assert best < 20e-6
+
+
+def pulse(rank: int, phase: str, place: tuple[str, int] | None, age: float = 0.1) -> Pulse:
+    beat = Beat(0.0, 4, phase, place, place or ("plan", 8))
+    return Pulse(Peer(rank, "0", "host", 100 + rank, 0.0), beat, age, age < 1.5)
+
+
+def test_report_tells_apart_those_who_arrived() -> None:
+    plan = ("plan", 9)
+    pulses = [
+        pulse(0, "prepare", plan),
+        pulse(1, "prepare", plan),
+        pulse(2, "update", ("norm", 9)),
+        pulse(3, "prepare", plan, age=6.04),
+        pulse(4, "generate", None),
+        Pulse(Peer(5, "1", "other", 7, 0.0), None, 9.0, False),
+    ]
+    assert hang_report(pulses, 300.0, "here").splitlines() == [
+        "spmd_rl: a stall: no progress on any of 6 ranks for 300 s (journal.stall_seconds)",
+        "  step 4, phase: prepare",
+        "  collective: 'plan' #9",
+        "  arrived: ranks 0, 1",
+        "  did not arrive: ranks 2, 3, 4, 5",
+        "    rank 2 (pid 102 on host): in phase update, in collective 'norm' #9",
+        "    rank 3 (pid 103 on host): no heartbeat for 6.0 s: stopped or dead; no stack. "
+        "Last seen in phase prepare, in collective 'plan' #9",
+        "    rank 4 (pid 104 on host): in phase generate, after collective 'plan' #8",
+        "    rank 5 (pid 7 on other): no heartbeat ever: stopped or dead; no stack",
+        "  stacks: here",
+    ]
+
+
+def test_report_of_a_hang_outside_collectives_names_the_silent() -> None:
+    report = hang_report([pulse(0, "generate", None), pulse(1, "generate", None, age=4.0)], 3.0, "here")
+    assert "phase: generate" in report
+    assert "collective: no rank is in one" in report
+    assert "did not arrive: rank 1\n" in report

@@ -1,0 +1,213 @@
+"""The report and the curve on made-up runs: whole, self-contained, quick, and true to the numbers."""
+
+import json
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.config.schema import RlvrConfig, RunConfig
+from spmd_rl.dist import solo
+from spmd_rl.track import Run, curve, report
+from spmd_rl.track.rundata import extremes, read_run
+from spmd_rl.track.svg import Series, label, line_chart, padded, smooth, thin, ticks
+from spmd_rl.track.timeline import Span, coalesce, read_journals, spans
+from tests.synthetic import make_run
+
+VOID = {"meta", "br", "hr", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; keeps text, tags and attribute values."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.values: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.values += [value or "" for _, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def draw(run_dir: Path) -> Page:
+    return Page(report.write(run_dir).read_text())
+
+
+def test_the_page_tells_the_run(run_dir: Path) -> None:
+    page = draw(run_dir)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, last = lines[0]["val/score/mean"], lines[-1]["val/score/mean"]
+    for words in (
+        "smollm2-135m-grpo-1f0c",
+        "torchrun --nproc-per-node 2 -m spmd_rl.rlvr",
+        f"{first:.2f} \u2192 {last:.2f}",
+        "rlvr, 12 of 12 steps",
+        "seed",
+        "2 x Intel Xeon, 24 GiB",
+        "Gradient norm",
+        "Entropy",
+        "Answer length",
+        "Engine against trainer",
+        "rank 1",
+        "Best of step 12",
+        "Worst of step 12",
+        "config.yaml",
+        "policy:",
+    ):
+        assert words in page.text, words
+    assert page.seen.count("svg") == 9 and page.seen.count("article") == 6
+    assert not list(run_dir.glob(".report*"))
+
+
+def test_the_page_needs_no_network_and_runs_no_script(run_dir: Path) -> None:
+    page = draw(run_dir)
+    text = (run_dir / "report.html").read_text()
+    assert not {"script", "link", "img", "iframe"} & set(page.seen)
+    assert not re.search(r"(https?:)?//\w|url\(|@import", text)
+    assert any("default-src 'none'" in value for value in page.values)
+
+
+def test_what_a_model_says_is_not_markup(run_dir: Path) -> None:
+    path = run_dir / "samples" / "step-000012.jsonl"
+    path.write_text(path.read_text().replace("State the final", "</pre><script>alert(1)</script>"))
+    page = draw(run_dir)
+    assert "script" not in page.seen and "<script>alert(1)" in page.text
+
+
+@pytest.mark.parametrize("missing", ["samples/step-000012.jsonl", "journal/rank-0.jsonl", "metrics.jsonl"])
+def test_a_page_without_a_part_of_the_run(run_dir: Path, missing: str) -> None:
+    (run_dir / missing).unlink()
+    assert "smollm2" in draw(run_dir).text
+
+
+def test_a_run_that_was_cut_short(run_dir: Path) -> None:
+    for name in ("metrics.jsonl", "journal/rank-1.jsonl"):
+        path = run_dir / name
+        path.write_text(path.read_text()[:-37])
+    assert "rank 1" in draw(run_dir).text
+
+
+def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
+    cfg = RlvrConfig(steps=2, run=RunConfig(name="toy", dir=str(tmp_path)))
+    with solo(tmp_path) as world, Run.open(cfg, world) as track:
+        for step in range(3):
+            with track.step(step), world.phase("update"):
+                track.add({"critic/score/mean": step / 4})
+    page = Page((tmp_path / "report.html").read_text())
+    assert "toy" in page.text and "0.00 \u2192 0.50" in page.text and "pytest" in page.text
+
+
+def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", num_steps=10_000)
+    began = time.process_time()
+    size = report.write(run_dir).stat().st_size
+    assert time.process_time() - began < 1.5
+    assert size < 2_000_000
+
+
+def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    assert report.main([str(run_dir)]) == 0
+    assert report.main([str(run_dir / "nowhere")]) == 2 and "No such file" in capsys.readouterr().err
+    assert report.main([]) == 2
+
+
+def test_the_curve_draws_every_seed(tmp_path: Path) -> None:
+    runs = [str(make_run(tmp_path / f"seed{seed}", seed=seed)) for seed in range(3)]
+    out = tmp_path / "curve.svg"
+    assert curve.main([*runs, "--out", str(out), "--title", "Sums & more"]) == 0
+    root = ElementTree.fromstring(out.read_text())
+    assert len(root.findall(".//{*}polyline")) == 9
+    texts = [element.text for element in root.findall(".//{*}text")]
+    assert {"Sums & more", "held-out, sampled", "held-out, greedy", "training", "step"} <= set(texts)
+
+
+def test_a_curve_of_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "metrics.jsonl").write_text('{"step":0}\n')
+    assert curve.main([str(run_dir), "--out", str(tmp_path / "c.svg")]) == 2
+    assert curve.main([str(tmp_path), "--out", str(tmp_path / "c.svg")]) == 2
+    assert "no scores" in capsys.readouterr().err
+
+
+def test_best_and_worst_are_disjoint_and_scored(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    scores = [0.0, 1.0, 0.5]
+    rows = [{"ticket": i, "verdict": {"status": "ok", "score": score}} for i, score in enumerate(scores)]
+    rows.append({"ticket": 3, "verdict": {"status": "timeout", "score": 9.0}})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best, worst = extremes(path, 3)
+    assert ([row["ticket"] for row in best], [row["ticket"] for row in worst]) == ([1, 2], [0])
+
+
+def test_a_nested_phase_interrupts_the_one_around_it() -> None:
+    def event(t: float, kind: str, phase: str = "") -> dict:
+        return {"t": t, "event": kind, "phase": phase, "step": 1}
+
+    events = [event(0, "step"), event(1, "enter", "a"), event(2, "collective", "a"), event(3, "enter", "b")]
+    events += [event(4, "exit", "b"), event(6, "exit", "a"), event(9, "step")]
+    assert spans(events) == [Span("a", 1, 1, 3), Span("b", 1, 3, 4), Span("a", 1, 4, 6)]
+
+
+def test_short_spans_go_to_the_one_before() -> None:
+    row = [Span("a", 1, 0, 1), Span("b", 1, 1, 1.01), Span("a", 1, 1.01, 2), Span("c", 1, 2, 3), Span("c", 2, 3, 4)]
+    assert coalesce(row, 0.1) == [Span("a", 1, 0, 2), Span("c", 1, 2, 3), Span("c", 2, 3, 4)]
+
+
+def test_the_timeline_has_the_last_start_only(run_dir: Path) -> None:
+    path = run_dir / "journal" / "rank-0.jsonl"
+    again = [{"t": 2e9, "event": "start"}, {"t": 2e9, "event": "step", "step": 5}]
+    again += [{"t": 2e9 + i, "event": e, "phase": "update", "step": 5} for i, e in enumerate(("enter", "exit"))]
+    path.write_text(path.read_text() + "".join(json.dumps(event) + "\n" for event in again))
+    ranks = read_journals(run_dir / "journal", 3)
+    assert ranks[0] == [Span("update", 5, 2e9, 2e9 + 1)]
+    assert {span.step for span in ranks[1]} == {10, 11, 12}
+
+
+def test_numbers_of_an_axis() -> None:
+    assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1]
+    assert ticks(0, 3, 8, whole=True) == [0, 1, 2, 3]
+    assert ticks(-1.2, 1.1, 4) == [-1, -0.5, 0, 0.5, 1]
+    assert [label(x) for x in (0, 0.25, 1200, 15000, 2e-5, 2.5e6)] == ["0", "0.25", "1200", "15k", "2e-05", "2.5M"]
+    assert padded([0.2, 0.9]) == (0, 1)
+    low, high = padded([7.0, 7.0])
+    assert low < 7 < high
+
+
+def test_thinning_keeps_the_mean_and_the_ends_in_place() -> None:
+    points = [(float(i), float(i % 7)) for i in range(1000)]
+    thinned = thin(points, 100)
+    assert len(thinned) == 100
+    assert sum(y for _, y in thinned) / 100 == pytest.approx(sum(y for _, y in points) / 1000)
+    assert len(smooth(points)) == 1000 and smooth([(0.0, 2.0), (1.0, 4.0)]) == [(0.0, 3.0), (1.0, 3.0)]
+    assert line_chart([Series("empty", "red", [])]) == ""
+    assert "circle" in line_chart([Series("one", "red", [(0, 1.0)])])
+
+
+def test_null_is_a_gap(run_dir: Path) -> None:
+    lines = [{"step": 0, "x": 1.0}, {"step": 1, "x": None}, {"step": 2}, {"step": 3, "x": 2}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(run_dir).series("x") == [(0, 1.0), (3, 2)]
