@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -65,7 +66,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
-    """[all] Form the groups. The store, a nonce of this start, and the gloo group for metadata (None at size 1).
+    """[all] Form the groups. A store of this start's own, its nonce, and the gloo group for metadata (None at size 1).
 
     The groups are apart so that a rank that skips one of a library's collectives hangs where the watchdog can name it,
     instead of feeding its metadata into the library's.
@@ -76,6 +77,8 @@ def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
         store = dist.HashStore()
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even alone: not beyond this machine
+    nonce = _agree_on_nonce(store, me.rank, me.size)
+    store = dist.PrefixStore(nonce, store)
     backend, device_id = "gloo", None
     if me.device.type != "cpu":
         # FSDP's CPU offload and checkpoints reduce CPU tensors too
@@ -84,12 +87,29 @@ def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
     dist.init_process_group(
         backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER, device_id=device_id
     )
-    if me.size == 1:
-        return store, secrets.token_hex(8), None
-    group = dist.new_group(backend="gloo", timeout=FOREVER)
-    nonce = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
-    dist.broadcast(nonce, 0, group=group)
-    return store, nonce.numpy().tobytes().hex(), group
+    return store, nonce, dist.new_group(backend="gloo", timeout=FOREVER) if me.size > 1 else None
+
+
+def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
+    """[all] A random word that all ranks of this start share, and no other start.
+
+    An agent that restarts its ranks hands them the store of the last attempt, addresses of the dead included, and not
+    always a new restart count. So each rank asks under a word of its own, which only a living rank 0 can answer.
+    """
+    word = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"asks/{rank}", word)
+        nonce = store.get(f"answer/{word}").decode()
+        store.add(f"met/{nonce}", 1)
+        return nonce
+    answered: set[bytes] = set()
+    while store.add(f"met/{word}", 0) < size - 1:
+        for key in filter(lambda key: store.check([key]), (f"asks/{peer}" for peer in range(1, size))):
+            if (asked := store.get(key)) not in answered:
+                store.set(f"answer/{asked.decode()}", word)
+                answered.add(asked)
+        time.sleep(0.01)
+    return word
 
 
 def mesh(me: Membership, axes: dict[str, int]) -> DeviceMesh:

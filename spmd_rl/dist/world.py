@@ -26,7 +26,7 @@ from spmd_rl.dist.membership import Membership, join, membership, mesh
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
-_JOIN_SECONDS = 120
+_JOIN_SECONDS = 600
 
 
 class Settings(Protocol):
@@ -47,7 +47,7 @@ class World:
         self.rank, self.size = me.rank, me.size
         self.local_rank, self.local_size = me.local_rank, me.local_size
         self.device = me.device
-        self.store = dist.PrefixStore(nonce, store)
+        self.store = dist.PrefixStore("world", store)
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{nonce}-{me.node}"

@@ -9,6 +9,7 @@ Left out: replicas of several ranks, carried partial rollouts.
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -52,12 +53,14 @@ class Rollouts:
         share = -(-(s.prompts_per_step + s.extra_prompts) // world.size)
         self._slots = max(s.answers_per_prompt, min(engine.capacity.max_running, share * s.answers_per_prompt))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
-        return {"next_ticket": self._next_ticket}
+        return {"next_ticket": self._next_ticket, "prompts": self.prompts.fingerprint()}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """See `checkpoint.Stateful`."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        if state["prompts"] != self.prompts.fingerprint():
+            raise UserError("data.train: the prompts are not those of the checkpoint")
         self._next_ticket = state["next_ticket"]
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from spmd_rl.config.identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.errors import UserError
-from spmd_rl.track import origin, report
+from spmd_rl.track import origin, render
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine
 from spmd_rl.track.progress import ProgressLine
@@ -113,7 +113,7 @@ class Run:
     def write_report(self) -> None:
         """Draw `report.html` from what is on the disk; callable from any thread, on rank 0 alone does anything."""
         if self._world.rank == 0 and self._metrics.path.exists():
-            report.write(self.directory)
+            render.write(self.directory)
 
     def _begin(self, step: int) -> None:
         self._step, self._line, self._local = step, {}, {}
@@ -204,7 +204,7 @@ def _prepare(cfg: RlvrConfig, world: World) -> dict[str, str | None]:
 
 def _shown(phase: str) -> str:
     """A journal's phase under the name that metrics give it."""
-    return report.NAMES.get(phase, phase)
+    return render.NAMES.get(phase, phase)
 
 
 def _times(phases: Mapping[str, float], total: float) -> Values:

@@ -69,6 +69,16 @@ def label(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
+def labels(values: Sequence[float]) -> list[str]:
+    """Numbers of one axis: as short as `label`, or with as many digits as tell them apart."""
+    words = [label(value) for value in values]
+    digits = 4
+    while len(set(words)) < len(words) and digits < 12:
+        words = [f"{value:.{digits}g}" for value in values]
+        digits += 1
+    return words
+
+
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """At most `limit` points: the means of equal slices."""
     if len(points) <= limit:
@@ -93,10 +103,11 @@ def axes(frame: Frame, x_ticks: bool = True) -> str:
     """Grid lines and numbers; the horizontal axis counts steps."""
     parts = []
     right, floor = frame.width - frame.right, frame.height - frame.bottom
-    for value in ticks(*frame.y_range, 4):
+    values = ticks(*frame.y_range, 4)
+    for value, words in zip(values, labels(values), strict=True):
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(text(frame.left - 8, y + 3.5, label(value), "end"))
+        parts.append(text(frame.left - 8, y + 3.5, words, "end"))
     for value in ticks(*frame.x_range, 8, whole=True) if x_ticks else ():
         parts.append(text(frame.x(value), floor + 17, label(value)))
     parts.append(text(frame.left - 8, floor + 17, "step", "end"))

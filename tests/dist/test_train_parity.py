@@ -85,7 +85,9 @@ def plain_forward(model, batch: Batch):
     logprobs = full.gather(-1, ids[:, 1:, None])[..., 0]
     entropy = -(full.exp() * full).sum(-1).detach()
     zero = torch.zeros(1)
-    flat = [torch.cat([torch.cat([zero, x[i, : len(row) - 1]]) for i, row in enumerate(rows)]) for x in (logprobs, entropy)]
+    flat = [
+        torch.cat([torch.cat([zero, x[i, : len(row) - 1]]) for i, row in enumerate(rows)]) for x in (logprobs, entropy)
+    ]
     return flat[0], flat[1]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.dist import solo
-from spmd_rl.track import Run, curve, report
+from spmd_rl.track import Run, curve, render, report
 from spmd_rl.track.rundata import extremes, read_run
-from spmd_rl.track.svg import Series, label, line_chart, padded, smooth, thin, ticks
+from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
 from spmd_rl.track.timeline import Span, coalesce, read_journals, spans
 from tests.synthetic import make_run
 
@@ -54,7 +54,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def draw(run_dir: Path) -> Page:
-    return Page(report.write(run_dir).read_text())
+    return Page(render.write(run_dir).read_text())
 
 
 def test_the_page_tells_the_run(run_dir: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
 def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", num_steps=10_000)
     began = time.process_time()
-    size = report.write(run_dir).stat().st_size
+    size = render.write(run_dir).stat().st_size
     assert time.process_time() - began < 1.5
     assert size < 2_000_000
 
@@ -192,6 +192,7 @@ def test_numbers_of_an_axis() -> None:
     assert ticks(0, 3, 8, whole=True) == [0, 1, 2, 3]
     assert ticks(-1.2, 1.1, 4) == [-1, -0.5, 0, 0.5, 1]
     assert [label(x) for x in (0, 0.25, 1200, 15000, 2e-5, 2.5e6)] == ["0", "0.25", "1200", "15k", "2e-05", "2.5M"]
+    assert labels([5.54, 5.545, 5.55]) == ["5.54", "5.545", "5.55"]
     assert padded([0.2, 0.9]) == (0, 1)
     low, high = padded([7.0, 7.0])
     assert low < 7 < high

@@ -45,7 +45,7 @@ def test_steps_use_every_ticket_once_and_in_order(world: World, claim: str) -> N
         assert all(len({s.verdict.score for s in g.samples}) == 2 for g in collected.groups), "zero variance"
         used += tickets(collected)
     assert used == list(range(len(used)))
-    assert rollouts.state() == {"next_ticket": len(used)}
+    assert rollouts.state() == {"next_ticket": len(used), "prompts": "fake"}
 
 
 def test_what_is_accepted_depends_on_outcomes_alone(world: World) -> None:

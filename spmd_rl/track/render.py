@@ -1,0 +1,220 @@
+"""`report.html`: a run on one self-contained page, with curves, times, a timeline and samples.
+
+Reads the run directory and nothing else, so that it can be drawn again at any time, by anybody (`report.py`). Drawn in
+about a second for ten thousand steps: series are thinned, journals read from their tails.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.track import page, timeline
+from spmd_rl.track.rundata import RunData, extremes, read_run
+from spmd_rl.track.svg import Series, label, line_chart, stacked_bars, thin
+
+PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
+COLORS = dict(zip(PHASES, (f"var(--c{n})" for n in (1, 2, 3, 7, 8, 4, 6, 5)), strict=False)) | {
+    "coordination": "var(--axis)",
+    "track": "var(--soft)",
+    "other": "var(--rule)",
+}
+NAMES = {"update": "train", "save": "checkpoint"}
+"""Journal phases under the names that metrics give them."""
+SCORES = (
+    ("training", "critic/score/mean", "var(--other)"),
+    ("held-out, sampled", "val/score/mean", "var(--c1)"),
+    ("held-out, greedy", "val/score_greedy/mean", "var(--c2)"),
+)
+CHARTS = (
+    ("Gradient norm", "before clipping", "actor/grad_norm", "var(--c4)"),
+    ("Entropy", "nats per sampled token", "actor/entropy", "var(--c3)"),
+    ("Answer length", "tokens, mean", "rollout/response_length/mean", "var(--c1)"),
+    (
+        "Engine against trainer",
+        "mean |difference| of logprobs",
+        "train_infer/abs_diff/mean",
+        "var(--c5)",
+    ),
+    ("Idle share of generation", "rollout/bubble", "rollout/bubble", "var(--c8)"),
+    ("Throughput", "tokens per second, all ranks", "system/tokens_per_s", "var(--c6)"),
+)
+_MAX_BARS = 120
+_TIMELINE_STEPS = 3
+_SAMPLES = 3
+
+
+def write(directory: Path) -> Path:
+    """Draw `directory/report.html`, whole or not at all; returns its path. OSError as the file system gives it."""
+    path = directory / "report.html"
+    draft = path.with_name(f".report-{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        draft.write_text(render(read_run(directory)), encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def render(run: RunData) -> str:
+    """The page's HTML."""
+    body = [
+        _header(run),
+        _tiles(run),
+        page.section("Scores", _scores(run)),
+        page.section("Training", _grid(_charts(run))),
+        page.section("Where the time goes", _times(run)),
+        page.section("Timeline", _timeline(run)),
+        page.section("Samples", _samples(run)),
+        page.section("Settings", _settings(run)),
+        f"<footer>Drawn {time.strftime('%Y-%m-%d %H:%M:%S %Z')} from {escape(str(run.directory))}.</footer>",
+    ]
+    return page.document(f"{run.directory.name} - spmd_rl", "\n".join(body))
+
+
+def _header(run: RunData) -> str:
+    origin = run.origin
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(origin["t"])) if "t" in origin else None
+    command = origin.get("command")
+    shown = f'<pre class="command">{escape(command)}</pre>' if command else ""
+    return (
+        f"<h1>{escape(str(run.setting('run.name') or run.directory.name))}</h1>"
+        f'<p class="lead">{escape(_sentence(run))}</p>{shown}'
+        + page.facts(
+            [
+                ("model", run.setting("policy.model")),
+                ("seed", run.setting("seed")),
+                ("started", began),
+                ("machine", origin.get("machine")),
+                ("ranks", origin.get("ranks")),
+                ("revision", str(run.about.get("git_revision") or "")[:12]),
+            ]
+        )
+    )
+
+
+def _sentence(run: RunData) -> str:
+    last, planned = run.lines[-1]["step"] if run.lines else 0, run.setting("steps")
+    seconds = sum(y for _, y in run.series("time/total"))
+    pipeline = run.about.get("pipeline", "run")
+    return f"{pipeline}, {last} of {planned} steps in {duration(seconds)}"
+
+
+def duration(seconds: float) -> str:
+    """Example: `4 min 10 s`."""
+    whole = round(seconds)
+    if whole < 100:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _tiles(run: RunData) -> str:
+    tiles = []
+    for name, key, _ in SCORES[1:] + SCORES[:1]:
+        if points := run.series(key):
+            tiles.append(page.tile(f"{points[0][1]:.2f} \u2192 {points[-1][1]:.2f}", f"score, {name}"))
+    if times := run.series("time/total"):
+        tiles.append(page.tile(duration(sum(y for _, y in times) / len(times)), "per step, mean"))
+    if speed := run.series("system/tokens_per_s"):
+        tiles.append(page.tile(label(round(sum(y for _, y in speed) / len(speed))), "tokens per second, mean"))
+    if overhead := run.series("system/overhead"):
+        tiles.append(
+            page.tile(f"{100 * sum(y for _, y in overhead) / len(overhead):.1f} %", "coordination between ranks")
+        )
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _scores(run: RunData) -> str:
+    shown = [Series(name, color, points) for name, key, color in SCORES if (points := run.series(key))]
+    keys = "".join(page.key(series.name, series.color) for series in shown)
+    return page.figure("Mean score", "by training step", keys, line_chart(shown, width=1150, height=280))
+
+
+def _charts(run: RunData) -> list[str]:
+    figures = []
+    for title, note, key, color in CHARTS:
+        figures.append(page.figure(title, note, "", line_chart([Series(title, color, run.series(key))])))
+    return figures
+
+
+def _grid(figures: Sequence[str]) -> str:
+    shown = "".join(figures)
+    return f'<div class="grid2">{shown}</div>' if shown else ""
+
+
+def _times(run: RunData) -> str:
+    lines = [line for line in run.lines if "time/total" in line]
+    if not lines:
+        return ""
+    named = {key.removeprefix("time/") for line in lines for key in line if key.startswith("time/")} - {"total"}
+    order = [phase for phase in (*PHASES, "other") if phase in named] + sorted(named - {*PHASES, "other"})
+    columns = []
+    for phase in order:
+        points = [(float(line["step"]), float(line.get(f"time/{phase}") or 0.0)) for line in lines]
+        if any(y > 0 for _, y in points):
+            columns.append(Series(phase, COLORS.get(phase, "var(--other)"), thin(points, _MAX_BARS)))
+    steps = [x for x, _ in columns[0].points]
+    total = sum(y for column in columns for _, y in column.points)
+    share = {column.name: sum(y for _, y in column.points) / total for column in columns}
+    keys = "".join(page.key(f"{c.name} {100 * share[c.name]:.1f} %", c.color) for c in columns)
+    note = "seconds, mean over ranks" + (
+        "" if len(lines) <= _MAX_BARS else f"; a bar is a mean of {len(lines) // _MAX_BARS} steps"
+    )
+    return page.figure("Time of each step", note, keys, stacked_bars(steps, columns))
+
+
+def _timeline(run: RunData) -> str:
+    ranks = timeline.read_journals(run.directory / "journal", _TIMELINE_STEPS)
+    phases = {NAMES.get(span.phase, span.phase) for row in ranks.values() for span in row}
+    order = [phase for phase in PHASES if phase in phases] + sorted(phases - set(PHASES))
+    keys = "".join(page.key(phase, COLORS.get(phase, "var(--other)")) for phase in order)
+    steps = sorted({span.step for row in ranks.values() for span in row})
+    note = f"steps {steps[0]} to {steps[-1]}" if steps else ""
+    return page.figure("Phases by rank", note, keys, timeline.draw(ranks, COLORS, NAMES))
+
+
+def _samples(run: RunData) -> str:
+    files = sorted((run.directory / "samples").glob("step-*.jsonl"))
+    if not files:
+        return ""
+    best, worst = extremes(files[-1], _SAMPLES)
+    step = int(files[-1].stem.removeprefix("step-"))
+    blocks = [("Best", best, "var(--c3)"), ("Worst", worst, "var(--c5)")]
+    columns = [
+        f'<div><h3 style="margin-bottom:10px">{name} of step {step}</h3>'
+        f'<div style="display:grid;gap:12px">{"".join(_sample(row, color) for row in rows)}</div></div>'
+        for name, rows, color in blocks
+        if rows
+    ]
+    return _grid(columns)
+
+
+def _sample(row: dict[str, Any], color: str) -> str:
+    verdict, turns = row["verdict"], row["turns"]
+    facts = [f"ticket {row['ticket']}.{row['answer']}", f"{sum(len(turn['token_ids']) for turn in turns)} tokens"]
+    if row["advantage"] is not None:
+        facts.append(f"advantage {row['advantage']:+.2f}")
+    if not row["kept"]:
+        facts.append(f"not trained on: {row['why_not']}")
+    if verdict["status"] != "ok":
+        facts.append(verdict["status"])
+    answer = "\n---\n".join(turn["text"] for turn in turns)
+    return (
+        f'<article class="sample" style="--c:{color}"><header><b>score {verdict["score"]:g}</b>'
+        f"{''.join(f'<span>{escape(fact)}</span>' for fact in facts)}</header>"
+        f"<pre>{escape(_prompt(row))}</pre><pre>{escape(answer) or '(empty)'}</pre></article>"
+    )
+
+
+def _prompt(row: dict[str, Any]) -> str:
+    return "\n".join(message["content"] for message in row["messages"])
+
+
+def _settings(run: RunData) -> str:
+    config = (run.directory / "config.yaml").read_text(encoding="utf-8")
+    return f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>"
