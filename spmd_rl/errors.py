@@ -7,6 +7,8 @@
 * Our own mistake is an `assert` and keeps its traceback.
 """
 
+MAX_CHARACTERS = 300
+
 
 class UserError(ValueError):
     """A user's mistake. The message is one line that names the key, file or line to mend. Exit code 2."""
@@ -14,3 +16,10 @@ class UserError(ValueError):
 
 class RunFailed(RuntimeError):
     """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""
+
+
+def one_line(error: BaseException | str) -> str:
+    """An exception's type and message, or a text, on one line of at most 300 characters."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    text = " ".join(text.encode("utf-8", "replace").decode().split())
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."

@@ -1,8 +1,8 @@
 """The fate of a process tree: a child that must not outlive the process that started it. Standard library only.
 
-Ranks call it under `torchrun`; sidecar hosts and workers call it everywhere. Nothing here waits or signals.
+Ranks call it under `torchrun`; sidecar hosts and workers call it everywhere. How a run ends is not decided here.
 
-    die_with_parent(expected_ppid)   # first line of the child's main
+    die_with_parent(parent_pid)  # first line of the child's main
 """
 
 import ctypes

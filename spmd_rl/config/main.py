@@ -30,8 +30,7 @@ from spmd_rl.config.identity import refuse_other_run, run_dir, to_yaml
 from spmd_rl.config.idle import idle_settings
 from spmd_rl.config.keys import plain
 from spmd_rl.config.load import CONFIGS, load
-from spmd_rl.config.targets import told
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.errors import RunFailed, UserError, one_line
 
 ERROR_FILE = "error.txt"
 BEGAN = time.time()
@@ -71,7 +70,7 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
         if full := full_disk(error):
             ending.tell(2, f"disk full: {full.filename or ending.folder}")
         traceback.print_exc()
-        ending.tell(1, told(error), printed=True)
+        ending.tell(1, one_line(error), printed=True)
 
 
 class Ending:
@@ -91,7 +90,6 @@ class Ending:
 
     def tell(self, code: int, line: str, printed: bool = False) -> NoReturn:
         """Say `line` once, whoever comes first, and leave. `printed`: a traceback has said it on stderr."""
-        line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)
         first = self.folder is None or record(self.folder, line)

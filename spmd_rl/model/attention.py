@@ -78,7 +78,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    """As transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: attention soft-capping and sinks are not supported")
     if sliding_window is not None and packing.max_length > sliding_window:

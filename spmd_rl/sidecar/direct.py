@@ -6,7 +6,8 @@ Leaves out deadlines and isolation: a rewarder that hangs or dies takes the run 
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
-from spmd_rl.sidecar.worker import build, judge
+from spmd_rl.sidecar.worker import judge
+from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo, Prompt, Verdict
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ class Direct:
 
     def __init__(self, rewards: "RewardsConfig") -> None:
         self._rewarders = {
-            domain: build(domain, reward.target, dict(reward.args)) for domain, reward in rewards.domains.items()
+            domain: build_target(f"reward.{domain}", reward.target, reward.args)
+            for domain, reward in rewards.domains.items()
         }
         self.outstanding = 0
 

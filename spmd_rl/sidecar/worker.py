@@ -6,7 +6,6 @@ Deadlines are not kept here: a worker that takes too long is killed from outside
 
 import asyncio
 import bdb
-import importlib
 import inspect
 import math
 import os
@@ -15,49 +14,12 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from spmd_rl import wire
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, one_line
 from spmd_rl.sidecar.channel import receive, send
+from spmd_rl.targets import build_target
 from spmd_rl.types import Rewarder, Verdict, VerdictStatus
 
-SERVICES = frozenset({"sandbox", "http", "embed"})
-"""Constructor parameters of these names stand for services that the host provides. None is built yet."""
-MAX_DETAIL = 300
 MAX_PARTS = 100
-
-
-def load(domain: str, target: str) -> type:
-    """The class named by `module:Class`. UserError, in one line, for whatever keeps it from being imported."""
-    key = f"reward.{domain}.target={target}"
-    module_name, colon, class_name = target.partition(":")
-    if not colon or not module_name or not class_name:
-        raise UserError(f"{key}: write it as module:Class")
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except AttributeError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
-    except Exception as error:  # user code: an import may raise anything
-        raise UserError(f"{key}: cannot import {module_name}: {one_line(error)}") from error
-
-
-def build(domain: str, target: str, args: dict[str, Any]) -> Rewarder:
-    """The rewarder of a domain. UserError, in one line, if it cannot be imported or constructed."""
-    cls, key = load(domain, target), f"reward.{domain}.target={target}"
-    if not (hasattr(cls, "score") or hasattr(cls, "score_batch")):
-        raise UserError(f"{key}: has neither `score` nor `score_batch`")
-    for name in sorted(_required(cls) & SERVICES - set(args)):
-        raise UserError(f"{key}: needs the `{name}` service, which this version does not have")
-    try:
-        return cls(**args)
-    except Exception as error:  # user code: a constructor may raise anything
-        raise UserError(f"{key}: cannot be built with reward.{domain}.args={args}: {one_line(error)}") from error
-
-
-def _required(cls: type) -> set[str]:
-    try:
-        parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):
-        return set()
-    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
 
 
 def style(rewarder: Rewarder) -> str:
@@ -128,18 +90,11 @@ def _checked(verdict: Any) -> Verdict:
     return Verdict(verdict.status, float(verdict.score), parts, one_line(verdict.detail))
 
 
-def one_line(error: BaseException | str) -> str:
-    """An exception's type and message, or a text, on one line and not too long."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    text = " ".join(text.encode("utf-8", "replace").decode().split())
-    return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."
-
-
 def serve(sock: socket.socket, domain: str, pool: wire.Pool) -> None:
     """Be a worker until the host hangs up."""
     send(sock, wire.Started(os.getpid()))
     try:
-        rewarder = build(domain, pool.target, pool.args)
+        rewarder = build_target(f"reward.{domain}", pool.target, pool.args)
     except UserError as error:
         send(sock, wire.Failed(str(error)))
         return

@@ -17,7 +17,8 @@ from spmd_rl import wire
 from spmd_rl.errors import UserError
 from spmd_rl.process import die_with_parent
 from spmd_rl.sidecar.channel import receive
-from spmd_rl.sidecar.worker import load, serve
+from spmd_rl.sidecar.worker import serve
+from spmd_rl.targets import import_target
 
 
 def main(fd: int) -> None:
@@ -30,7 +31,7 @@ def main(fd: int) -> None:
             return
         die_with_parent(warm.parent)
         with contextlib.suppress(UserError):  # the worker will say so
-            load(warm.domain, warm.pool.target)
+            import_target(warm.domain, warm.pool.target)
         gc.freeze()  # keep shared pages shared
         me = os.getpid()
         while True:

@@ -27,7 +27,7 @@ class Publisher:
         self._policy, self._engine, self._world = policy, engine, world
 
     def __call__(self, version: int) -> Metrics:
-        """[all] Publish; the engine's later tokens are of `version`. RunFailed, on all ranks alike, if anything differs.
+        """[all] Publish; later tokens are of `version`. RunFailed, on all ranks alike, if anything differs.
 
         Metrics, equal on all ranks (the slowest rank's seconds): `publish/bytes`, `publish/seconds` and its parts
         `publish/gather_seconds` (the trainer), `publish/copy_seconds` (the engine's loader), `publish/hash_seconds`

@@ -2,9 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.errors import UserError
+from spmd_rl.model.build import build_model
 from spmd_rl.train.base import TrainBackend
 
 if TYPE_CHECKING:
@@ -25,9 +28,6 @@ def build_roles(cfg: RlvrConfig, world: World) -> tuple[TrainBackend, TrainBacke
 
 
 def _fsdp2(cfg: RlvrConfig, world: World, path: str, dtype: str, trained: bool) -> "FSDP2Backend":
-    import torch
-
-    from spmd_rl.model.build import build_model
     from spmd_rl.train.fsdp2 import FSDP2Backend
 
     model = build_model(path, torch.float32, "cpu", cfg.policy.trust_remote_code)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,8 +78,8 @@ class Job:
 
     def journals(self) -> dict[int, list[dict[str, Any]]]:
         """Each rank's journal, as far as it is written."""
-        paths = (self.run_dir / "journal").glob("rank-*.jsonl")
-        return {int(path.stem[5:]): [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
+        texts = {int(p.stem[5:]): p.read_text() for p in (self.run_dir / "journal").glob("rank-*.jsonl")}
+        return {rank: [json.loads(line) for line in text.split("\n")[:-1]] for rank, text in texts.items()}
 
     def pids(self) -> dict[int, int]:
         """Each rank's process id, once its journal has begun."""
@@ -171,11 +171,12 @@ def torchrun(
     directory: Path | str,
     stall_seconds: float = 60.0,
     env: dict[str, str] | None = None,
+    agent: Sequence[str] = (),
 ) -> Job:
-    """The same under `torch.distributed.run` on one node; `Job.processes` is the agent alone."""
+    """The same under `torch.distributed.run` on one node; `Job.processes` is the agent alone, `agent` its options."""
     job = Job(Path(directory), [])
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command = [*agent, "-m", __name__, *_task(job, fn, args, stall_seconds)]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command = [*run, *agent, "-m", __name__, *_task(job, fn, args, stall_seconds)]
     job.processes.append(_start(command, job.directory / "agent.log", env or {}))
     return job
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 import torch.distributed
 
@@ -40,6 +39,15 @@ def rounds(world: World, num_rounds: int, odd: str = "") -> None:
             time.sleep(0.02)
     if odd == "deaf":
         world.store.wait(["never written"])
+
+
+def killed_once(world: World) -> int:
+    """Rank 1 dies at the first start; counts the starts that see the same store keys."""
+    world.barrier("first")
+    if world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier("second")
+    return world.store.add("starts", 1)
 
 
 def in_round_three(job: Job, ranks: int = 2) -> None:
@@ -111,14 +119,23 @@ def test_skipped_collective_is_named(tmp_path: Path) -> None:
         assert "in barrier" in (job.run_dir / "journal/stacks-rank-1.txt").read_text()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_the_agent_ends_all(tmp_path: Path, signum: signal.Signals) -> None:
+def test_sigterm_to_the_agent_ends_all(tmp_path: Path) -> None:
     with torchrun(2, rounds, 20, "deaf", directory=tmp_path) as job:  # in C++, where Python handlers would wait
         job.wait_for("exit", 2, phase="update", step=19)
-        os.kill(job.processes[0].pid, signum)
+        os.kill(job.processes[0].pid, signal.SIGTERM)
         assert gone(list(job.pids().values()), 2.0), job.output()
         assert job.wait(10) == [1]
-        assert f"rank 0 received {signum.name}: ending" in job.output()
+        assert "rank 0 received SIGTERM: ending" in job.output()
+        assert (job.run_dir / "on_exit.txt").exists()
+
+
+def test_sigint_to_one_rank_ends_all(tmp_path: Path) -> None:
+    with launch(4, rounds, 20, "deaf", directory=tmp_path) as job:
+        job.wait_for("exit", 4, phase="update", step=19)
+        os.kill(job.pids()[2], signal.SIGINT)
+        assert job.wait(3) == [1, 1, 128 + signal.SIGINT, 1]
+        assert "rank 0: ended because rank 2 received SIGINT" in job.output()
+        assert "Traceback" not in job.output()
         assert (job.run_dir / "on_exit.txt").exists()
 
 
@@ -140,6 +157,15 @@ def test_killed_rank_ends_all(tmp_path: Path) -> None:
         assert time.monotonic() - began < 3
         assert codes[2] == -signal.SIGKILL
         assert set(codes) == {1, -signal.SIGKILL}
+
+
+def test_restarted_ranks_share_nothing_with_the_dead(tmp_path: Path) -> None:
+    with torchrun(2, killed_once, directory=tmp_path, agent=("--max-restarts", "1")) as job:
+        assert job.wait(40) == [0], job.output()
+        assert sorted(job.results()) == [1, 2]
+        starts = [line["nonce"] for line in job.journals()[1] if line["event"] == "start"]
+        assert len(set(starts)) == 2
+        assert "(rank 1 is gone: killed?)" in (job.run_dir / "journal/rank-0.jsonl").read_text()
 
 
 def test_lost_store_ends_the_ranks(tmp_path: Path) -> None:

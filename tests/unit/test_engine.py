@@ -160,7 +160,10 @@ def test_abort_gives_what_there_is(make):
     engine.abort(["0", "3", "never heard of"])
     assert engine.num_unfinished == 4
     ended = {completion.id: completion for completion in engine.step()}
-    assert {id: (c.finish_reason, len(c.token_ids)) for id, c in ended.items()} == {"0": ("abort", 2), "3": ("abort", 0)}
+    assert {id: (c.finish_reason, len(c.token_ids)) for id, c in ended.items()} == {
+        "0": ("abort", 2),
+        "3": ("abort", 0),
+    }
     rest = drain(engine)
     assert {id: len(c.token_ids) for id, c in rest.items()} == {"1": 10, "2": 10}
     assert rest == {id: c for id, c in run(make(), ask("1", new=10, seed=1), ask("2", new=10, seed=2)).items()}

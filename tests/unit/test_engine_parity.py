@@ -57,7 +57,12 @@ def test_greedy_tokens_are_generates(pair):
     for request in requests:
         ids = torch.tensor([request.prompt_ids.tolist()])
         expected = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
         )
         assert done[request.id].token_ids.tolist() == expected[0, len(request.prompt_ids) :].tolist()
         assert done[request.id].finish_reason == "length"

@@ -75,7 +75,9 @@ def test_weights_arrive(path, world, dtype):
     assert metrics["publish/bytes"] == sum(tensor.nbytes for tensor in held.values())
     assert metrics["publish/probe_abs_diff"] < (1e-5 if dtype == torch.float32 else 0.02)
     parts = ("gather", "copy", "hash", "probe")
-    assert sum(metrics[f"publish/{part}_seconds"] for part in parts) == pytest.approx(metrics["publish/seconds"], rel=0.05)
+    assert sum(metrics[f"publish/{part}_seconds"] for part in parts) == pytest.approx(
+        metrics["publish/seconds"], rel=0.05
+    )
     assert "publish" in world.journal.take_times() and world.journal.progress > len(held)
     assert engine.num_unfinished == 0 and engine.pool.num_used == 0
 
@@ -223,7 +225,9 @@ def test_publishing_again_and_again(llama, world):
     assert all(publish(version=v)["publish/probe_abs_diff"] < 1e-5 for v in range(3))
 
 
-@pytest.mark.parametrize("digest", [fingerprint, lambda t: checksum(t.view(-1).view(torch.uint8))], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "digest", [fingerprint, lambda t: checksum(t.view(-1).view(torch.uint8))], ids=["host", "device"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fingerprints_see_every_bit_and_its_place(digest, dtype):
     tensor = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).to(dtype)

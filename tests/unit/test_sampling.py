@@ -80,7 +80,7 @@ def test_rows_do_not_see_each_other():
 
 def test_uniforms_are_uniform_and_counted():
     values = torch.tensor([uniform(seed, t) for seed in (0, 1, 2**64 - 1) for t in range(2000)], dtype=torch.float64)
-    assert 0.0 <= values.min() and values.max() < 1.0 and len(values.unique()) == 6000
+    assert values.min() >= 0.0 and values.max() < 1.0 and len(values.unique()) == 6000
     assert abs(values.mean() - 0.5) < 0.02 and abs(values.var() - 1 / 12) < 0.01
     assert uniform(3, 4) == uniform(3, 4) != uniform(4, 3)
 

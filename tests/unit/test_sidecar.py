@@ -183,7 +183,7 @@ def test_workers_are_processes_without_torch(node):
     ("target", "line"),
     [
         ("nowhere:Reward", "No module named 'nowhere'"),
-        ("sidecar_toys:Nothing", "has no attribute 'Nothing'"),
+        ("sidecar_toys:Nothing", "has no class Nothing"),
         ("sidecar_toys:Path", "neither `score` nor"),
         ("sidecar_toys:CannotBuild", "the model is not there"),
         ("sidecar_toys:NeedsSandbox", "`sandbox` service"),
@@ -194,7 +194,7 @@ def test_a_target_that_cannot_be_had_is_one_line(node, target, line):
     config = RewardsConfig(domains={"toy": RewardConfig(target=target)})
     with pytest.raises(UserError) as error, sidecar.connect(config, node):
         pass
-    assert str(error.value).startswith(f"reward.toy.target={target}") and line in str(error.value)
+    assert str(error.value).startswith(f"reward.toy.target: {target}") and line in str(error.value)
     assert "\n" not in str(error.value)
     assert not Path(node.address.removeprefix("ipc://")).exists()
 

@@ -45,7 +45,9 @@ class NativeEngine:
         # A prompt's partial last block is held twice while its request runs.
         max_tokens = min((self.pool.num_blocks - 1) * BLOCK, config.max_position_embeddings)
         if max_running < 1 or max_tokens < 1:
-            raise UserError(f"engine.max_running={max_running}, engine.kv_tokens={kv_tokens}: too small for one request")
+            raise UserError(
+                f"engine.max_running={max_running}, engine.kv_tokens={kv_tokens}: too small for one request"
+            )
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._scheduler = Scheduler(self.pool, max_running)
         self._aborted: list[Completion] = []

@@ -19,9 +19,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @torch.no_grad()
 def whole_weights(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """[all] Each parameter, sharded in its first dimension over all ranks, whole: name and contiguous tensor in `dtype`.
+    """[all] Each parameter whole: name and contiguous tensor in `dtype`, valid until the next one is asked for.
 
-    A tensor is valid until the next one is asked for.
+    The parameters are sharded in their first dimension over one mesh axis, as `fully_shard` does it.
     """
     buffers = _Buffers()
     for bucket in _buckets(parameters, dtype.itemsize):
