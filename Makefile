@@ -7,6 +7,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint launch/constraints-cpu.txt
 export OMP_WAIT_POLICY ?= PASSIVE
+export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
 .PHONY: setup setup-test model demo test test-slow lint clean
 

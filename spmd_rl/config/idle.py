@@ -49,11 +49,12 @@ IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 
 
 def idle_settings(cfg: Any, usual: Any) -> Iterator[str]:
-    """One line for each setting without effect that is not as in `usual`, the settings of a line that says nothing."""
-    defaults = dict(flatten(plain(usual)))
+    """One line for each setting without effect that somebody asked for: it is neither the schema's default nor as in
+    `usual`, the settings of a line that says nothing."""
+    unasked = [dict(flatten(plain(settings))) for settings in (usual, type(cfg)())]
     for key, value in flatten(plain(cfg)):
         if key.startswith("reward.") and key.endswith(".workers") and cfg.debug and value != 1:
             yield f"{key}: has no effect while debug is true"
         for idle, reason, when in IDLE:
-            if f"{key}.".startswith(f"{idle}.") and value != defaults.get(key) and when(cfg):
+            if f"{key}.".startswith(f"{idle}.") and when(cfg) and all(value != d.get(key) for d in unasked):
                 yield f"{key}: has no effect while {reason}"

@@ -90,6 +90,7 @@ class Ending:
 
     def tell(self, code: int, line: str, printed: bool = False) -> NoReturn:
         """Say `line` once, whoever comes first, and leave. `printed`: a traceback has said it on stderr."""
+        line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)
         first = self.folder is None or record(self.folder, line)

@@ -14,6 +14,9 @@ DTYPES = ("bfloat16", "float32")
 SCHEDULES = ("constant", "linear", "cosine")
 CLAIMS = ("store", "static")
 ACCEPTS = ("ticket",)
+# The names in the dicts of `algo`, which needs torch; a test holds the two together.
+ADVANTAGES = ("grpo",)
+LOSSES = ("ppo_clip",)
 LOSS_AGGS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -181,11 +184,11 @@ class AlgorithmConfig:
     name: str = "grpo"
     """For humans and the run's name."""
     advantage: str = "grpo"
-    """Advantage estimator: a name in `algo.ADVANTAGES`."""
+    """Advantage estimator: `grpo`."""
     norm_std: bool = True
     """Divide GRPO's centred scores by the group's standard deviation (off: Dr.GRPO)."""
     loss: str = "ppo_clip"
-    """Policy loss: a name in `algo.LOSSES`."""
+    """Policy loss: `ppo_clip`."""
     clip_low: float = 0.2
     """Lower clip range of the importance ratio: 1 - clip_low."""
     clip_high: float = 0.2
@@ -198,7 +201,7 @@ class AlgorithmConfig:
     """`k1`, `k2` or `k3` (Schulman, Approximating KL Divergence)."""
 
     def __post_init__(self) -> None:
-        one_of(self, loss_agg=LOSS_AGGS, kl_estimator=KL_ESTIMATORS)
+        one_of(self, advantage=ADVANTAGES, loss=LOSSES, loss_agg=LOSS_AGGS, kl_estimator=KL_ESTIMATORS)
         within(self, clip_low=(0, 1))
         at_least(self, clip_high=0, kl_coef=0)
 

@@ -89,6 +89,18 @@ class Journal:
             self.inside = outer
         self.note("collective_done", phase=self.phase_name, name=name, seq=seq)
 
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """On the way into the next collective, called `name`: a wait on the store, for what the others have yet to do.
+
+        Not numbered and not written, since ranks come to it as often as they happen to; only a hang report shows it.
+        """
+        outer, self.inside = self.inside, (name, self._seq + 1)
+        try:
+            yield
+        finally:
+            self.inside = outer
+
     def watch(self, watcher: PhaseWatcher) -> None:
         """Tell `watcher` of every phase from now on. Called outside of any phase."""
         assert not self._phases

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from spmd_rl.algo import KL_ESTIMATORS, LOSSES, pick
+from spmd_rl.algo import KL_ESTIMATORS, LOSSES
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.train.base import Loss
@@ -14,9 +14,8 @@ from spmd_rl.train.base import Loss
 
 def bind(settings: AlgorithmConfig) -> Loss:
     """The `Loss` that the settings describe."""
-    policy = pick("algorithm.loss", settings.loss, LOSSES)
-    surrogate = partial(policy, clip_low=settings.clip_low, clip_high=settings.clip_high)
-    divergence = pick("algorithm.kl_estimator", settings.kl_estimator, KL_ESTIMATORS)
+    surrogate = partial(LOSSES[settings.loss], clip_low=settings.clip_low, clip_high=settings.clip_high)
+    divergence = KL_ESTIMATORS[settings.kl_estimator]
     return partial(_loss, surrogate=surrogate, divergence=divergence, kl_coef=settings.kl_coef)
 
 

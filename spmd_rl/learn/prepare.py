@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spmd_rl.algo import ADVANTAGES, AGGREGATIONS, pick
+from spmd_rl.algo import ADVANTAGES, AGGREGATIONS
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.rollout import Collected
@@ -39,9 +39,8 @@ def plan(collected: Collected, settings: AlgorithmConfig, num_updates: int) -> P
     tickets = torch.tensor([ticket for ticket, _ in rows], dtype=torch.int64)
     scores = torch.tensor([a.score for _, a in rows], dtype=torch.float64)
     lengths = torch.tensor([a.num_answer_tokens for _, a in rows], dtype=torch.int64)
-    estimator = pick("algorithm.advantage", settings.advantage, ADVANTAGES)
-    aggregate = pick("algorithm.loss_agg", settings.loss_agg, AGGREGATIONS)
-    advantages = estimator(scores, tickets, norm_std=settings.norm_std)
+    aggregate = AGGREGATIONS[settings.loss_agg]
+    advantages = ADVANTAGES[settings.advantage](scores, tickets, norm_std=settings.norm_std)
     place = {ticket: i for i, ticket in enumerate(dict.fromkeys(tickets.tolist()))}
     minibatches = torch.tensor([place[t] * num_updates // len(place) for t in tickets.tolist()], dtype=torch.int64)
     weights = torch.zeros(len(rows), dtype=torch.float64)

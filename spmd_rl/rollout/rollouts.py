@@ -26,6 +26,9 @@ from spmd_rl.rollout.pump import Pump
 from spmd_rl.rollout.tickets import Claim, StepTickets, claim
 from spmd_rl.types import Group, Prompt, Sample, Scorer
 
+END = "generate: end of step"
+"""The collective at which the replicas meet when they know the step's end."""
+
 
 class Rollouts:
     """Stateful: `next_ticket` is the cursor, the first ticket no step has used."""
@@ -88,7 +91,7 @@ class Rollouts:
             began, self._pump.idle_seconds = time.perf_counter(), 0.0
             finished, end, num_aborted = self._runner.run(self._until_end(claims, tickets))
             idle_from = time.perf_counter()
-            world.barrier("generate: end of step")
+            world.barrier(END)
             now = time.perf_counter()
             bubble = (self._pump.idle_seconds + now - idle_from) / (now - began)
         with world.phase("coordination"):
@@ -111,7 +114,7 @@ class Rollouts:
                 epoch, prompt = self.prompts.ticket(ticket, self._cfg.seed)
                 running[ticket] = (prompt, self._start(prompt, ticket, epoch, sampling))
                 await asyncio.sleep(0)  # its requests now stand in the pump, and count in `_has_room`
-            await self._turn()
+            await self._turn(idle=not running)
             for ticket in sorted(t for t, (_, samples) in running.items() if samples.done()):
                 prompt, samples = running.pop(ticket)
                 group = Group(prompt, ticket, tuple(samples.result()))
@@ -136,15 +139,21 @@ class Rollouts:
     def _has_room(self) -> bool:
         return self._pump.num_requests + self._settings.answers_per_prompt <= self._slots
 
-    async def _turn(self) -> None:
-        """One turn of the pump, or, with only verdicts left to wait for, turns until one of them arrives."""
-        if self._pump.num_requests or not self._scorer.outstanding:
-            await self._pump.turn()
-            return
-        with self._world.phase("score"):
-            waiting = self._scorer.outstanding
-            while not self._pump.num_requests and self._scorer.outstanding == waiting:
+    async def _turn(self, idle: bool) -> None:
+        """One turn of the pump, or, with only verdicts left to wait for, turns until one of them arrives.
+
+        `idle`: this rank has no ticket; it waits for those of the others.
+        """
+        if idle:
+            with self._world.journal.waiting(END):
                 await self._pump.turn()
+        elif self._pump.num_requests or not self._scorer.outstanding:
+            await self._pump.turn()
+        else:
+            with self._world.phase("score"):
+                waiting = self._scorer.outstanding
+                while not self._pump.num_requests and self._scorer.outstanding == waiting:
+                    await self._pump.turn()
 
     def _exchange(
         self, step: int, finished: dict[int, tuple[Group, str | None]], end: int, bubble: float, num_aborted: int
@@ -160,7 +169,9 @@ class Rollouts:
             step=step,
             groups=tuple(group for group, reason in used.values() if reason is None),
             dropped=tuple(
-                (group, reason or "surplus") for t, (group, reason) in sorted(finished.items()) if reason or t >= end
+                (group, reason if t < end else "surplus")
+                for t, (group, reason) in sorted(finished.items())
+                if reason is not None or t >= end
             ),
             outcomes=tuple(outcomes),
             bubble=sum(r[1] for r in records) / len(records),

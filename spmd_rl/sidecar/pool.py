@@ -258,7 +258,7 @@ class Pool:
         self._not_before = now + 0.1 * self._failures
         if self._failures >= MAX_FAILURES + self._spec.workers:
             unsaid = f"its worker dies, or takes over {START_SECONDS:g} s, while it imports or builds the rewarder"
-            self._break(self._why or f"reward.{self.domain}.target={self._spec.target}: {unsaid}")
+            self._break(self._why or f"reward.{self.domain}.target: {self._spec.target}: {unsaid}")
 
     def _break(self, why: str) -> None:
         self.broken = why

@@ -1,12 +1,12 @@
 """Runs of the real door on a tiny random model: started, watched, killed, compared.
 
-    run = Toy(tmp_path).start("steps=2", ranks=2)
-    assert run.wait() == 0
+run = Toy(tmp_path).start("steps=2", ranks=2)
+assert run.wait() == 0
 """
 
 import json
 import os
-import signal
+import secrets
 import subprocess
 import sys
 import time
@@ -20,6 +20,9 @@ from tests.models import tiny
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("policy.dtype=float32", "rollout.claim=static")
 """What guarantee E asks for."""
+LINGERING = ROOT / "tests" / "e2e" / "lingering_rlvr.py"
+MARK = "SPMD_RL_TEST_RUN"
+"""Environment variable that every process of a run inherits: how those that outlive it are found."""
 
 
 class Toy:
@@ -41,6 +44,7 @@ class Toy:
             f"policy.model={self.model}",
             f"data.train={self.data}",
             "data.format='{question}'",
+            "~reward.reasoning_gym",
             "reward.toy.target=tests.e2e.toy_reward:ParityReward",
             "rollout.prompts_per_step=4",
             "rollout.answers_per_prompt=4",
@@ -51,6 +55,8 @@ class Toy:
             "policy.lr=1e-3",
             "steps=4",
             "checkpoint.every=1",
+            "checkpoint.keep=9",
+            "checkpoint.export_hf=true",
             "journal.stall_seconds=60",
         ]
 
@@ -62,27 +68,39 @@ class Toy:
         door = [str(script)] if script else ["-m", "spmd_rl.rlvr"]
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks else []
         command = [sys.executable, *torchrun, *door, *self.settings(), f"run.dir={run_dir}", *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-        output = open(self.path / f"{name}.out", "ab")
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        return Running(process, run_dir, self.path / f"{name}.out")
+        mark = secrets.token_hex(8)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
+        with open(self.path / f"{name}.out", "ab") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return Running(process, run_dir, self.path / f"{name}.out", mark)
+
+    def run(self, *overrides: str, **how) -> "Running":
+        """Start, and wait for a good end."""
+        run = self.start(*overrides, **how)
+        assert run.wait() == 0, run.text()[-3000:]
+        return run
+
+    def linger(self, point: str, *overrides: str, name: str) -> "Running":
+        """Start a run on 2 ranks that rests for a second at `point` of step 2; see `lingering_rlvr.py`."""
+        return self.start(*overrides, name=name, script=LINGERING, env={"LINGER": point})
 
 
 class Running:
     """One started job."""
 
-    def __init__(self, process: subprocess.Popen, run_dir: Path, output: Path) -> None:
+    def __init__(self, process: subprocess.Popen, run_dir: Path, output: Path, mark: str) -> None:
         self.process, self.run_dir, self.output = process, run_dir, output
-        self.began = time.time()
+        self._mark = mark
 
     def wait(self, timeout: float = 120) -> int:
         """The exit code; the whole job is killed when time runs out."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for process in self.processes():
+                process.kill()
             raise AssertionError(f"the job did not end in {timeout} s:\n{self.text()[-3000:]}") from None
 
     def text(self) -> str:
@@ -90,59 +108,66 @@ class Running:
         return self.output.read_text(errors="replace")
 
     def events(self, rank: int) -> list[dict]:
-        """The rank's journal since this start."""
+        """The rank's journal."""
         path = self.run_dir / "journal" / f"rank-{rank}.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines()
-        events = [json.loads(line) for line in lines if line.endswith("}")]
-        return [e for e in events if e["t"] >= self.began - 1]
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def wait_for(self, phase: str, step: int, rank: int = 0, timeout: float = 90) -> None:
-        """Until the rank's journal says that it entered `phase` in `step`."""
+    def wait_for(self, point: str, step: int = 2, rank: int = 0, timeout: float = 90) -> None:
+        """Until the rank's journal has `point` (as in `lingering_rlvr.py`) in `step`."""
+        event, _, what = point.partition(" ")
         deadline = time.time() + timeout
         while time.time() < deadline:
-            if any(e["event"] == "enter" and e["phase"] == phase and e.get("step") == step for e in self.events(rank)):
-                return
-            assert self.process.poll() is None, f"ended before {phase} of step {step}:\n{self.text()[-3000:]}"
+            for e in self.events(rank)[-20:]:
+                if e["event"] == event and what in (e.get("phase"), e.get("name")) and e["step"] == step:
+                    return
+            assert self.process.poll() is None, f"ended before {point} of step {step}:\n{self.text()[-3000:]}"
             time.sleep(0.005)
-        raise AssertionError(f"never entered {phase} of step {step}")
+        raise AssertionError(f"never came to {point} of step {step}")
 
-    def family(self) -> list[psutil.Process]:
-        """The agent's descendants, alive now."""
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the run that is alive now, whoever its parent is."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
 
     def pid(self, victim: str) -> int:
-        """The process id of `agent`, `host` or `rank-N`."""
+        """The process id of `agent`, `rank-N`, or the sidecar's `host` or `worker`."""
         if victim == "agent":
             return self.process.pid
-        if victim == "host":
-            return next(p.pid for p in self.family() if "spmd_rl.sidecar" in p.cmdline())
-        rank = victim.removeprefix("rank-")
-        return next(
-            p.pid
-            for p in self.family()
-            if p.environ().get("RANK") == rank and "spmd_rl.sidecar" not in " ".join(p.cmdline())
-        )
+        module = {"host": "spmd_rl.sidecar", "worker": "spmd_rl.sidecar.zygote"}.get(victim)
+        for process in self.processes():
+            words = process.cmdline()
+            if victim == "worker" and module in words and module in process.parent().cmdline():
+                return process.pid  # a fork of the zygote
+            if victim == "host" and module in words:
+                return process.pid
+            if module is None and process.ppid() == self.process.pid and f"rank-{process.environ()['RANK']}" == victim:
+                return process.pid
+        raise AssertionError(f"there is no {victim}")
+
+    def outlived(self, seconds: float = 2.0) -> list[list[str]]:
+        """Command lines of the processes that are still there `seconds` after now."""
+        deadline = time.time() + seconds
+        while (left := self.processes()) and time.time() < deadline:
+            time.sleep(0.05)
+        return [process.cmdline() for process in left]
 
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl."""
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
     def samples(self, step: int) -> list[dict]:
-        """The lines of one step's sample log."""
+        """The sample log of one step without the surplus, of which a step finishes as much as it happens to."""
         path = self.run_dir / "samples" / f"step-{step:06d}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [row for row in rows if row["why_not"] != "surplus"]
 
     def weights(self, step: int) -> dict:
         """The exported weights of one step."""
         return load_file(self.run_dir / "checkpoints" / f"step-{step:06d}" / "hf" / "model.safetensors")
-
-
-def gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those of `processes` that still run after `seconds`."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

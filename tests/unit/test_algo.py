@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.algo import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, pick
+from spmd_rl.algo import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from spmd_rl.algo.advantages import grpo
 from spmd_rl.algo.losses import ppo_clip
-from spmd_rl.errors import UserError
+from spmd_rl.config import schema
 
 
 def grpo_by_hand(scores: list[float], groups: list[int], norm_std: bool) -> list[float]:
@@ -80,6 +80,15 @@ def test_kl_is_zero_on_equals_and_near_the_truth(name: str) -> None:
     assert mean == pytest.approx(truth, rel=0.1)
 
 
-def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"algorithm.advantage: unknown name 'gae'; known: grpo"):
-        pick("algorithm.advantage", "gae", ADVANTAGES)
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (schema.ADVANTAGES, ADVANTAGES),
+        (schema.LOSSES, LOSSES),
+        (schema.LOSS_AGGS, AGGREGATIONS),
+        (schema.KL_ESTIMATORS, KL_ESTIMATORS),
+    ],
+)
+def test_settings_know_the_names(names, known) -> None:
+    """The settings are torch-free, so they keep a copy."""
+    assert names == tuple(known)

@@ -139,11 +139,11 @@ def test_another_run_is_refused_by_key(tmp_path, override, line):
 def test_a_run_older_than_a_setting_is_compared_with_its_default(tmp_path):
     write_config(rlvr(f"run.dir={tmp_path}"), tmp_path, "rlvr")
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    del saved["rollout"]["extra_prompts"]
+    del saved["rollout"]["min_answers"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
     refuse_other_run(rlvr(f"run.dir={tmp_path}"), "rlvr")
-    with pytest.raises(UserError, match=r"rollout\.extra_prompts"):
-        refuse_other_run(rlvr(f"run.dir={tmp_path}", "rollout.extra_prompts=2"), "rlvr")
+    with pytest.raises(UserError, match=r"rollout\.min_answers"):
+        refuse_other_run(rlvr(f"run.dir={tmp_path}", "rollout.min_answers=3"), "rlvr")
 
 
 def test_another_pipeline_and_a_broken_file_are_refused(tmp_path):

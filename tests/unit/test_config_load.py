@@ -59,7 +59,7 @@ def test_defaults_are_the_embedded_run():
     assert (cfg.train.name, cfg.engine.name, cfg.algorithm.name) == ("fsdp2", "native", "grpo")
     assert cfg.policy.dtype == "bfloat16"
     assert (cfg.rollout.claim, cfg.rollout.accept) == ("store", "ticket")
-    assert cfg.data.train == "reasoning_gym:chain_sum"
+    assert cfg.data.train == "reasoning_gym:basic_arithmetic"
     assert cfg.reward.domains["reasoning_gym"].target == "rewards.reasoning_gym:ReasoningGymReward"
 
 
@@ -182,6 +182,10 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("reward.reasoning_gym.target=nocolon", "reward.reasoning_gym.target: must be module:Class, not 'nocolon'"),
         ("reward.reasoning_gym.workers=0", "reward.reasoning_gym.workers: must be at least 1, not 0"),
         ("track.wandb=on", "track.wandb: unknown name 'on'; known: off, offline, online"),
+        ("algorithm.advantage=gae", "algorithm.advantage: unknown name 'gae'; known: grpo"),
+        ("algorithm.loss=reinforce", "algorithm.loss: unknown name 'reinforce'; known: ppo_clip"),
+        ("algorithm.loss_agg=mean", "algorithm.loss_agg: unknown name 'mean'; known: token-mean, "),
+        ("algorithm.kl_estimator=k4", "algorithm.kl_estimator: unknown name 'k4'; known: k1, k2, k3"),
         ("sidecar.bind=udp://x", "sidecar.bind: must be ipc or tcp://address"),
         ("journal.stall_seconds=0", "journal.stall_seconds: must be greater than 0"),
         ("checkpoint.keep=0", "checkpoint.keep: must be at least 1, not 0"),

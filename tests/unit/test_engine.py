@@ -166,7 +166,7 @@ def test_abort_gives_what_there_is(make):
     }
     rest = drain(engine)
     assert {id: len(c.token_ids) for id, c in rest.items()} == {"1": 10, "2": 10}
-    assert rest == {id: c for id, c in run(make(), ask("1", new=10, seed=1), ask("2", new=10, seed=2)).items()}
+    assert rest == run(make(), ask("1", new=10, seed=1), ask("2", new=10, seed=2))
     assert engine.pool.num_used == 0
 
 
@@ -271,6 +271,16 @@ def test_the_longest_request_fits_alone(make):
         done = run(engine, ask("a", prompt=[i % 200 for i in range(length)], new=longest - length))
         assert len(done["a"].token_ids) == longest - length
     assert engine.pool.peak <= 8
+
+
+def test_many_prompts_are_computed_in_bounded_forwards(make, monkeypatch):
+    requests = [ask(f"{i}", prompt=range(i, 3 * i + 10), new=5, seed=i) for i in range(6)]
+    whole = run(make(max_running=6, kv_tokens=1024), *requests)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.PREFILL_TOKENS", 20)
+    engine, sizes = make(max_running=6, kv_tokens=1024), []
+    engine._module.model.embed_tokens.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
+    assert {id: c.token_ids for id, c in run(engine, *requests).items()} == {id: c.token_ids for id, c in whole.items()}
+    assert sizes[:6] == [20, 13, 15, 17, 19, 6]  # prompts of 9 + 11, 13, ..., 19 tokens; then one token of each
 
 
 def test_long_and_short_rows_side_by_side(make):

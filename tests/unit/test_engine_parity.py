@@ -14,13 +14,18 @@ LENGTHS = (1, 2, 16, 17, 18, 40, 33, 5)
 """prompt lengths around the block size, and a prompt of one token"""
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "tied"])
+BUILDERS = {
+    "native": lambda path: NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024),
+}
+
+
+@pytest.fixture(scope="module", params=[(name, kind) for name in BUILDERS for kind in (*KINDS, "tied")], ids="-".join)
 def pair(request, tmp_path_factory):
     """A reference module and an engine that holds its weights."""
-    tied = request.param == "tied"
-    path = tiny("llama" if tied else request.param, tmp_path_factory.mktemp("model"), tie=tied)
+    name, kind = request.param
+    path = tiny("llama" if kind == "tied" else kind, tmp_path_factory.mktemp("model"), tie=kind == "tied")
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    engine = NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024)
+    engine = BUILDERS[name](path)
     engine.load(reference.named_parameters(), version=3)
     return reference, engine
 

@@ -138,7 +138,7 @@ class Stale(NativeEngine):
 
     def load(self, weights, version):
         if self._version is None:
-            return super().load(weights, version)
+            super().load(weights, version)
         for _ in weights:
             pass
         self._version = version

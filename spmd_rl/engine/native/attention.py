@@ -6,7 +6,7 @@ hands its batch to `module(..., kv=...)`, which transformers passes down to ever
     Prefill    whole prompts end to end; each attends causally to itself; their keys and values are stored
     Decode     one token per request, which attends to all its request has stored
 
-Left out: sliding windows, soft caps and sinks; `module.py` refuses models that need them.
+Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from spmd_rl.engine.native.kv import KVPool
+from spmd_rl.errors import UserError
 
 ATTENTION = "spmd_paged"
 
@@ -95,10 +96,17 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float,
     kv: Packed,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, KVH, T, D] -> [1, T, H, D]."""
+    """transformers' attention interface: query [1, H, T, D], key and value [1, KVH, T, D] -> [1, T, H, D].
+
+    UserError for a model whose attention is more than this.
+    """
     assert attention_mask is None
+    if softcap is not None or s_aux is not None:
+        raise UserError(f"policy.model: engine=native knows no soft cap and no sinks ({type(module).__name__})")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return kv.attend(module.layer_idx, query, key, value, scaling)[None], None
 

@@ -1,0 +1,41 @@
+"""The door with a mistake: in step 2 rank 1 stays away from one collective and goes on as if it had been there.
+
+SKIP="collect: outcomes" torchrun ... tests/e2e/skipping_rlvr.py key=value ...
+"""
+
+import os
+
+import torch
+
+from spmd_rl.config import RlvrConfig, main
+from spmd_rl.dist import World
+from spmd_rl.rlvr import run
+from spmd_rl.train.fsdp2 import FSDP2Backend
+
+SKIP = os.environ["SKIP"]
+STEP = 2
+
+gather, forward = World.gather, FSDP2Backend._forward
+
+
+def skips(world: World) -> bool:
+    return world.rank == 1 and world.journal.step == STEP
+
+
+def skipping_gather(world: World, name: str, record):
+    """Of a gather: only one's own record."""
+    return [record] * world.size if skips(world) and name == SKIP else gather(world, name, record)
+
+
+def skipping_forward(backend: FSDP2Backend, micro, temperature: float):
+    """Of a micro-batch: neither FSDP's gathers in the forward pass nor its reductions in the backward pass."""
+    world = backend._world
+    if skips(world) and world.journal.inside[0] == SKIP:
+        values = torch.zeros(int(micro.loss_mask.sum()), requires_grad=True)
+        return values, values.detach()
+    return forward(backend, micro, temperature)
+
+
+if __name__ == "__main__":
+    World.gather, FSDP2Backend._forward = skipping_gather, skipping_forward
+    main("rlvr", RlvrConfig, run)
