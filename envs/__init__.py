@@ -1,0 +1,1 @@
+"""Environments, one a file; of ours they import `spmd_rl.types` alone."""

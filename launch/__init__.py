@@ -1,0 +1,1 @@
+"""Pinned environments and cluster templates. Torch-free."""

@@ -1,0 +1,1 @@
+"""Rewarders, one a file; of ours they import `spmd_rl.types` alone."""

@@ -86,7 +86,7 @@ class TimeUp(BaseException):
     """Not an `Exception`, since the libraries below catch those."""
 
 
-def ring(signum: int, frame: object) -> None:
+def _ring(signum: int, frame: object) -> None:
     raise TimeUp
 
 
@@ -96,7 +96,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, _ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

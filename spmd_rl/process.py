@@ -36,8 +36,8 @@ def keep_freed_memory() -> None:
     """Let malloc keep large blocks that are freed, instead of giving them back to the kernel.
 
     A training step on CPU allocates the same hundreds of megabytes again and again; by default glibc maps and unmaps
-    each, and the kernel zeroes every page anew. Resident memory then stays at its peak. A no-op without glibc, and where
-    the user has set one of malloc's own variables.
+    each, and the kernel zeroes every page anew. Resident memory then stays at its peak. A no-op without glibc, and
+    where the user has set one of malloc's own variables.
     """
     chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     libc = ctypes.CDLL(None)

@@ -14,17 +14,20 @@ from spmd_rl.config import RlvrConfig, main
 
 def run(cfg: RlvrConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
-    from spmd_rl import engine, sidecar, sync, train
-    from spmd_rl.checkpoint import Checkpointer, HfExport, finished
+    from spmd_rl import sidecar
     from spmd_rl.data import Prompts
+
+    prompts = Prompts.load(cfg.data)  # before torch: a mistake in a row is told within a second
+    sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
+
+    from spmd_rl import engine, sync, train
+    from spmd_rl.checkpoint import Checkpointer, HfExport, finished
     from spmd_rl.dist import World
     from spmd_rl.learn import Learner, evaluate, lineage
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Rollouts
     from spmd_rl.track import Run
 
-    prompts = Prompts.load(cfg.data)
-    sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
     with ExitStack() as stack:
         world = stack.enter_context(World.open(cfg))

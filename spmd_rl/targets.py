@@ -46,7 +46,7 @@ def _foreign(line: str) -> Iterator[None]:
     """Somebody's import or constructor may raise anything: a mistake of theirs, told with its cause after `line`."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - user code, at its boundary
+    except Exception as error:
         raise UserError(f"{line}: {one_line(error)}") from error
 
 

@@ -55,7 +55,9 @@ class FakeEngine:
                 text = str(request.seed % 10).encode() * n
                 reason = "stop" if stop else "abort"
                 ended.append(
-                    Completion(id, array("i", list(text)), array("f", [-0.5] * n), array("i", [self.version] * n), reason)
+                    Completion(
+                        id, array("i", list(text)), array("f", [-0.5] * n), array("i", [self.version] * n), reason
+                    )
                 )
             else:
                 self.running[id] = (request, n)

@@ -1,7 +1,7 @@
 """Tiny random model directories for tests: `tiny("llama" | "qwen2" | "qwen3", path)`. No download, about 0.1 s each.
 
-Hidden 64, 2 layers, 4 heads over 2 key-value heads, vocabulary 260: 256 bytes, then `<|pad|>`, `<|im_start|>`, `<|im_end|>` (end
-of sequence) and `<|endoftext|>`.
+Hidden 64, 2 layers, 4 heads over 2 key-value heads, vocabulary 260: 256 bytes, then `<|pad|>`, `<|im_start|>`,
+`<|im_end|>` (end of sequence) and `<|endoftext|>`.
 """
 
 from pathlib import Path

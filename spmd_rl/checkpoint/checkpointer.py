@@ -95,7 +95,7 @@ class Checkpointer:
 
     def _save(self, step: int, export: bool) -> None:
         state = self._state(step)
-        nonce = self._world.broadcast("save: begin", secrets.token_hex(4))
+        nonce = self._world.broadcast("save: begin", secrets.token_hex(4))  # [all]
         temporary = self._shelf.temporary(step, nonce)
 
         def attempt(name: str, share: Callable[[], Any]) -> list[Any]:
@@ -146,7 +146,7 @@ class Checkpointer:
 
     def _write_shards(self, temporary: Path) -> None:
         state = {name: backend.state_dict() for name, backend in self._backends.items()}
-        with self._world.collective("save: shards"):
+        with self._world.collective("save: shards"):  # [all]
             shards.save(state, temporary, self._group, self._world.progress)
 
     def _vouch(self, temporary: Path) -> dict[str, tuple[int, str]]:

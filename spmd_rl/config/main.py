@@ -16,7 +16,9 @@ job`, `--config-dir`, `--config-name`, groups and overrides work as its users kn
 
 import argparse
 import errno
+import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -60,6 +62,7 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
                 print(f"warning: {line}", file=sys.stderr)
         ending.start()
         run(cfg)
+        gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
     except KeyboardInterrupt:
         ending.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:
@@ -102,9 +105,18 @@ class Ending:
         if line:
             print(line, file=sys.stderr)
         sys.stderr.flush()
+        if code == 2:
+            forgo_restarts()
         if "torch" in sys.modules:
             os._exit(code)  # destructors of a process group may wait for peers that are gone
         sys.exit(code)
+
+
+def forgo_restarts() -> None:
+    """Let an agent that would start us again (`--max-restarts`) end instead: a mistake does not mend itself."""
+    env = os.environ
+    if int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")) > int(env.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def record(folder: Path, line: str) -> bool:

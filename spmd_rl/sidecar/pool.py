@@ -61,6 +61,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
+        """Whether it waits for work."""
         return bool(self.style) and not self.running
 
     def kill(self) -> None:

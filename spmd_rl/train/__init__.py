@@ -20,14 +20,14 @@ def build_roles(cfg: RlvrConfig, world: World) -> tuple[TrainBackend, TrainBacke
     """[all] The policy, and its frozen reference where `algorithm.kl_coef` > 0. UserError if it does not load."""
     if cfg.train.name not in BACKENDS:
         raise UserError(f"train.name={cfg.train.name!r} is none of {', '.join(BACKENDS)}")
-    policy = _fsdp2(cfg, world, cfg.policy.model, cfg.policy.dtype, trained=True)
+    policy = _build_fsdp2(cfg, world, cfg.policy.model, cfg.policy.dtype, trained=True)
     if cfg.algorithm.kl_coef <= 0:
         return policy, None
     model, dtype = cfg.reference.model or cfg.policy.model, cfg.reference.dtype or cfg.policy.dtype
-    return policy, _fsdp2(cfg, world, model, dtype, trained=False)
+    return policy, _build_fsdp2(cfg, world, model, dtype, trained=False)
 
 
-def _fsdp2(cfg: RlvrConfig, world: World, path: str, dtype: str, trained: bool) -> "FSDP2Backend":
+def _build_fsdp2(cfg: RlvrConfig, world: World, path: str, dtype: str, trained: bool) -> "FSDP2Backend":
     from spmd_rl.train.fsdp2 import FSDP2Backend
 
     model = build_model(path, torch.float32, "cpu", cfg.policy.trust_remote_code)

@@ -82,9 +82,9 @@ class Toy:
         assert run.wait() == 0, run.text()[-3000:]
         return run
 
-    def linger(self, point: str, *overrides: str, name: str) -> "Running":
-        """Start a run on 2 ranks that rests for a second at `point` of step 2; see `lingering_rlvr.py`."""
-        return self.start(*overrides, name=name, script=LINGERING, env={"LINGER": point})
+    def linger(self, point: str, *overrides: str, **how) -> "Running":
+        """Start a run that rests for a second at `point` of step 2; see `lingering_rlvr.py`."""
+        return self.start(*overrides, script=LINGERING, env={"LINGER": point}, **how)
 
 
 class Running:

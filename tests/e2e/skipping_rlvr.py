@@ -11,11 +11,12 @@ from spmd_rl.config import RlvrConfig, main
 from spmd_rl.dist import World
 from spmd_rl.rlvr import run
 from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.fsdp2.optimizer import Optimizer
 
 SKIP = os.environ["SKIP"]
 STEP = 2
 
-gather, forward = World.gather, FSDP2Backend._forward
+gather, forward, whole_grad_square = World.gather, FSDP2Backend._forward, Optimizer.local_grad_square
 
 
 def skips(world: World) -> bool:
@@ -36,6 +37,13 @@ def skipping_forward(backend: FSDP2Backend, micro, temperature: float):
     return forward(backend, micro, temperature)
 
 
+def grad_square(optimizer: Optimizer) -> float:
+    """A rank that skipped its micro-batch has no gradient, and does not mind."""
+    grads = [p.grad for p in optimizer._parameters.values()]
+    return 0.0 if any(grad is None for grad in grads) else whole_grad_square(optimizer)
+
+
 if __name__ == "__main__":
     World.gather, FSDP2Backend._forward = skipping_gather, skipping_forward
+    Optimizer.local_grad_square = grad_square
     main("rlvr", RlvrConfig, run)

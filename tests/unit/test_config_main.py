@@ -37,7 +37,9 @@ if __name__ == "__main__":
 def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("door")
     (place / "door.py").write_text(DOOR)
-    (place / "judge.py").write_text("class Judge:\n    def __init__(self, extract): ...\n    def score(self, prompt, answer, info): ...\n")
+    (place / "judge.py").write_text(
+        "class Judge:\n    def __init__(self, extract): ...\n    def score(self, prompt, answer, info): ...\n"
+    )
     (place / "model").mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (place / "model" / name).write_text("{}")

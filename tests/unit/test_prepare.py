@@ -17,7 +17,10 @@ from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 def sample(ticket: int, answer: int, length: int, score: float | None, version: int = 0) -> Sample:
     verdict = Verdict("ok", score) if score is not None else Verdict("timeout")
     turn = Turn(
-        array("i", [1, 2, 3]), array("i", range(length)), array("f", [-0.1] * length), array("i", [version] * length),
+        array("i", [1, 2, 3]),
+        array("i", range(length)),
+        array("f", [-0.1] * length),
+        array("i", [version] * length),
         "stop",
     )
     return Sample(ticket, answer, (turn,), verdict)

@@ -35,9 +35,7 @@ def tickets(collected) -> list[int]:
 
 @pytest.mark.parametrize("claim", ["store", "static"])
 def test_steps_use_every_ticket_once_and_in_order(world: World, claim: str) -> None:
-    rollouts = Rollouts(
-        settings(claim=claim), FakeEngine(), FakePrompts(5), FakeScorer(even), FakeTokenizer(), world
-    )
+    rollouts = Rollouts(settings(claim=claim), FakeEngine(), FakePrompts(5), FakeScorer(even), FakeTokenizer(), world)
     used = []
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
@@ -77,8 +75,12 @@ def test_surplus_is_aborted_and_starts_again_in_the_next_step(world: World) -> N
 
 def test_a_step_ends_at_its_ticket_limit_with_fewer_groups(world: World) -> None:
     rollouts = Rollouts(
-        settings(max_tickets_per_step=5), FakeEngine(), FakePrompts(9), FakeScorer(lambda p, a: p.ground_truth == "1" and even(p, a)),
-        FakeTokenizer(), world,
+        settings(max_tickets_per_step=5),
+        FakeEngine(),
+        FakePrompts(9),
+        FakeScorer(lambda p, a: p.ground_truth == "1" and even(p, a)),
+        FakeTokenizer(),
+        world,
     )
     collected = rollouts.collect(1)
     assert tickets(collected) == [0, 1, 2, 3, 4]

@@ -63,7 +63,7 @@ class FSDP2Backend:
         for i in range(count):
             real = i < len(bins)
             micro = batch.select(bins[i]) if real else dummy(batch)
-            with self._world.collective(f"logprobs: micro-batch {i + 1}/{count}"):
+            with self._world.collective(f"logprobs: micro-batch {i + 1}/{count}"):  # [all]
                 values = self._forward(micro, temperature)
             if real:
                 places = token_index(batch, bins[i])[micro.loss_mask]
@@ -78,7 +78,7 @@ class FSDP2Backend:
         self._optimizer.to(self._world.device)
         sums, count = self._accumulate(batch, loss, temperature)
         sums["grad_square"] = self._optimizer.local_grad_square()
-        sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")
+        sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
         lr = learning_rate(
             self._updates,
@@ -131,7 +131,8 @@ class FSDP2Backend:
         return token_logprobs(output.logits[0], micro.token_ids[targets], temperature)
 
     def _agree_on_count(self, what: str, count: int) -> int:
-        agreed = self._world.reduce(f"{what}: number of micro-batches", {"count": float(count)}, op="max")
+        counts = {"count": float(count)}
+        agreed = self._world.reduce(f"{what}: number of micro-batches", counts, op="max")  # [all]
         return int(agreed["count"])
 
     def _count(self, skipped: bool) -> None:

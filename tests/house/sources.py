@@ -1,0 +1,35 @@
+"""Our sources, read and parsed once for all house tests."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from spmd_rl.config.schema import PIPELINES
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("spmd_rl", "rewards", "envs", "launch")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in PIPELINES]
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def rel(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def functions(path: Path) -> Iterator[Function]:
+    """All of them, methods and nested ones too."""
+    return (node for node in ast.walk(tree(path)) if isinstance(node, Function))
+
+
+def words(node: ast.AST) -> set[str]:
+    """Every name and attribute in an expression."""
+    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
