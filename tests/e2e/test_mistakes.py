@@ -67,7 +67,10 @@ TOLD_AT_ONCE = [
     ("data.train={path}/elsewhere.jsonl", "no reward.nowhere.target is set"),
     ("reward.toy.target=no.such:Reward", "reward.toy.target: no.such:Reward cannot be imported: ModuleNotFoundError: "),
     ("reward.toy.target=tests.e2e.toy_reward:Missing", "reward.toy.target: tests.e2e.toy_reward:Missing cannot be imp"),
-    ("reward.toy.args.slep=1", "reward.toy.target: tests.e2e.toy_reward:ParityReward cannot be built with reward.toy.a"),
+    (
+        "reward.toy.args.slep=1",
+        "reward.toy.target: tests.e2e.toy_reward:ParityReward cannot be built with reward.toy.a",
+    ),
     ("engine.tp=2", "engine.tp: 2 is impossible, "),
     ("train.tp=3", "train.tp: 3 is impossible, "),
     ("--multirun", "--multirun: not supported, "),
@@ -112,11 +115,12 @@ def test_torchrun_prints_the_line_once_and_does_not_try_again(toy: Toy, override
 
 def test_debug_runs_the_whole_loop_in_one_process_with_breakpoints(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "stopping.py").write_text(
-        "import os\n"
+        "import os, psutil\n"
         "from tests.e2e.toy_reward import ParityReward\n"
         "class Stopping(ParityReward):\n"
         "    def score(self, prompt, answer, info):\n"
-        "        with open(os.environ['PIDS'], 'a') as f: f.write(f'{os.getpid()}\\n')\n"
+        "        family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]\n"
+        "        with open(os.environ['PIDS'], 'a') as f: f.write(f'{family}\\n')\n"
         "        breakpoint()\n"
         "        return super().score(prompt, answer, info)\n"
     )
@@ -130,7 +134,7 @@ def test_debug_runs_the_whole_loop_in_one_process_with_breakpoints(toy: Toy, tmp
     out, _ = process.communicate("p 6*7\n" + "c\n" * 400, timeout=120)
     assert process.returncode == 0, out[-3000:]
     assert "(Pdb) 42" in out
-    assert set((tmp_path / "pids").read_text().split()) == {str(process.pid)}
+    assert set((tmp_path / "pids").read_text().splitlines()) == {f"[{process.pid}]"}
 
 
 def test_debug_on_two_ranks_is_refused(toy: Toy) -> None:

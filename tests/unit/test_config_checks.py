@@ -28,6 +28,7 @@ def place(tmp_path, monkeypatch):
         "def function(): ...\n"
     )
     (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "angry.py").write_text("class Anger(Exception): ...\nraise Anger('never')\n")
     (tmp_path / "needy.py").write_text("import no_such_module\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -75,6 +76,7 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ("reward.math.target=nowhere:X", "reward.math.target: nowhere:X cannot be imported: ModuleNotFoundError: "),
         ("reward.math.target=needy:X", "reward.math.target: needy:X cannot be imported: ModuleNotFoundError: "),
         ("reward.math.target=broken:X", "reward.math.target: broken:X cannot be imported: SyntaxError: "),
+        ("reward.math.target=angry:X", "reward.math.target: angry:X cannot be imported: Anger: never"),
         ("reward.math.target=judges:None", "reward.math.target: judges:None cannot be imported: judges has no class"),
         ("reward.math.target=judges:function", "reward.math.target: judges:function cannot be imported: judges has no"),
         ("reward.math.args.x=1", "reward.math.target: judges:Good cannot be built with reward.math.args={{'x': 1}}: "),

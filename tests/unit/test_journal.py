@@ -40,6 +40,17 @@ def test_a_collective_that_raises_is_not_done(tmp_path: Path) -> None:
     assert journal.inside is None
 
 
+def test_a_wait_counts_as_arrived_at_the_next_collective_and_leaves_no_trace(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    for _ in range(2):
+        with journal.waiting("end of step"):
+            assert journal.inside == ("end of step", 1)
+        assert journal.inside is None
+    with journal.collective("end of step"):
+        assert journal.inside == ("end of step", 1)
+    assert [line["event"] for line in lines(journal)] == ["start", "collective", "collective_done"]
+
+
 def test_times_are_exclusive_and_taken_once() -> None:
     with solo() as world:
         with world.phase("generate"):

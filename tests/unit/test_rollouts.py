@@ -73,6 +73,18 @@ def test_surplus_is_aborted_and_starts_again_in_the_next_step(world: World) -> N
     assert tickets(rollouts.collect(2)) == [3, 4, 5]
 
 
+def test_a_group_beyond_the_end_is_surplus_even_if_it_would_not_train(world: World) -> None:
+    engine = FakeEngine(lambda r: 2 if r.order[0] == 3 else 9)
+    cfg = settings(extra_prompts=1)
+    cfg.rollout.filter.zero_variance, cfg.rollout.filter.min_mean_score = False, 0.5
+    scorer = FakeScorer(lambda p, a: p.ground_truth != "3")
+    rollouts = Rollouts(cfg, engine, FakePrompts(20), scorer, FakeTokenizer(), world)
+    collected = rollouts.collect(1)
+    assert tickets(collected) == [0, 1, 2]
+    assert [(g.ticket, reason) for g, reason in collected.dropped] == [(3, "surplus")]
+    assert 3 in tickets(rollouts.collect(2))
+
+
 def test_a_step_ends_at_its_ticket_limit_with_fewer_groups(world: World) -> None:
     rollouts = Rollouts(
         settings(max_tickets_per_step=5),

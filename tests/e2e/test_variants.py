@@ -1,0 +1,59 @@
+"""The door with other models and other settings: each variant runs two steps and leaves what it should."""
+
+import json
+
+import pytest
+import torch
+
+from tests.e2e.runs import Toy
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_other_model_families(tmp_path, kind: str) -> None:
+    run = Toy(tmp_path, kind).start("steps=1", ranks=0)
+    assert run.wait() == 0, run.text()[-3000:]
+    line = run.metrics()[1]
+    assert line["actor/grad_norm"] > 1e-3
+    assert line["train_infer/abs_diff/mean"] < 0.05  # bfloat16
+
+
+def test_reference_several_updates_and_recomputation_on_two_ranks(tmp_path) -> None:
+    run = Toy(tmp_path).start(
+        "steps=2", "algorithm.kl_coef=0.1", "train.updates_per_step=2", "train.activation_checkpointing=true",
+        "train.tokens_per_microbatch=64", "algorithm.loss_agg=seq-mean-token-mean", "policy.schedule=cosine",
+        "policy.warmup_steps=1", "track.tensorboard=true", "track.wandb=offline", ranks=2,
+    )  # fmt: skip
+    assert run.wait() == 0, run.text()[-3000:]
+    first, second = run.metrics()[1:]
+    assert first["actor/kl_loss"] >= 0 and second["actor/kl_loss"] > 0
+    assert first["time/logprobs"] > 0
+    assert first["actor/backward_steps"] > 1
+    assert second["actor/approxkl"] > 0, "the second update of a step is off-policy"
+    assert any((run.run_dir / "tensorboard").iterdir())
+
+
+def test_times_sum_to_the_step_and_overhead_is_small(tmp_path) -> None:
+    run = Toy(tmp_path).start("steps=3", "rollout.max_new_tokens=24", "rollout.answers_per_prompt=16", ranks=2)
+    assert run.wait() == 0, run.text()[-3000:]
+    for line in run.metrics()[1:]:
+        named = sum(v for k, v in line.items() if k.startswith("time/") and k not in ("time/total", "time/other"))
+        assert named >= 0.99 * line["time/total"], {k: v for k, v in line.items() if k.startswith("time/")}
+    assert sum(m["system/overhead"] for m in run.metrics()[1:]) / 3 < 0.1
+
+
+def test_a_rank_may_hold_nothing(tmp_path) -> None:
+    """Four ranks, two groups a step: two ranks generate and train on nothing."""
+    run = Toy(tmp_path).start("steps=2", "rollout.prompts_per_step=2", ranks=4)
+    assert run.wait() == 0, run.text()[-3000:]
+    assert [m["rollout/accepted"] for m in run.metrics()[1:]] == [2, 2]
+
+
+def test_what_a_run_leaves_behind_is_whole(tmp_path) -> None:
+    run = Toy(tmp_path).start("steps=1", ranks=0)
+    assert run.wait() == 0
+    page = (run.run_dir / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "") and "<script src" not in page
+    manifest = json.loads((run.run_dir / "checkpoints" / "step-000001" / "manifest.json").read_text())
+    assert manifest["step"] == 1
+    weights = run.weights(1)
+    assert all(torch.isfinite(w).all() for w in weights.values())
