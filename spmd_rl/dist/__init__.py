@@ -2,6 +2,7 @@
 
 from spmd_rl.dist.journal import Journal
 from spmd_rl.dist.solo import solo
+from spmd_rl.dist.window import SharedWindow
 from spmd_rl.dist.world import World
 
-__all__ = ["Journal", "World", "solo"]
+__all__ = ["Journal", "SharedWindow", "World", "solo"]

@@ -13,7 +13,7 @@ from spmd_rl.config import RlvrConfig, main
 from spmd_rl.dist import Journal, World
 from spmd_rl.rlvr import run
 
-SECONDS = 1.0
+SECONDS = 0.7
 EVENT, _, WHAT = os.environ["LINGER"].partition(" ")
 STEP = 2
 

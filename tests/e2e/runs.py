@@ -83,7 +83,7 @@ class Toy:
         return run
 
     def linger(self, point: str, *overrides: str, **how) -> "Running":
-        """Start a run that rests for a second at `point` of step 2; see `lingering_rlvr.py`."""
+        """Start a run that lingers at `point` of step 2; see `lingering_rlvr.py`."""
         return self.start(*overrides, script=LINGERING, env={"LINGER": point}, **how)
 
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
 
-SETTINGS = (*EXACT, "policy.lr=1e-5")
+SETTINGS = (*EXACT, "policy.lr=1e-5", "rollout.prompts_per_step=3", "rollout.extra_prompts=0")
+"""Three prompts a step: at world size 4 some rank holds none."""
 MEASURED = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "train_infer/abs_diff/mean", "val/score/mean")
 
 
@@ -50,7 +51,7 @@ def bitwise_equal(a: dict, b: dict) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_same_prompts_and_tokens_at_every_world_size(by_size, ranks: int) -> None:
     expected = tokens(by_size[0], 1)
-    assert len(expected) >= 16
+    assert len(expected) >= 12
     assert tokens(by_size[ranks], 1) == expected
 
 
@@ -89,6 +90,13 @@ def test_a_checkpoint_continues_at_another_world_size(toy: Toy, straight: Runnin
     assert tokens(run, 2) == tokens(straight, 2)
     assert run.metrics()[2]["actor/grad_norm"] == pytest.approx(straight.metrics()[2]["actor/grad_norm"], rel=1e-4)
     assert difference(run.weights(2), straight.weights(2)) < 1e-6
+
+
+@pytest.mark.slow
+def test_claims_from_the_store_accept_the_same_tickets(toy: Toy, by_size) -> None:
+    run = toy.run(*SETTINGS, "rollout.claim=store", "steps=1", ranks=2, name="store")
+    assert tokens(run, 1) == tokens(by_size[0], 1)
+    assert [s["kept"] for s in run.samples(1)] == [s["kept"] for s in by_size[0].samples(1)]
 
 
 def test_a_finished_run_says_so(toy: Toy, straight: Running) -> None:

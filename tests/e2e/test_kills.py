@@ -1,6 +1,6 @@
 """kill -9 in every phase: the same line typed again ends bitwise where an undisturbed run ends.
 
-The runs that are struck linger for a second where they are to be struck (`lingering_rlvr.py`); the undisturbed run and
+The runs that are struck linger for a moment where they are to be struck (`lingering_rlvr.py`); the undisturbed run and
 the ones that continue are the plain door.
 """
 
@@ -94,6 +94,9 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
     record_property("dead_after", time.time() - killed)
     assert not run.outlived(2.0), "a process outlived its run"
     record_property("all_gone_after", time.time() - killed)
+    if victim != "agent":
+        last, (event, _, what) = run.events(int(victim[-1]))[-1], point.partition(" ")
+        assert last["event"] == event and what in (last.get("phase"), last.get("name")), f"struck elsewhere: {last}"
     record_property("said", run.text().strip().splitlines()[-1])
     run = toy.run(*SETTINGS, name=name)
     record_property("first_step_again", next(e["step"] for e in again(run) if e["event"] == "step"))
@@ -116,4 +119,5 @@ def test_a_killed_sidecar_changes_nothing(
     assert run.wait(60) == 0, run.text()[-3000:]
     record_property("ended_after", time.time() - killed)
     assert not run.outlived(2.0), "a process outlived its run"
+    assert victim != "host" or run.text().count("the host died; starting a new one") == 1
     assert_undisturbed(run, straight)

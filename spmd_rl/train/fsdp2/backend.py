@@ -21,7 +21,7 @@ from spmd_rl.model.attention import Packing
 from spmd_rl.model.logprobs import token_logprobs
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
-from spmd_rl.train.fsdp2.gather import whole_weights
+from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.schedule import learning_rate
@@ -50,6 +50,7 @@ class FSDP2Backend:
         recompute = train.activation_checkpointing and policy is not None
         shard.shard(model, world.mesh(dp=world.size), dtype, recompute)
         self._optimizer = Optimizer(model, policy) if policy is not None else None
+        self._gather = Gather(dict(model.named_parameters()), dtype, world) if policy is not None else None
         self._offloads = train.offload and world.device.type != "cpu"
         if self._offloads:
             self._leave()
@@ -144,7 +145,7 @@ class FSDP2Backend:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainBackend`: bitwise what the forward pass computes with."""
         shard.reshard(self._model)
-        for name, tensor in whole_weights(dict(self._model.named_parameters()), self._dtype):
+        for name, tensor in self._gather.whole(dict(self._model.named_parameters())):
             self._world.progress()
             yield name, tensor
 

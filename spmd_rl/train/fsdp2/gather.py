@@ -1,7 +1,8 @@
 """Whole weights out of shards, for publishing: few large gathers in the compute dtype through buffers that are reused.
 
 FSDP's own gather costs several times as much: it allocates anew for every layer, and touching fresh memory is dearer
-than copying. Casting before the gather halves what travels, and rounds as the forward pass does.
+than copying. Casting before the gather halves what travels, and rounds as the forward pass does. CPU ranks of one
+machine write their shards into place in a shared window: one copy, where a socket takes many.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,36 +12,68 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.dist import SharedWindow, World
+
 BUCKET_BYTES = 2**25
 """Gathered at a time; a larger parameter goes alone."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
-@torch.no_grad()
-def whole_weights(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """[all] Each parameter whole: name and contiguous tensor in `dtype`, valid until the next one is asked for.
+Bucket = list[tuple[str, DTensor]]
 
-    The parameters are sharded in their first dimension over one mesh axis, as `fully_shard` does it.
-    """
-    buffers = _Buffers()
-    for bucket in _buckets(parameters, dtype.itemsize):
-        group = bucket[0][1].device_mesh.get_group()
-        size = dist.get_world_size(group)
-        pieces = [_piece(p, size) for _, p in bucket]
+
+class Gather:
+    """The gather of one model's parameters, sharded in their first dimension over one mesh axis by `fully_shard`."""
+
+    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, world: World) -> None:
+        """[all] `dtype`: what is handed out."""
+        buckets = list(_buckets(parameters, dtype.itemsize))
+        self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
+        self._group = next(iter(parameters.values())).device_mesh.get_group()
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        largest = max(sum(_piece(p, self._size) for _, p in bucket) for bucket in buckets)
+        self._window = SharedWindow.open(world, largest * self._size * dtype.itemsize)
+
+    @torch.no_grad()
+    def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
+        """[all] Each of the parameters whole: name and contiguous tensor, valid until the next one is asked for."""
+        buffers = _Buffers()
+        for turn, names in enumerate(self._names):
+            bucket = [(name, parameters[name]) for name in names]
+            if self._window is None:
+                yield from self._through_group(bucket, buffers)
+            else:
+                yield from self._through_window(bucket, self._window, turn)
+        if self._window is not None:
+            self._window.meet()  # [all] nobody writes the next publish over what another still reads
+
+    def _through_window(self, bucket: Bucket, window: SharedWindow, turn: int) -> Iterator[tuple[str, Tensor]]:
+        flat, begin, wholes = window.half(turn).view(self._dtype), 0, []
+        for name, p in bucket:
+            piece, shard = _piece(p, self._size), p.to_local().flatten()
+            mine = begin + self._rank * piece
+            flat[mine : mine + shard.numel()].copy_(shard)
+            wholes.append((name, flat[begin : begin + p.numel()].view(p.shape)))
+            begin += self._size * piece
+        window.meet()  # [all]
+        yield from wholes
+
+    def _through_group(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
+        pieces = [_piece(p, self._size) for _, p in bucket]
         device = bucket[0][1].to_local().device
-        mine = buffers.take("mine", sum(pieces), dtype, device)
+        mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
             shard = p.to_local().flatten()  # shorter than the piece on the last ranks
             part[: shard.numel()].copy_(shard)
         gathered = mine
-        if size > 1:
-            gathered = buffers.take("gathered", size * sum(pieces), dtype, device)
-            _all_gather(gathered, mine, group=group)
-        columns = gathered.view(size, -1).split(pieces, dim=1)
+        if self._size > 1:
+            gathered = buffers.take("gathered", self._size * sum(pieces), self._dtype, device)
+            _all_gather(gathered, mine, group=self._group)
+        columns = gathered.view(self._size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
-            if size > 1:
-                column = buffers.take("whole", column.numel(), dtype, device).view(column.shape).copy_(column)
+            if self._size > 1:
+                column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
             yield name, column.view(-1)[: p.numel()].view(p.shape)
 
 
@@ -50,9 +83,9 @@ def _piece(parameter: DTensor, size: int) -> int:
     return -(-rows // size) * (parameter.numel() // max(1, rows))
 
 
-def _buckets(parameters: Mapping[str, DTensor], itemsize: int) -> Iterator[list[tuple[str, DTensor]]]:
+def _buckets(parameters: Mapping[str, DTensor], itemsize: int) -> Iterator[Bucket]:
     """In order, at most `BUCKET_BYTES` each unless it is a single parameter."""
-    bucket: list[tuple[str, DTensor]] = []
+    bucket: Bucket = []
     room = BUCKET_BYTES
     for name, parameter in parameters.items():
         cost = parameter.numel() * itemsize
