@@ -50,7 +50,7 @@ class FSDP2Backend:
         recompute = train.activation_checkpointing and policy is not None
         shard.shard(model, world.mesh(dp=world.size), dtype, recompute)
         self._optimizer = Optimizer(model, policy) if policy is not None else None
-        self._gather = Gather(dict(model.named_parameters()), dtype, world) if policy is not None else None
+        self._gather: Gather | None = None
         self._offloads = train.offload and world.device.type != "cpu"
         if self._offloads:
             self._leave()
@@ -145,7 +145,10 @@ class FSDP2Backend:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainBackend`: bitwise what the forward pass computes with."""
         shard.reshard(self._model)
-        for name, tensor in self._gather.whole(dict(self._model.named_parameters())):
+        parameters = dict(self._model.named_parameters())
+        if self._gather is None:
+            self._gather = Gather(parameters, self._dtype, self._world)  # [all] like this whole method
+        for name, tensor in self._gather.whole(parameters):
             self._world.progress()
             yield name, tensor
 
