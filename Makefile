@@ -5,7 +5,8 @@ PYTHON ?= python3.11
 RANKS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint launch/constraints-cpu.txt
+# --no-compile: Python compiles what it imports, which is a fraction of what is installed.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint launch/constraints-cpu.txt
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
