@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.track import origin, render
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine
+from spmd_rl.track.profile import trace
 from spmd_rl.track.progress import ProgressLine
 from spmd_rl.track.samples import SampleLog
 from spmd_rl.track.trackers import Tracker, check, open_trackers
@@ -49,6 +50,7 @@ class Run:
         self._trackers: list[Tracker] = []
         self._progress = ProgressLine(cfg.steps, live=not cfg.debug) if world.rank == 0 else None
         self._step: int | None = None
+        self._num_begun = 0
         self._mark: float | None = None
         self._line: Values = {}
         self._local: dict[Reduce, Values] = {}
@@ -78,7 +80,11 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """[all] Everything inside belongs to `step`; its line is written at a clean exit, with one collective."""
         self._begin(step)
-        yield  # no `finally`: with an exception pending, nobody is met and nothing is written
+        self._num_begun += 1
+        profiled = self._cfg.profile and self._num_begun == 2  # the first pays for what is only done once
+        name = f"step-{step:06d}-rank-{self._world.rank}.json"
+        with trace(self.directory / "traces" / name) if profiled else nullcontext():
+            yield  # no `finally`: with an exception pending, nobody is met and nothing is written
         self._end(step)  # [all]
 
     def add(self, values: Mapping[str, float], reduce: Reduce | None = None) -> None:

@@ -49,8 +49,10 @@ def test_a_rank_may_hold_nothing(tmp_path) -> None:
 
 
 def test_what_a_run_leaves_behind_is_whole(tmp_path) -> None:
-    run = Toy(tmp_path).start("steps=1", ranks=0)
+    run = Toy(tmp_path).start("steps=1", "profile=true", ranks=0)
     assert run.wait() == 0
+    trace = json.loads((run.run_dir / "traces" / "step-000001-rank-0.json").read_text())
+    assert any("scaled_dot_product" in event.get("name", "") for event in trace["traceEvents"])
     page = (run.run_dir / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "") and "<script src" not in page
     manifest = json.loads((run.run_dir / "checkpoints" / "step-000001" / "manifest.json").read_text())
