@@ -49,9 +49,8 @@ def main() -> None:
                 seconds[name].append(value)
         if world.rank == 0:
             medians = {name: statistics.median(values) for name, values in seconds.items()}
-            print(
-                f"{world.size} ranks, {medians['publish/bytes'] / 1e6:.0f} MB, {cfg.policy.dtype}, {torch.get_num_threads()} threads"
-            )
+            megabytes, threads = medians["publish/bytes"] / 1e6, torch.get_num_threads()
+            print(f"{world.size} ranks of {threads} threads, {megabytes:.0f} MB, {cfg.policy.dtype}")
             handed = medians["publish/gather_seconds"] + medians["publish/copy_seconds"]
             rows = {
                 "clone of the same bytes": medians["clone"],
@@ -64,9 +63,8 @@ def main() -> None:
                 "gather + copy + hashes": handed + medians["publish/hash_seconds"],
             }
             for name, value in rows.items():
-                print(
-                    f"{name:26} {1e3 * value:8.1f} ms   {value / medians['clone']:6.2f} clones   {value / medians['copy']:6.2f} copies"
-                )
+                clones, copies = value / medians["clone"], value / medians["copy"]
+                print(f"{name:26} {1e3 * value:8.1f} ms   {clones:6.2f} clones   {copies:6.2f} copies")
 
 
 if __name__ == "__main__":
