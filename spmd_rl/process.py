@@ -1,7 +1,8 @@
-"""What a process asks of the system for itself: to die with its parent, to keep its memory. Standard library only.
+"""The fate of a process tree: a child that must not outlive the process that started it. Standard library only.
 
-Ranks call `die_with_parent` under `torchrun`; sidecar hosts and workers call it everywhere, in the first line of their
-main. How a run ends is not decided here.
+Ranks call it under `torchrun`; sidecar hosts and workers call it everywhere. How a run ends is not decided here.
+
+    die_with_parent(parent_pid)  # first line of the child's main
 """
 
 import ctypes
@@ -10,8 +11,6 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""glibc's numbers for `mallopt`."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -30,17 +29,3 @@ def die_with_parent(parent: int | None = None) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != before:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def keep_freed_memory() -> None:
-    """Let malloc keep large blocks that are freed, instead of giving them back to the kernel.
-
-    A training step on CPU allocates the same hundreds of megabytes again and again; by default glibc maps and unmaps
-    each, and the kernel zeroes every page anew. Resident memory then stays at its peak. A no-op without glibc, and
-    where the user has set one of malloc's own variables.
-    """
-    chosen = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    libc = ctypes.CDLL(None)
-    if sys.platform == "linux" and hasattr(libc, "mallopt") and not chosen:
-        libc.mallopt(M_MMAP_THRESHOLD, 2**31 - 1)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -23,7 +23,7 @@ from spmd_rl.dist.collectives import Collectives, Reduction
 from spmd_rl.dist.guard import Guard
 from spmd_rl.dist.journal import Journal
 from spmd_rl.dist.membership import Membership, join, membership, mesh
-from spmd_rl.process import die_with_parent, keep_freed_memory
+from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
 _JOIN_SECONDS = 600
@@ -65,8 +65,6 @@ class World:
         me = membership()
         if me.launched:
             die_with_parent()
-        if me.device.type == "cpu":
-            keep_freed_memory()
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, cfg.journal.stall_seconds), exit=True)
         store, nonce, group = join(me)
         run_dir = Path(cfg.run.dir)

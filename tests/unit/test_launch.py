@@ -1,0 +1,41 @@
+"""The cluster templates, against stand-ins for Slurm's commands that say how they were called."""
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SBATCH = ROOT / "launch" / "slurm" / "rlvr.sbatch"
+
+
+def submitted(place: Path, *arguments: str, **env: str) -> list[str]:
+    """What `srun` would run, word by word."""
+    for name, script in {"scontrol": "echo node7; echo node8", "srun": 'printf "%s\\n" "$@"'}.items():
+        (place / name).write_text(f"#!/bin/sh\n{script}\n")
+        (place / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
+    env = {**os.environ, **job, **env, "PATH": f"{place}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(place)}
+    done = subprocess.run(["bash", SBATCH, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_one_agent_a_node_meets_at_the_first(tmp_path: Path) -> None:
+    words = submitted(tmp_path, "steps=3", "data.format='{question} please'", RANKS="4")
+    line = " ".join(words)
+    assert "--ntasks-per-node=1" in words and ".venv/bin/torchrun" in words
+    assert "--nnodes 2 --nproc-per-node 4 --max-restarts 3" in line
+    assert "--rdzv-id 41 --rdzv-backend c10d --rdzv-endpoint node7:20041" in line
+    assert words[-4:] == ["-m", "spmd_rl.rlvr", "steps=3", "data.format='{question} please'"]
+
+
+def test_a_rank_for_each_gpu_by_default(tmp_path: Path) -> None:
+    assert "--nproc-per-node gpu" in " ".join(submitted(tmp_path))
+
+
+def test_slurm_reads_its_own_lines() -> None:
+    """They count only above the first command."""
+    lines = SBATCH.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(i < first for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert "#SBATCH --ntasks-per-node=1" in lines
