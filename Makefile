@@ -17,6 +17,7 @@ $(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[demo]'
+	$(BIN)/python -W ignore -c 'import reasoning_gym'  # compiles it, quietly: a dependency of its own warns
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
