@@ -19,6 +19,9 @@ NAME = "spmd_packed"
 SHORT = 64
 """Segments up to this length share one padded block: below it, kernel launches cost more than padding."""
 
+ROUND = 16
+"""Padded lengths are multiples of this: kernels are kept per shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -59,7 +62,7 @@ class Packing:
 
 def _block(bounds: list[int], segments: list[int], device: torch.device) -> Block:
     lengths = [bounds[s + 1] - bounds[s] for s in segments]
-    longest = max(lengths)
+    longest = -(-max(lengths) // ROUND) * ROUND
     tokens = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in segments])
     slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(lengths)])
     return Block(len(segments), longest, tokens.to(device), slots.to(device))

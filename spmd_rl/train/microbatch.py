@@ -1,7 +1,7 @@
 """Cut a rank's batch into micro-batches under a token budget. Pure: no rank, no collective.
 
 The cut depends on the segments' keys and lengths alone, never on the order in which they lie or on the rank. Left out:
-balance between ranks (the learner's) and padding (there is none).
+balance between ranks (the learner's).
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,19 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[place].append(i)
         room[place] -= length
     return bins
+
+
+def rounded(token_ids: Tensor, positions: Tensor, starts: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tokens with a last segment that fills them up to a multiple of `multiple`; int64 [T], [T], [S+1].
+
+    Kernels are compiled and kept per shape: with every number of tokens a shape of its own, they would pile up.
+    """
+    blank = -len(token_ids) % multiple
+    if not blank:
+        return token_ids, positions, starts
+    filler = torch.arange(blank, device=token_ids.device)
+    ends = torch.cat([starts, starts[-1:] + blank])
+    return torch.cat([token_ids, torch.zeros_like(filler)]), torch.cat([positions, filler]), ends
 
 
 def dummy(like: Batch) -> Batch:

@@ -21,7 +21,7 @@ CASES = [
     for phase in POINTS
 ]
 AWAITED = {
-    "publish": "publish: weights",
+    "publish": "window: meet",
     "generate": "generate: end of step",
     "score": "generate: end of step",
     "prepare": "prepare: plan",

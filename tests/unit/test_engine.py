@@ -277,6 +277,8 @@ def test_many_prompts_are_computed_in_bounded_forwards(make, monkeypatch):
     requests = [ask(f"{i}", prompt=range(i, 3 * i + 10), new=5, seed=i) for i in range(6)]
     whole = run(make(max_running=6, kv_tokens=1024), *requests)
     monkeypatch.setattr("spmd_rl.engine.native.engine.PREFILL_TOKENS", 20)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_PREFILL", 1)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_DECODE", 1)
     engine, sizes = make(max_running=6, kv_tokens=1024), []
     engine._module.model.embed_tokens.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
     assert {id: c.token_ids for id, c in run(engine, *requests).items()} == {id: c.token_ids for id, c in whole.items()}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.batch import Batch, pack
-from spmd_rl.train.microbatch import dummy, fill, plan, token_index
+from spmd_rl.train.microbatch import dummy, fill, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
 
 
@@ -77,3 +77,11 @@ def test_schedules():
     assert rates("linear", 9, 4, 3) == pytest.approx([2 / 9, 4 / 9, 6 / 9])
     with pytest.raises(ValueError, match="constant, linear, cosine"):
         rates("sinus", 0, 4, 1)
+
+
+def test_rounding_fills_up_with_a_segment_of_its_own() -> None:
+    ids, positions, starts = rounded(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 3, 5]), 4)
+    assert ids.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert starts.tolist() == [0, 3, 5, 8]
+    assert rounded(torch.arange(4), torch.arange(4), torch.tensor([0, 4]), 4)[2].tolist() == [0, 4]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from spmd_rl.engine.native.kv import KVPool
@@ -25,6 +25,9 @@ ATTENTION = "spmd_paged"
 
 class Packed(Protocol):
     """What a forward of T packed tokens needs to know of the cache."""
+
+    slots: Tensor
+    """int64 [T]; the forward may be longer: what follows is filling"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
@@ -50,7 +53,7 @@ class Prefill:
         parts = []
         for begin, end in self.spans:
             q, k, v = (x[:, :, begin:end] for x in (query, key, value))
-            parts.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
         return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
@@ -83,7 +86,7 @@ class Decode:
             keys, values = self.pool.read(layer, shelf.tables)
             # The query heads of one key head stand where queries of one sequence would: no key is repeated.
             q = query[shelf.rows].unflatten(1, (key.shape[1], -1))
-            out = scaled_dot_product_attention(q, keys, values, attn_mask=shelf.mask, scale=scaling)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=shelf.mask, scale=scaling)
             parts.append(out.flatten(1, 2))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -107,8 +110,10 @@ def paged_attention(
     assert attention_mask is None
     if softcap is not None or s_aux is not None:
         raise UserError(f"policy.model: engine=native knows no soft cap and no sinks ({type(module).__name__})")
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return kv.attend(module.layer_idx, query, key, value, scaling)[None], None
+    num_tokens, num_filled = len(kv.slots), query.shape[2]
+    query, key, value = (x[0].transpose(0, 1)[:num_tokens] for x in (query, key, value))
+    out = kv.attend(module.layer_idx, query, key, value, scaling)
+    return F.pad(out, (0, 0, 0, 0, 0, num_filled - num_tokens))[None], None
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

@@ -12,6 +12,7 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from spmd_rl.types import Completion, FinishReason, Request
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one forward (a longer prompt goes alone): the bound of its activations."""
+ROUND_PREFILL, ROUND_DECODE = 64, 8
+"""Forwards are filled up to multiples of these: kernels are compiled and kept per shape, and would pile up."""
 
 
 class NativeEngine:
@@ -162,9 +165,7 @@ class NativeEngine:
                 positions += range(length)
                 slots += [prefix.blocks[t // BLOCK] * BLOCK + t % BLOCK for t in range(length)]
             kv = Prefill(self.pool, self._tensor(slots), tuple(spans))
-            self._module.base_model(
-                input_ids=self._tensor([ids]), position_ids=self._tensor([positions]), use_cache=False, kv=kv
-            )
+            self._module.base_model(**self._inputs(ids, positions, ROUND_PREFILL), kv=kv)
 
     def _fork(self, rows: list[Row]) -> None:
         """Give each new row its own copy of its prefix's partial last block."""
@@ -180,12 +181,8 @@ class NativeEngine:
         positions = [row.position for row in rows]
         slots = [row.slot(position) for row, position in zip(rows, positions, strict=True)]
         kv = Decode(self.pool, self._tensor(slots), self._shelves(rows))
-        logits = self._module(
-            input_ids=self._tensor([[row.last_token for row in rows]]),
-            position_ids=self._tensor([positions]),
-            use_cache=False,
-            kv=kv,
-        ).logits[0]
+        inputs = self._inputs([row.last_token for row in rows], positions, ROUND_DECODE)
+        logits = self._module(**inputs, kv=kv).logits[0, : len(rows)]
         temperatures = torch.tensor([row.request.temperature for row in rows], device=self._device)
         draws = [uniform(row.request.seed, len(row.token_ids)) for row in rows]
         uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
@@ -223,6 +220,15 @@ class NativeEngine:
             shelves.append(Shelf(slice(begin, end), tables, mask[:, None, None]))
             begin = end
         return tuple(shelves)
+
+    def _inputs(self, ids: list[int], positions: list[int], multiple: int) -> dict[str, Any]:
+        """Arguments of a forward, filled up to a multiple of `multiple` tokens."""
+        blank = [0] * (-len(ids) % multiple)
+        return {
+            "input_ids": self._tensor([ids + blank]),
+            "position_ids": self._tensor([positions + blank]),
+            "use_cache": False,
+        }
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
@@ -23,8 +24,11 @@ from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.optimizer import Optimizer
-from spmd_rl.train.microbatch import dummy, plan, token_index
+from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
+
+ROUND_TOKENS = 128
+"""Tokens and targets of a forward are filled up to a multiple of this."""
 
 
 class FSDP2Backend:
@@ -122,14 +126,16 @@ class FSDP2Backend:
         micro = micro.to(self._world.device)
         targets = micro.loss_mask.nonzero().squeeze(-1)
         assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
+        ids, positions, starts = rounded(micro.token_ids, micro.position_ids, micro.starts, ROUND_TOKENS)
         output = self._model(
-            input_ids=micro.token_ids[None],
-            position_ids=micro.position_ids[None],
-            packing=Packing.of(micro.starts),
-            logits_to_keep=targets - 1,  # the vocabulary's projection runs only where a target is predicted
+            input_ids=ids[None],
+            position_ids=positions[None],
+            packing=Packing.of(starts),
+            # the vocabulary's projection runs only where a target is predicted
+            logits_to_keep=F.pad(targets - 1, (0, -len(targets) % ROUND_TOKENS)),
             use_cache=False,
         )
-        return token_logprobs(output.logits[0], micro.token_ids[targets], temperature)
+        return token_logprobs(output.logits[0][: len(targets)], micro.token_ids[targets], temperature)
 
     def _agree_on_count(self, what: str, count: int) -> int:
         counts = {"count": float(count)}
