@@ -7,6 +7,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 # --no-compile: Python compiles what it imports, which is a fraction of what is installed.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint launch/constraints-cpu.txt
+# ... and must then be allowed to keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
