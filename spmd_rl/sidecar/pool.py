@@ -252,6 +252,8 @@ class Pool:
                 self._settle(job, verdict)
         else:
             self._suspects.extend(job for job in blamed if not job.dropped)
+            for other in self._workers:  # whatever killed this worker may have struck those that wait, unnoticed yet
+                other.fresh = False
         self._queue.extendleft(reversed(innocent))
 
     def _lost_at_start(self, now: float) -> None:

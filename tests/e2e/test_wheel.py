@@ -49,7 +49,7 @@ def pip(*arguments: object) -> None:
 
 
 def door(outside: Path, *arguments: str) -> str:
-    env = os.environ | {"PYTHONPATH": f"{outside / 'site'}:{outside}"}
+    env = os.environ | {"PYTHONPATH": f"{outside / 'site'}:{outside}", "PYTHONDONTWRITEBYTECODE": "1"}
     env.pop("PYTHONSAFEPATH", None)
     command = [sys.executable, "-m", "spmd_rl.rlvr", *arguments]
     done = subprocess.run(command, cwd=outside, env=env, capture_output=True, text=True, timeout=120)

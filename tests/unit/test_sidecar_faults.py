@@ -197,7 +197,8 @@ def test_a_client_that_asks_too_much_is_told(node):
 # -- the end of it ----------------------------------------------------------------------------------------------------
 
 RANK = """
-    import asyncio, sys
+    import asyncio, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     from spmd_rl import sidecar
     from spmd_rl.config.schema import RewardConfig, RewardsConfig
     from spmd_rl.types import AnswerInfo, Node, Prompt
