@@ -30,7 +30,7 @@ def run(cfg: RlvrConfig) -> None:
 
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
     with ExitStack() as stack:
-        world = stack.enter_context(World.open(cfg))
+        world = stack.enter_context(World.open(cfg))  # [all]
         if finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
             if world.rank == 0:
                 print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)
@@ -44,7 +44,7 @@ def run(cfg: RlvrConfig) -> None:
         learner = Learner(cfg, policy, reference, world)
         parts = {"rollouts": rollouts, "learner": learner, "track": track}
         export = HfExport(policy, Path(cfg.policy.model), world)
-        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, {"policy": policy}, parts, export)
+        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, {"policy": policy}, parts, export)  # [all]
 
         start = saver.restore()  # [all] 0 for a fresh run
         rollouts.check()  # [all]

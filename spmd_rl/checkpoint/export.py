@@ -119,6 +119,7 @@ class _Shards:
         self._names.append(list(self._held))
         try:
             save_file(self._held, self._part(len(self._names)), metadata={"format": "pt"})
+            self._part(len(self._names)).chmod(0o644)  # safetensors makes it unreadable for others
         except SafetensorError as failed:  # how safetensors reports I/O errors
             raise OSError(str(failed)) from failed
         self._held, self._held_bytes = {}, 0

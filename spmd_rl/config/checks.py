@@ -96,6 +96,10 @@ def check_rewards(cfg: Any) -> None:
     """Each target can be imported and built. Once a node, where its sidecar will do it again."""
     if not cfg.reward.domains:
         raise UserError("reward: no domain has a rewarder; say reward.<domain>.target=module:Class")
+    for domain, reward in cfg.reward.domains.items():
+        if reward.timeout >= cfg.journal.stall_seconds and not cfg.debug:
+            told = f"journal.stall_seconds={cfg.journal.stall_seconds:g}"
+            raise UserError(f"reward.{domain}.timeout: {reward.timeout:g} s of legal waiting, but {told} ends the run")
     if local_rank() != 0:
         return
     for domain, reward in cfg.reward.domains.items():

@@ -16,8 +16,9 @@ GENERATORS = ("reasoning_gym:",)
 
 
 def files(source: str | None) -> list[str]:
-    """The files that `data.train` or `data.eval` names; none where it names a generator."""
-    return [] if source is None or source.startswith(GENERATORS) else source.split(",")
+    """The files among the sources that `data.train` or `data.eval` names."""
+    parts = [part.strip() for part in source.split(",")] if source else []
+    return [part for part in parts if not part.startswith(GENERATORS)]
 
 
 def no_reference(cfg: Any) -> bool:
@@ -27,7 +28,8 @@ def no_reference(cfg: Any) -> bool:
 
 def only_files(cfg: Any) -> bool:
     """Whether no problem is generated."""
-    return bool(files(cfg.data.train)) and (cfg.data.eval is None or bool(files(cfg.data.eval)))
+    sources = (cfg.data.train, cfg.data.eval)
+    return not any(part.strip().startswith(GENERATORS) for source in sources if source for part in source.split(","))
 
 
 def never_evaluated(cfg: Any) -> bool:

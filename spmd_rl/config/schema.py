@@ -291,8 +291,8 @@ class EvalConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
+    every: int = 50
+    """Steps between checkpoints, beside the one at the end; 0: only that one."""
     keep: int = 2
     """Newest checkpoints kept."""
     export_hf: bool = False
@@ -336,11 +336,11 @@ class SidecarConfig:
     """Where sidecar hosts listen."""
 
     bind: str = "ipc"
-    """`ipc`: a socket in a private directory. `tcp://127.0.0.1`: a loopback port."""
+    """`ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port."""
 
     def __post_init__(self) -> None:
         known = self.bind == "ipc" or self.bind.startswith("tcp://")
-        require(known, f"bind: must be ipc or tcp://address, not {self.bind!r}")
+        require(known, f"bind: must be ipc or tcp://127.0.0.1:PORT, not {self.bind!r}")
 
 
 @dataclass

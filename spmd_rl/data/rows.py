@@ -74,7 +74,7 @@ def parse_row(line: bytes, where: str) -> Row:
     own_id = data.pop("id", None)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
         raise _Broken(f"`id` is {_kind(own_id)}, not text or a whole number")
-    return Row(where, problem, ground_truth, domain, None if own_id is None else str(own_id), data)
+    return Row(where, problem, ground_truth, domain, None if own_id is None else _whole(str(own_id), "id"), data)
 
 
 def _problem(data: dict[str, Any]) -> str | tuple[Message, ...]:
@@ -117,7 +117,7 @@ def _ground_truth(data: dict[str, Any]) -> str:
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _Broken(f"`{name}` is {_kind(value)}, not text or a number")
-    text = str(value)
+    text = _whole(str(value), name)
     final = FINAL_ANSWER.search(text.rpartition("\n")[2]) if name == "answer" else None
     if final is None:
         del data[name]

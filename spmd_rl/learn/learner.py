@@ -39,13 +39,20 @@ class Learner:
             # With one update on samples of the current version, the update itself computes these very numbers.
             needs_old = self._num_updates > 1 or self.plan.stale
             if needs_old or self._reference:
-                with self._world.phase("logprobs"), self._policy.awake():
-                    for batch in batches:
-                        if needs_old:
-                            batch.old_logprobs, _ = self._policy.logprobs(batch, self._temperature)
-                        if self._reference:
-                            batch.ref_logprobs, _ = self._reference.logprobs(batch, self._temperature)
+                with self._world.phase("logprobs"):
+                    self._fill_in(batches, needs_old)  # [all]
         return batches
+
+    def _fill_in(self, batches: list[Batch], needs_old: bool) -> None:
+        """[all] Logprobs of the policy before the step, if needed, and of the reference, if there is one."""
+        if needs_old:
+            with self._policy.awake():
+                for batch in batches:
+                    batch.old_logprobs, _ = self._policy.logprobs(batch, self._temperature)
+        if self._reference:
+            with self._reference.awake():
+                for batch in batches:
+                    batch.ref_logprobs, _ = self._reference.logprobs(batch, self._temperature)
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""

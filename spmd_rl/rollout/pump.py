@@ -15,8 +15,8 @@ from spmd_rl.dist import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.types import Completion, Request
 
-IDLE_SECONDS = 0.001
-"""How long an idle pump sleeps before it looks again at the store and the verdicts."""
+IDLE_SECONDS, MAX_IDLE_SECONDS = 0.001, 0.005
+"""How long an idle pump sleeps, at first and in the end, before it looks again at the store and the verdicts."""
 
 
 class Pump:
@@ -26,6 +26,7 @@ class Pump:
         self.idle_seconds = 0.0
         """Time in which the engine had nothing to do; the caller resets it."""
         self._engine, self._world = engine, world
+        self._nap = IDLE_SECONDS
         self._ready: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
 
@@ -50,10 +51,12 @@ class Pump:
         if self._engine.num_unfinished:
             self._deliver(self._engine.step())
             self._world.progress()
+            self._nap = IDLE_SECONDS
             await asyncio.sleep(0)
             return
         began = time.perf_counter()
-        await asyncio.sleep(IDLE_SECONDS)
+        await asyncio.sleep(self._nap)
+        self._nap = min(2 * self._nap, MAX_IDLE_SECONDS)
         self.idle_seconds += time.perf_counter() - began
 
     def _deliver(self, completions: Iterable[Completion]) -> None:

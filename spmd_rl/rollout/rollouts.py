@@ -7,6 +7,7 @@ Left out: replicas of several ranks, carried partial rollouts.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,10 @@ from spmd_rl.types import Group, Prompt, Sample, Scorer
 
 END = "generate: end of step"
 """The collective at which the replicas meet when they know the step's end."""
+
+
+SCORE_TURNS = 200
+"""Turns of the pump, at most, until a rank that waits for verdicts asks again for a ticket."""
 
 
 class Rollouts:
@@ -79,6 +84,14 @@ class Rollouts:
         length, prompt_id = max(map(tuple, self._world.gather("start: prompt lengths", longest)))
         if length > limit:
             raise UserError(f"rollout.max_prompt_tokens={limit}: prompt {prompt_id} has {length} tokens")
+        new, room = self._settings.max_new_tokens, self._engine.capacity.max_tokens
+        if length + new > room:
+            raise UserError(
+                f"rollout.max_new_tokens={new}: with a prompt of {length} tokens it exceeds the {room} that fit "
+                f"(engine.kv_tokens={self._cfg.engine.kv_tokens}, and the model's own limit)"
+            )
+        if self._cfg.eval.every and not self.prompts.eval and self._world.rank == 0:
+            print("warning: eval.every: no prompt is held out, nothing is evaluated", file=sys.stderr, flush=True)
 
     def collect(self, step: int) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
@@ -114,7 +127,7 @@ class Rollouts:
                 epoch, prompt = self.prompts.ticket(ticket, self._cfg.seed)
                 running[ticket] = (prompt, self._start(prompt, ticket, epoch, sampling))
                 await asyncio.sleep(0)  # its requests now stand in the pump, and count in `_has_room`
-            await self._turn(idle=not running)
+            await self._turn(tickets, idle=not running)
             for ticket in sorted(t for t, (_, samples) in running.items() if samples.done()):
                 prompt, samples = running.pop(ticket)
                 group = Group(prompt, ticket, tuple(samples.result()))
@@ -139,7 +152,7 @@ class Rollouts:
     def _has_room(self) -> bool:
         return self._pump.num_requests + self._settings.answers_per_prompt <= self._slots
 
-    async def _turn(self, idle: bool) -> None:
+    async def _turn(self, tickets: StepTickets, idle: bool) -> None:
         """One turn of the pump, or, with only verdicts left to wait for, turns until one of them arrives.
 
         `idle`: this rank has no ticket; it waits for those of the others.
@@ -152,8 +165,10 @@ class Rollouts:
         else:
             with self._world.phase("score"):
                 waiting = self._scorer.outstanding
-                while not self._pump.num_requests and self._scorer.outstanding == waiting:
+                for _ in range(SCORE_TURNS):
                     await self._pump.turn()
+                    if self._pump.num_requests or self._scorer.outstanding != waiting or tickets.end() is not None:
+                        break
 
     def _exchange(
         self, step: int, finished: dict[int, tuple[Group, str | None]], end: int, bubble: float, num_aborted: int

@@ -7,11 +7,13 @@ with Run.open(cfg, world) as track:
         track.log_samples(3, rows)
 """
 
+import fcntl
+import os
 import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +64,20 @@ class Run:
 
         Leaving it, cleanly or not, writes the report and meets nobody.
         """
-        word = world.broadcast("track: open", _prepare(cfg, world) if world.rank == 0 else None)  # [all]
-        if word["error"]:
-            raise UserError(word["error"])
-        track = cls(cfg, world, word["id"])
-        world.journal.watch(track._memory)
-        world.on_exit(track.write_report)
-        world.on_exit(track._close_trackers)
-        clean = False
-        try:
-            yield track
-            clean = True
-        finally:
-            track._close(clean)
+        with ExitStack() as held:
+            word = world.broadcast("track: open", _prepare(cfg, world, held) if world.rank == 0 else None)  # [all]
+            if word["error"]:
+                raise UserError(word["error"])
+            track = cls(cfg, world, word["id"])
+            world.journal.watch(track._memory)
+            world.on_exit(track.write_report)
+            world.on_exit(track._close_trackers)
+            clean = False
+            try:
+                yield track
+                clean = True
+            finally:
+                track._close(clean)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -98,7 +101,8 @@ class Run:
 
     def log_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write this rank's samples of `step`, each with `ticket` and `answer`. Once a step, on every rank."""
-        self._samples.write(step, rows)
+        with self._world.phase("track"):
+            self._samples.write(step, rows)
 
     def state(self) -> dict[str, Any]:
         """[all] For the checkpoint of the present step, whose line is not written yet."""
@@ -192,12 +196,13 @@ class Run:
             tracker.close()
 
 
-def _prepare(cfg: RlvrConfig, world: World) -> dict[str, str | None]:
+def _prepare(cfg: RlvrConfig, world: World, held: ExitStack) -> dict[str, str | None]:
     """Rank 0: the directory, its settings, and what a killed start left; `error` in one line."""
     directory = Path(cfg.run.dir)
     try:
         check(cfg.track)
         (directory / "samples").mkdir(parents=True, exist_ok=True)
+        _lock(directory, held)
         write_config(cfg, directory, type(cfg).__name__.removesuffix("Config").lower())
         SampleLog(directory / "samples", world.rank, world.size).recover()
         world.journal.note("run", command=origin.command(), machine=origin.machine(), ranks=world.size)
@@ -206,6 +211,17 @@ def _prepare(cfg: RlvrConfig, world: World) -> dict[str, str | None]:
     except OSError as error:
         return {"error": f"run.dir={directory}: {error.strerror}", "id": None}
     return {"error": None, "id": secrets.token_hex(4)}
+
+
+def _lock(directory: Path, held: ExitStack) -> None:
+    """Keep the directory to ourselves until `held` is left: the same line in a second terminal is the same run."""
+    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"run.dir: {directory} is in use by another job") from None
+    held.callback(os.close, fd)
 
 
 def _shown(phase: str) -> str:

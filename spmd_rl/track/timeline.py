@@ -107,7 +107,15 @@ def _tail(path: Path) -> list[dict[str, Any]]:
         file.seek(max(0, size - _TAIL_BYTES))
         lines = file.read().split(b"\n")
     first = 1 if size > _TAIL_BYTES else 0
-    return [_decode(line) for line in lines[first:-1]]
+    return [event for line in lines[first:-1] if (event := _event(line))]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """One line of a journal; None if a full disk or a kill cut it short."""
+    try:
+        return _decode(line)
+    except msgspec.DecodeError:
+        return None
 
 
 def _last_start(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

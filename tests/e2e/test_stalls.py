@@ -12,7 +12,14 @@ from tests.e2e.runs import EXACT, Running, Toy
 from tests.e2e.test_kills import POINTS
 
 STALL = 4
-SETTINGS = (*EXACT, "steps=3", "reward.toy.args.sleep=0.01", f"journal.stall_seconds={STALL}", "checkpoint.every=2")
+SETTINGS = (
+    *EXACT,
+    "steps=3",
+    "reward.toy.args.sleep=0.01",
+    "reward.toy.timeout=3",
+    f"journal.stall_seconds={STALL}",
+    "checkpoint.every=2",
+)
 SKIPPING = Path(__file__).with_name("skipping_rlvr.py")
 QUICK = {("rank-1", "update"), ("rank-0", "generate")}
 CASES = [

@@ -59,3 +59,22 @@ def test_what_a_run_leaves_behind_is_whole(tmp_path) -> None:
     assert manifest["step"] == 1
     weights = run.weights(1)
     assert all(torch.isfinite(w).all() for w in weights.values())
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path) -> None:
+    toy = Toy(tmp_path)
+    first = toy.start("steps=2", "reward.toy.args.sleep=0.1", ranks=0)
+    first.wait_for("enter generate", step=1)
+    second = toy.start("steps=2", "reward.toy.args.sleep=0.1", f"run.dir={first.run_dir}", ranks=0, name="second")
+    assert second.wait() == 2
+    assert "in use by another job" in second.text().splitlines()[-1]
+    assert first.wait() == 0, first.text()[-3000:]
+    assert [m["step"] for m in first.metrics()] == [0, 1, 2]
+
+
+def test_an_answer_longer_than_the_engine_holds_is_told_at_start(tmp_path) -> None:
+    run = Toy(tmp_path).start(
+        "rollout.max_prompt_tokens=48", "rollout.max_new_tokens=90", "engine.kv_tokens=138", ranks=0
+    )
+    assert run.wait() == 2
+    assert "rollout.max_new_tokens=90" in run.text().splitlines()[-1]

@@ -6,7 +6,7 @@ import pytest
 
 from spmd_rl.config.checks import check
 from spmd_rl.config.identity import write_config
-from spmd_rl.config.idle import idle_settings
+from spmd_rl.config.idle import files, idle_settings
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import UserError
@@ -154,3 +154,8 @@ def test_more_settings_without_effect(place):
     # What the shipped settings say of their own problems is no mistake of a user with a file.
     cfg = load("rlvr", RlvrConfig, [f"data.train={place}/rows.jsonl"])
     assert list(idle_settings(cfg, load("rlvr", RlvrConfig))) == []
+
+
+def test_files_and_generators_may_be_mixed(tmp_path) -> None:
+    assert files("a.jsonl, reasoning_gym:chain_sum,b.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert files(None) == [] and files("reasoning_gym:chain_sum") == []

@@ -186,7 +186,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("algorithm.loss=reinforce", "algorithm.loss: unknown name 'reinforce'; known: ppo_clip"),
         ("algorithm.loss_agg=mean", "algorithm.loss_agg: unknown name 'mean'; known: token-mean, "),
         ("algorithm.kl_estimator=k4", "algorithm.kl_estimator: unknown name 'k4'; known: k1, k2, k3"),
-        ("sidecar.bind=udp://x", "sidecar.bind: must be ipc or tcp://address"),
+        ("sidecar.bind=udp://x", "sidecar.bind: must be ipc or tcp://127.0.0.1:PORT"),
         ("journal.stall_seconds=0", "journal.stall_seconds: must be greater than 0"),
         ("checkpoint.keep=0", "checkpoint.keep: must be at least 1, not 0"),
         ("steps=-1", "steps: must be at least 0, not -1"),
