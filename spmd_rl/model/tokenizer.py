@@ -33,10 +33,6 @@ class Tokenizer:
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
 
-    def __len__(self) -> int:
-        """Number of token ids, added ones included."""
-        return len(self._hf)
-
     def render(self, messages: Sequence[Message]) -> array:
         """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses."""
         from jinja2 import TemplateError
@@ -55,10 +51,6 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens and without any tidying of spaces."""
         return self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer's files into a directory, for an export."""
-        self._hf.save_pretrained(folder)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

@@ -33,9 +33,9 @@ def test_unpermute_undoes_llama_cpps_permutation() -> None:
     assert torch.equal(smollm2.unpermute(permuted, 2), weight)
 
 
-def test_home_is_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPMD_RL_HOME", str(tmp_path))
-    assert smollm2.default_dir() == tmp_path / "models" / "smollm2-135m-instruct"
+def test_it_goes_where_the_default_settings_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert smollm2.default_dir() == tmp_path / ".cache/spmd_rl/models/smollm2-135m-instruct"
 
 
 def test_another_file_is_not_taken_for_the_wheel(tmp_path: Path) -> None:
