@@ -192,7 +192,9 @@ class Checkpointer:
         try:
             self._shelf.clean()
             steps = self._shelf.candidates()
-            if resume == "auto":
+            if resume == "auto" or (
+                steps and _from_elsewhere(resume, self._shelf)
+            ):  # begun there, it goes on from here
                 return {"candidates": [str(self._shelf.path(step)) for step in steps], "error": None}
             metrics = self._run_dir / "metrics.jsonl"
             used = bool(steps) or (metrics.exists() and metrics.stat().st_size > 0)
@@ -248,14 +250,20 @@ class Checkpointer:
         return state["step"]
 
 
+def _from_elsewhere(resume: str, shelf: Shelf) -> bool:
+    """Whether `checkpoint.resume` is a path of another run's. A path of this run's own takes the run back to it."""
+    given = Path(resume).expanduser().absolute()
+    return resume not in ("auto", "never") and given.parent != shelf.root.absolute()
+
+
 def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> bool:
     """[all] Whether the run directory already holds a whole checkpoint of step `steps` or later.
 
     Looks at names and sizes only, so that a door can ask before it loads anything.
     """
     done = False
-    if world.rank == 0 and cfg.resume == "auto":
-        shelf = Shelf(run_dir / "checkpoints")
+    shelf = Shelf(run_dir / "checkpoints")
+    if world.rank == 0 and (cfg.resume == "auto" or _from_elsewhere(cfg.resume, shelf)):
         latest = shelf.latest()
         if latest is not None and latest >= steps:
             try:

@@ -298,7 +298,8 @@ class CheckpointConfig:
     export_hf: bool = False
     """Write `hf/` (safetensors, config, tokenizer) beside each checkpoint; the last one always has it."""
     resume: str = "auto"
-    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or a checkpoint's path."""
+    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or a checkpoint's path: of
+    another run, to begin from; of this one, to go back to."""
 
     def __post_init__(self) -> None:
         self.resume = expanduser(self.resume)

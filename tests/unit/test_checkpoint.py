@@ -223,6 +223,16 @@ def test_a_path_outside_the_run(tmp_path: Path) -> None:
         resumed(tmp_path / "two", resume=str(tmp_path / "nowhere"))
 
 
+def test_a_run_begun_from_anothers_checkpoint_goes_on_from_its_own(tmp_path: Path) -> None:
+    saved(tmp_path / "one", 2)
+    saved(tmp_path / "two", 3)
+    other = str(tmp_path / "one" / "checkpoints" / "step-000002")
+    assert resumed(tmp_path / "two", resume=other)[0] == 3
+    assert resumed(tmp_path / "three", resume=other)[0] == 2
+    own = str(tmp_path / "two" / "checkpoints" / "step-000002")
+    assert resumed(tmp_path / "two", resume=own)[0] == 2, "a path of its own takes the run back"
+
+
 def test_a_checkpoint_of_another_model_is_one_clear_line(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     with pytest.raises(UserError, match="does not fit this model") as caught:
