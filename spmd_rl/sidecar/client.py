@@ -6,9 +6,11 @@ that computes for a minute does not take its sidecar for dead. Not thread-safe; 
 """
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -22,6 +24,8 @@ from spmd_rl.types import AnswerInfo, Prompt, Verdict
 
 TICK_SECONDS = 0.1
 """Between two looks at the host."""
+WATCH_SECONDS = 0.25
+"""The same while nothing is outstanding."""
 LEASE_SECONDS = 5.0
 """A host that lives but has been silent for so long is replaced."""
 START_SECONDS = 30.0
@@ -70,6 +74,10 @@ class Client:
         self._ran = 0.0  # seconds in which the loop ran while we were in it
         self._ticked = 0.0
         self._patient_until = LEASE_SECONDS
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._watch_over, args=(host,), name="sidecar watch", daemon=True)
+        if host is not None:
+            self._watch.start()
 
     @property
     def outstanding(self) -> int:
@@ -105,6 +113,9 @@ class Client:
 
     def close(self) -> None:
         """Hang up, and end the host if it is ours. Calls still outstanding are cancelled."""
+        self._closed.set()
+        if self._host is not None:
+            self._watch.join()
         calls, self._calls = self._calls, {}
         if self._loop is not None and not self._loop.is_closed():
             for call in calls.values():
@@ -247,6 +258,18 @@ class Client:
         self._flush()
         if self._loop is not None:
             self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _watch_over(self, host: HostProcess) -> None:
+        """On a thread: while nothing is outstanding here, and perhaps no loop runs, other ranks may need the host."""
+        pause = WATCH_SECONDS
+        while not self._closed.wait(pause):
+            if host.alive or self._loop is not None:
+                pause = WATCH_SECONDS
+                continue
+            _warn("the host died; starting a new one")
+            with contextlib.suppress(OSError):  # tried again later
+                host.restart()
+            pause = min(2 * pause, LEASE_SECONDS)
 
     def _look_after(self, host: HostProcess) -> None:
         if host.alive and self._ran <= self._patient_until:

@@ -25,6 +25,7 @@ class HostProcess:
 
     def __init__(self, address: str, rewards: "RewardsConfig") -> None:
         self._address = address
+        self._lock = threading.Lock()  # the event loop and the client's watch may both find it dead
         self._pools = {
             domain: wire.Pool(reward.target, dict(reward.args), reward.workers)
             for domain, reward in rewards.domains.items()
@@ -52,10 +53,11 @@ class HostProcess:
     def restart(self) -> None:
         """A new host at the same address, whatever became of the old one. Does not wait until it is ready. OSError if
         there can be no new process."""
-        self._process.kill()
-        self._process.wait()
-        self._line.close()
-        self._start()
+        with self._lock:
+            self._process.kill()
+            self._process.wait()
+            self._line.close()
+            self._start()
 
     def stop(self) -> None:
         """End the host and its workers, and remove its socket."""

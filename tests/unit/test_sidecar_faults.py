@@ -63,6 +63,19 @@ def test_killed_hosts_change_no_verdict(node):
         assert time.perf_counter() - start < 15
 
 
+def test_a_host_killed_while_its_owner_asks_nothing_serves_the_neighbour(node):
+    """The owner may be through with its share, and stand in a collective without a loop."""
+    answers = [str(i) for i in range(50)]
+    config = rewards("Number", args={"seconds": 0.01})
+    with sidecar.connect(config, node) as first, sidecar.connect(config, Node(1, 1, node.address)) as second:
+
+        async def kill():
+            host_of(first).kill()
+
+        assert asyncio.run(ask_while(second, answers, kill)) == numbers(answers)
+        assert first.outstanding == 0
+
+
 def test_a_host_killed_while_the_loop_was_blocked_or_nobody_asked(node, monkeypatch):
     with sidecar.connect(rewards("Number", args={"seconds": 0.01}), node) as scorer:
 
