@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
 
-from spmd_rl.types import Group
+from spmd_rl.types import SCORED, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class AnswerOutcome:
     @property
     def scored(self) -> bool:
         """Whether `score` means anything."""
-        return self.status in ("ok", "wrong_format")
+        return self.status in SCORED
 
 
 @dataclass(frozen=True, slots=True)
