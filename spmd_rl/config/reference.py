@@ -15,7 +15,7 @@ from spmd_rl.config.schema import PIPELINES
 INTRO = """\
 # Settings
 
-<!-- Written by `python -m spmd_rl.config.reference > docs/CONFIG.md`; edit spmd_rl/config/schema.py instead. -->
+<!-- Written by `python -m spmd_rl.config.reference > docs/CONFIG.md`; edit spmd_rl/config/sections/ instead. -->
 
 Any of these stands on the command line as `key=value` or in a YAML file under `configs/`; what is not said has the
 default below. `--cfg job` prints the settings a line stands for and runs nothing; `--config-dir` adds a directory of

@@ -1,0 +1,104 @@
+"""The models, what trains them and what generates with them: `policy`, `reference`, `train`, `engine`."""
+
+from dataclasses import dataclass, field
+from os.path import expanduser
+
+from spmd_rl.config.values import above, at_least, one_of, require
+
+DTYPES = ("bfloat16", "float32")
+SCHEDULES = ("constant", "linear", "cosine")
+ENGINES = ("native",)
+
+
+@dataclass
+class PolicyConfig:
+    """The model that is trained, and its optimizer (AdamW)."""
+
+    model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
+    """A Hugging Face causal LM directory (config.json, safetensors, tokenizer)."""
+    dtype: str = "bfloat16"
+    """Compute and engine dtype: `bfloat16` or `float32`. Master weights and optimizer state are float32 throughout."""
+    lr: float = 2e-5
+    """Peak learning rate."""
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine` decay to 0 at `steps`, after the warm-up."""
+    warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    max_grad_norm: float = 1.0
+    """Global L2 norm to which gradients are clipped."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's moment decays."""
+    max_skipped_updates: int = 3
+    """So many non-finite gradients in a row stop the run; each alone skips its update on all ranks."""
+    trust_remote_code: bool = False
+    """Run Python code that a model directory brings. Only for directories you trust."""
+
+    def __post_init__(self) -> None:
+        self.model = expanduser(self.model)
+        one_of(self, dtype=DTYPES, schedule=SCHEDULES)
+        at_least(self, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
+        above(self, max_grad_norm=0)
+        two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen reference of the KL term; loaded only when `algorithm.kl_coef` > 0."""
+
+    model: str | None = None
+    """Default: the policy's directory, as it was before training."""
+    dtype: str | None = None
+    """Default: the policy's."""
+
+    def __post_init__(self) -> None:
+        self.model = self.model and expanduser(self.model)
+        one_of(self, dtype=DTYPES)
+
+
+@dataclass
+class TrainConfig:
+    """The training backend: group `train`."""
+
+    name: str = "fsdp2"
+    """`fsdp2`"""
+    tp: int = 1
+    """Tensor-parallel ranks per model copy."""
+    pp: int = 1
+    """Pipeline stages per model copy."""
+    cp: int = 1
+    """Context-parallel ranks per sequence."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    tokens_per_microbatch: int = 4096
+    """Token budget of one forward and backward; a longer single sequence gets a micro-batch of its own."""
+    updates_per_step: int = 1
+    """Optimizer steps on one step's samples."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, a third more compute."""
+    offload: bool = False
+    """Keep weights and optimizer state in host memory while generating. No effect on CPU."""
+
+    def __post_init__(self) -> None:
+        one_of(self, name=("fsdp2",))
+        at_least(self, tp=1, pp=1, cp=1, ep=1, tokens_per_microbatch=1, updates_per_step=1)
+
+
+@dataclass
+class EngineConfig:
+    """The generation engine: group `engine`."""
+
+    name: str = "native"
+    """`native`"""
+    tp: int = 1
+    """Ranks that hold one copy of the engine."""
+    max_running: int = 64
+    """Requests decoded side by side in a replica."""
+    kv_tokens: int = 32768
+    """Tokens of KV cache in a replica."""
+
+    def __post_init__(self) -> None:
+        one_of(self, name=ENGINES)
+        at_least(self, tp=1, max_running=1, kv_tokens=1)

@@ -1,0 +1,78 @@
+"""Generation and scoring of a step, and held-out evaluation: `rollout`, `eval`."""
+
+from dataclasses import dataclass, field
+
+from spmd_rl.config.values import above, at_least, one_of, require
+
+CLAIMS = ("store", "static")
+ACCEPTS = ("ticket",)
+
+
+@dataclass
+class FilterConfig:
+    """Which groups qualify for training: `rollout.filter`."""
+
+    zero_variance: bool = True
+    """Drop groups whose scores are all equal: they carry no gradient."""
+    min_mean_score: float | None = None
+    """Drop groups whose mean score lies below (too hard)."""
+    max_mean_score: float | None = None
+    """Drop groups whose mean score lies above (too easy)."""
+
+    def __post_init__(self) -> None:
+        low, high = self.min_mean_score, self.max_mean_score
+        empty = low is not None and high is not None and low > high
+        require(not empty, f"min_mean_score: {low} lies above max_mean_score {high}: no group can qualify")
+
+
+@dataclass
+class RolloutConfig:
+    """Generation and scoring of one step."""
+
+    prompts_per_step: int = 8
+    """K: groups that a step trains on."""
+    answers_per_prompt: int = 8
+    """Samples in a group."""
+    max_prompt_tokens: int = 512
+    """A longer rendered prompt is an error at start."""
+    max_new_tokens: int = 12
+    """Token limit of an answer."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is refused in training."""
+    claim: str = "store"
+    """`store`: replicas claim tickets from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
+    accept: str = "ticket"
+    """`ticket`: the first K qualifying tickets in ticket order, free of length bias."""
+    extra_prompts: int = 0
+    """Tickets started beyond K at once, so that filtered groups need no second round."""
+    max_tickets_per_step: int | None = None
+    """Tickets a step may start before it trains on fewer groups. Default 4 K."""
+    min_answers: int = 2
+    """A group with fewer scored answers does not qualify."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+
+    def __post_init__(self) -> None:
+        one_of(self, claim=CLAIMS, accept=ACCEPTS)
+        at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
+        at_least(self, extra_prompts=0, max_tickets_per_step=self.prompts_per_step)
+        above(self, temperature=0)
+        enough = self.min_answers <= self.answers_per_prompt
+        require(enough, f"min_answers: {self.min_answers} is more than answers_per_prompt {self.answers_per_prompt}")
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation."""
+
+    every: int = 10
+    """Steps between evaluations; also before the first and after the last. 0: never."""
+    prompts: int = 64
+    """Held-out prompts used (all, if there are fewer)."""
+    answers: int = 4
+    """Sampled answers per prompt, beside one greedy answer."""
+    temperature: float | None = None
+    """Default: the rollout temperature."""
+
+    def __post_init__(self) -> None:
+        at_least(self, every=0, prompts=1, answers=1)
+        above(self, temperature=0)

@@ -1,0 +1,73 @@
+"""The run itself: `run`, `checkpoint`, `track`, `journal`, `sidecar`."""
+
+from dataclasses import dataclass
+from os.path import expanduser
+
+from spmd_rl.config.values import above, at_least, one_of, require
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives."""
+
+    name: str | None = None
+    """Default: a hash of every setting that changes samples or gradients, so that the same line resumes its run."""
+    dir: str | None = None
+    """Default: `runs/<pipeline>/<run.name>`. Must be shared by all nodes."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: int = 50
+    """Steps between checkpoints, beside the one at the end; 0: only that one."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    export_hf: bool = False
+    """Write `hf/` (safetensors, config, tokenizer) beside each checkpoint; the last one always has it."""
+    resume: str = "auto"
+    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or a checkpoint's path: of
+    another run, to begin from; of this one, to go back to."""
+
+    def __post_init__(self) -> None:
+        self.resume = expanduser(self.resume)
+        at_least(self, every=0, keep=1)
+
+
+@dataclass
+class TrackConfig:
+    """Trackers beside the run directory's own files. None needs an account."""
+
+    wandb: str = "off"
+    """`off`, `offline` or `online`."""
+    tensorboard: bool = False
+    """Write event files into `run.dir/tensorboard`."""
+    swanlab: str = "off"
+    """`off`, `offline` or `cloud`."""
+
+    def __post_init__(self) -> None:
+        one_of(self, wandb=("off", "offline", "online"), swanlab=("off", "offline", "cloud"))
+
+
+@dataclass
+class JournalConfig:
+    """Stall detection."""
+
+    stall_seconds: float = 300.0
+    """If no rank's progress counter moves for so long, all ranks dump their stacks and the job ends."""
+
+    def __post_init__(self) -> None:
+        above(self, stall_seconds=0)
+
+
+@dataclass
+class SidecarConfig:
+    """Where sidecar hosts listen."""
+
+    bind: str = "ipc"
+    """`ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port."""
+
+    def __post_init__(self) -> None:
+        known = self.bind == "ipc" or self.bind.startswith("tcp://")
+        require(known, f"bind: must be ipc or tcp://127.0.0.1:PORT, not {self.bind!r}")
