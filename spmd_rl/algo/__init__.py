@@ -1,6 +1,6 @@
 """Pure tensor mathematics of the algorithms: no rank, no device, no settings tree, no logger.
 
-One algorithm is one short function and one line in a dict below, plus its name in `config/schema.py`, where a setting
+One algorithm is one short function and one line in a dict below, plus its name in `config/sections/algorithm.py`, where a setting
 is refused that names no key of these.
 """
 

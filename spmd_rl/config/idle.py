@@ -3,7 +3,7 @@
     for line in idle_settings(cfg, load("rlvr", RlvrConfig)):
         print(f"warning: {line}")
 
-A line of `IDLE` says which, why and when. Left out: settings that contradict each other (`schema.py`, `checks.py`).
+A line of `IDLE` says which, why and when. Left out: settings that contradict each other (`sections/`, `checks.py`).
 """
 
 from collections.abc import Callable, Iterator

@@ -2,7 +2,7 @@
 
     python -m spmd_rl.config.reference > docs/CONFIG.md
 
-A test holds the file to this. Left out: what a setting means, which stands below each field in `schema.py`.
+A test holds the file to this. Left out: what a setting means, which stands below each field in `sections/`.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Checks of single values, called from the `__post_init__` of the settings' dataclasses in `schema.py`.
+"""Checks of single values, called from the `__post_init__` of the settings' dataclasses in `sections/`.
 
 Each takes the section and `key=bound` pairs, lets None pass (the key is optional), and raises a `UserError` whose line
 begins with the bare key; the loader puts the section in front, so that the user reads the dotted key.

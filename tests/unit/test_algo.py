@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spmd_rl.algo import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from spmd_rl.algo.advantages import grpo
 from spmd_rl.algo.losses import ppo_clip
-from spmd_rl.config import schema
+from spmd_rl.config.sections import algorithm as schema
 
 
 def grpo_by_hand(scores: list[float], groups: list[int], norm_std: bool) -> list[float]:
