@@ -6,7 +6,7 @@
 Lines marked [all] meet the other ranks; no other line may decide whether one of them is reached.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from spmd_rl.config import RlvrConfig, main
@@ -38,9 +38,9 @@ def run(cfg: RlvrConfig) -> None:
         track = stack.enter_context(Run.open(cfg, world))  # [all]
         scorer = stack.enter_context(sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug))
         policy, reference = train.build_roles(cfg, world)  # [all]
-        generator = engine.build(cfg, world)
+        generator = stack.enter_context(closing(engine.build(cfg, world)))
         publish = sync.build(policy, generator, world)
-        rollouts = Rollouts(cfg, generator, prompts, scorer, tokenizer, world)
+        rollouts = stack.enter_context(closing(Rollouts(cfg, generator, prompts, scorer, tokenizer, world)))  # [all]
         learner = Learner(cfg, policy, reference, world)
         parts = {"rollouts": rollouts, "learner": learner, "track": track}
         export = HfExport(policy, Path(cfg.policy.model), world)

@@ -29,16 +29,19 @@ class FakeEngine:
         self.length, self.version = length, 0
         self.running: dict[str, tuple[Request, int]] = {}
         self.aborted: list[str] = []
+        self.aborted_now: set[str] = set()
         self.added: list[tuple[int, ...]] = []
         self.most_running = 0
 
     def add(self, request: Request) -> None:
         assert request.id not in self.running
         self.added.append(request.order)
+        self.aborted_now.discard(request.id)
         self.running[request.id] = (request, 0)
 
     def abort(self, ids) -> None:
-        self.aborted += list(ids)
+        self.aborted += ids
+        self.aborted_now |= set(ids)
 
     @property
     def num_unfinished(self) -> int:
@@ -50,10 +53,11 @@ class FakeEngine:
         for id, (request, n) in list(self.running.items()):
             n += 1
             stop = n >= self.length(request)
-            if stop or id in self.aborted:
+            full = n == request.max_new_tokens
+            if stop or full or id in self.aborted_now:
                 del self.running[id]
                 text = str(request.seed % 10).encode() * n
-                reason = "stop" if stop else "abort"
+                reason = "stop" if stop else "length" if full else "abort"
                 ended.append(
                     Completion(
                         id, array("i", list(text)), array("f", [-0.5] * n), array("i", [self.version] * n), reason

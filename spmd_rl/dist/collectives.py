@@ -1,4 +1,6 @@
-"""Named collectives for metadata: msgpack in uint8 tensors over a gloo group of their own. No tensors of the model.
+"""Named collectives over a gloo group of their own: metadata as msgpack in uint8 tensors, and the bytes of samples.
+
+No tensors of the model.
 
 Each opens with one small all-gather of a frame that says which collective the rank believes to be in, so that ranks
 that have come apart are told so by name; a record that fits the frame costs nothing more. Never pickle.
@@ -6,17 +8,19 @@ that have come apart are told so by name; a record that fits the frame costs not
 
 import reprlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from spmd_rl.dist.journal import Journal
 from spmd_rl.errors import RunFailed
 
+Meeting = Callable[[str], AbstractContextManager[int]]
 Reduction = Literal["sum", "max", "mean"]
 
 _HEAD = struct.Struct("<qq64s")  # sequence number, bytes of payload, name
@@ -29,10 +33,10 @@ _decode = msgspec.msgpack.decode
 class Collectives:
     """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, journal: Journal) -> None:
-        """`group`: gloo over all ranks; None at size 1."""
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
+        """`group`: gloo over all ranks; None at size 1. `meeting` journals a name, and numbers it."""
         assert (group is None) == (size == 1)
-        self._rank, self._size, self._group, self._journal = rank, size, group, journal
+        self._rank, self._size, self._group, self._meeting = rank, size, group, meeting
 
     def gather(self, name: str, record: Any) -> list[Any]:
         """[all] Each rank's record, by rank. Sizes may differ."""
@@ -72,9 +76,24 @@ class Collectives:
         """[all] Nobody returns before all have come."""
         self._meet("barrier", name, b"")
 
+    def exchange(self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[all] One all-to-all: of `rows` [n, ...], the first `sent[0]` go to rank 0, the next `sent[1]` to rank 1, ...
+
+        Returns `received[0]` rows of rank 0, then `received[1]` of rank 1, ... Everyone knows beforehand how many come,
+        from a plan on which all ranks agree. On the CPU; any number may be 0.
+        """
+        assert len(sent) == len(received) == self._size and sum(sent) == len(rows)
+        self._meet("exchange", name, b"")
+        if self._group is None:
+            return rows
+        with self._meeting(f"{name}: rows"):
+            arrived = rows.new_empty(sum(received), *rows.shape[1:])
+            dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
+            return arrived
+
     def _meet(self, kind: str, name: str, payload: bytes, src: int | None = None) -> list[bytes]:
         """[all] Every rank's payload; with `src` only that rank's counts, and the others bring none."""
-        with self._journal.collective(name) as seq:
+        with self._meeting(name) as seq:
             if self._group is None:
                 return [payload]
             label = f"{kind} {name}".encode()[:64].ljust(64, b"\0")
@@ -100,7 +119,7 @@ class Collectives:
 
     def _broadcast(self, payload: bytes, length: int, src: int) -> bytes:
         buffer = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
-        dist.broadcast(buffer, src, group=self._group)
+        dist.broadcast(buffer, group=self._group, group_src=src)
         return buffer.numpy().tobytes()
 
     def _check(self, places: list[tuple[bytes, int]]) -> None:

@@ -6,10 +6,11 @@ peers. It judges nothing: when progress has stopped for too long is `watchdog.py
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 """
 
+import itertools
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,9 +96,20 @@ class Journal:
 
         Not numbered and not written, since ranks come to it as often as they happen to; only a hang report shows it.
         """
-        outer, self.inside = self.inside, (name, self._seq + 1)
-        try:
+        with self._shown(name, self._seq + 1):
             yield
+
+    def aside(self, name: str) -> Callable[[str], AbstractContextManager[int]]:
+        """Like `collective`, for meetings of some ranks only, here under `name`: numbered apart, and not written."""
+        numbers = itertools.count(1)
+        return lambda meeting: self._shown(f"{name}: {meeting}", next(numbers))
+
+    @contextmanager
+    def _shown(self, name: str, number: int) -> Iterator[int]:
+        """Where a hang report sees this rank meanwhile."""
+        outer, self.inside = self.inside, (name, number)
+        try:
+            yield number
         finally:
             self.inside = outer
 

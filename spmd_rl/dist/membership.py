@@ -122,3 +122,13 @@ def mesh(me: Membership, axes: dict[str, int]) -> DeviceMesh:
     for group in made.get_all_groups():
         _set_pg_timeout(FOREVER, group)  # a subgroup starts with the library's own default
     return made
+
+
+def split(me: Membership, size: int) -> dist.ProcessGroup | None:
+    """[all] The gloo group of this rank's block of `size` neighbouring ranks; None at size 1."""
+    assert me.size % size == 0
+    if size == 1:
+        return None
+    blocks = (range(begin, begin + size) for begin in range(0, me.size, size))
+    groups = [dist.new_group(list(ranks), timeout=FOREVER, backend="gloo") for ranks in blocks]
+    return groups[me.rank // size]

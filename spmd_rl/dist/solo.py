@@ -23,5 +23,5 @@ def solo(directory: Path | None = None) -> Iterator[World]:
     me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as temporary:
         journal = Journal((directory or Path(temporary)) / "journal", 0)
-        yield World(me, dist.HashStore(), "solo", Collectives(0, 1, None, journal), journal)
+        yield World(me, dist.HashStore(), "solo", Collectives(0, 1, None, journal.collective), journal)
         journal.close()

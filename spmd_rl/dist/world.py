@@ -11,18 +11,19 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.dist.collectives import Collectives, Reduction
 from spmd_rl.dist.guard import Guard
 from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.membership import Membership, join, membership, mesh
+from spmd_rl.dist.membership import Membership, join, membership, mesh, split
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
@@ -69,7 +70,7 @@ class World:
         store, nonce, group = join(me)
         run_dir = Path(cfg.run.dir)
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=nonce)
-        collectives = Collectives(me.rank, me.size, group, journal)
+        collectives = Collectives(me.rank, me.size, group, journal.collective)
         world = cls(me, store, nonce, collectives, journal)
         stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
@@ -101,6 +102,12 @@ class World:
         """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
         return mesh(self._me, axes)
 
+    def split(self, name: str, size: int) -> Collectives:
+        """[all] Meetings among this rank's block of `size` neighbouring ranks alone; `size` divides the world's."""
+        block = self.rank // size
+        group = split(self._me, size)
+        return Collectives(self.rank % size, size, group, self.journal.aside(f"{name} {block}"))
+
     def clone_store(self) -> dist.Store:
         """A connection of its own to the same keys: a store's `add` waits behind another thread's `wait`."""
         return self.store.clone()
@@ -124,6 +131,10 @@ class World:
     def barrier(self, name: str) -> None:
         """[all] Nobody returns before all have come."""
         self._collectives.barrier(name)
+
+    def exchange(self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[all] One all-to-all of a tensor's rows, on the CPU: `sent[r]` to rank r, in order; `received[r]` from it."""
+        return self._collectives.exchange(name, rows, sent, received)
 
     def collective(self, name: str) -> AbstractContextManager[int]:
         """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it."""

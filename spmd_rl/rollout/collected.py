@@ -1,20 +1,24 @@
 """What a step's rollout leaves behind: this rank's groups, and the metadata of everyone's.
 
-Samples stay on the rank that made them. Only `Outcome`s are gathered; every rank holds all of them, in ticket order.
+Samples stay on the rank that made them. Only `AnswerOutcome`s are gathered; every rank holds all of them, in ticket
+order, and finds alike which groups train.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
 
-from spmd_rl.types import SCORED, Group
+import msgspec
+
+from spmd_rl.types import SCORED, Group, Sample
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerOutcome:
-    """Metadata of one sample."""
+class AnswerOutcome(msgspec.Struct, array_like=True, frozen=True):
+    """Metadata of one sample: all that ranks tell each other of it."""
 
     answer: int
+    rank: int
+    """that generated it, and holds it"""
     status: str
     score: float
     num_answer_tokens: int
@@ -29,12 +33,44 @@ class AnswerOutcome:
         return self.status in SCORED
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Metadata of one resolved ticket."""
+def answer_outcome(sample: Sample, rank: int, version: int) -> AnswerOutcome:
+    """The metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
+    return AnswerOutcome(
+        answer=sample.answer,
+        rank=rank,
+        status=sample.verdict.status,
+        score=sample.verdict.score,
+        num_answer_tokens=sample.num_answer_tokens,
+        num_tokens=sample.num_tokens,
+        truncated=sample.turns[-1].finish_reason == "length",
+        stale=any(v != version for turn in sample.turns for v in turn.versions),
+    )
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """A part of a ticket whose verdicts are all in, as its replica tells the others."""
 
     ticket: int
-    rank: int
+    part: int
+    domain: str
+    answers: tuple[AnswerOutcome, ...]
+    detail: str
+    """The first failed verdict's detail, if any."""
+
+
+def finished(group: Group, part: int, rank: int, version: int) -> Finished:
+    """The metadata of a finished part."""
+    answers = tuple(answer_outcome(sample, rank, version) for sample in group.samples)
+    failed = [s.verdict for s in group.samples if not s.verdict.scored]
+    detail = f"{failed[0].status}: {failed[0].detail}" if failed else ""
+    return Finished(group.ticket, part, group.prompt.domain, answers, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Metadata of one resolved ticket, all its parts together."""
+
+    ticket: int
     domain: str
     why_not: str | None
     """Why the group does not train; None if it does."""
@@ -43,40 +79,24 @@ class Outcome:
     """The first failed verdict's detail, if any."""
 
 
-def outcome(group: Group, rank: int, why_not: str | None, version: int) -> Outcome:
-    """The metadata of a finished group."""
-    answers = tuple(
-        AnswerOutcome(
-            answer=sample.answer,
-            status=sample.verdict.status,
-            score=sample.verdict.score,
-            num_answer_tokens=sample.num_answer_tokens,
-            num_tokens=sample.num_tokens,
-            truncated=sample.turns[-1].finish_reason == "length",
-            stale=any(v != version for turn in sample.turns for v in turn.versions),
-        )
-        for sample in group.samples
-    )
-    failed = [s.verdict for s in group.samples if not s.verdict.scored]
-    detail = f"{failed[0].status}: {failed[0].detail}" if failed else ""
-    return Outcome(group.ticket, rank, group.prompt.domain, why_not, answers, detail)
-
-
 @dataclass(frozen=True, slots=True)
 class Collected:
     """One step's harvest."""
 
     step: int
     groups: tuple[Group, ...]
-    """This rank's groups that train, in ticket order; may be empty."""
+    """This rank's samples of the groups that train, in ticket order; may be empty. A ticket of several parts has some
+    of its samples here and others elsewhere."""
     dropped: tuple[tuple[Group, str], ...]
     """This rank's finished groups that do not train, each with the reason."""
     outcomes: tuple[Outcome, ...]
     """Every rank's resolved tickets of the step, in ticket order; equal on all ranks."""
     bubble: float
-    """Mean idle share of generation over the ranks."""
+    """Mean idle share of generation over the replicas."""
     num_aborted: int
-    """Requests aborted because the step had ended, over all ranks."""
+    """Requests given up because the step had ended, over all ranks."""
+    num_carried: int
+    """Answers begun that go on in the next step, over all ranks."""
 
     @property
     def accepted(self) -> tuple[Outcome, ...]:
@@ -100,7 +120,7 @@ class Collected:
             "rollout/accepted": len(self.accepted),
             "rollout/filtered": len(self.outcomes) - len(self.accepted),
             "rollout/aborted": self.num_aborted,
-            "rollout/carried": 0,
+            "rollout/carried": self.num_carried,
             "rollout/bubble": self.bubble,
             "rollout/error_share": self.error_share,
             "tokens": sum(a.num_tokens for a in answers),
@@ -108,6 +128,7 @@ class Collected:
         if answers:
             metrics["rollout/response_length/mean"] = fmean(a.num_answer_tokens for a in answers)
             metrics["rollout/truncated"] = fmean(a.truncated for a in answers)
+            metrics["rollout/stale"] = fmean(a.stale for a in answers)
         if scores:
             metrics["critic/score/mean"] = fmean(scores)
             metrics |= {f"score/{domain}/mean": fmean(values) for domain, values in domains.items() if values}

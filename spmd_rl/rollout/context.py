@@ -47,24 +47,38 @@ class Context:
         return self.tokenizer.render(messages)
 
     async def generate(self, prompt_ids: array) -> Turn:
-        """Append `prompt_ids` to all tokens so far and let the policy answer. No token is ever rendered twice."""
+        """Append `prompt_ids` to all tokens so far and let the policy answer. No token is ever rendered twice.
+
+        An answer that the end of a step cut short goes on in the next one, with that step's policy.
+        """
         history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
-        number, sampled = len(self.turns), sum(len(turn.token_ids) for turn in self.turns)
-        s = self.sampling
-        completion = await self.pump.generate(
-            Request(
-                id=f"{s.split}/{self.ticket}/{self.answer}/{number}",
-                prompt_ids=concat([*history, prompt_ids], "i"),
-                max_new_tokens=s.max_new_tokens,
-                temperature=s.temperature,
-                seed=counter_seed(s.seed, s.split, self.epoch, self.prompt.id, self.answer, number, sampled),
-                order=(self.ticket, self.answer, number),
-                stop_ids=self.tokenizer.stop_ids,
+        before = concat([*history, prompt_ids], "i")
+        turn = Turn(prompt_ids, array("i"), array("f"), array("i"), "abort")
+        while turn.finish_reason == "abort":
+            c = await self.pump.generate(self._request(before, turn.token_ids))
+            turn = Turn(
+                prompt_ids,
+                turn.token_ids + c.token_ids,
+                turn.logprobs + c.logprobs,
+                turn.versions + c.versions,
+                c.finish_reason,
             )
+        self.turns.append(turn)
+        return turn
+
+    def _request(self, before: array, begun: array) -> Request:
+        """Continue the `begun` tokens of the next turn, which follow on all that was `before`."""
+        s, number = self.sampling, len(self.turns)
+        sampled = len(begun) + sum(len(turn.token_ids) for turn in self.turns)
+        return Request(
+            id=f"{s.split}/{self.ticket}/{self.answer}/{number}",
+            prompt_ids=before + begun,
+            max_new_tokens=s.max_new_tokens - len(begun),
+            temperature=s.temperature,
+            seed=counter_seed(s.seed, s.split, self.epoch, self.prompt.id, self.answer, number, sampled),
+            order=(self.ticket, self.answer, number),
+            stop_ids=self.tokenizer.stop_ids,
         )
-        c = completion
-        self.turns.append(Turn(prompt_ids, c.token_ids, c.logprobs, c.versions, c.finish_reason))
-        return self.turns[-1]
 
     def text(self, turn: Turn) -> str:
         """The answer's text, without special tokens."""

@@ -1,14 +1,15 @@
-"""Which groups train: a pure function of a group's verdicts."""
+"""Which groups train: a pure function of their answers' metadata, so that every rank finds the same."""
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from spmd_rl.config.schema import FilterConfig
-from spmd_rl.types import Group
+from spmd_rl.rollout.collected import AnswerOutcome
 
 
-def why_not(group: Group, min_answers: int, settings: FilterConfig) -> str | None:
-    """Why the group does not qualify, in one or two words; None if it does. Only scored answers count."""
-    scores = [sample.verdict.score for sample in group.samples if sample.verdict.scored]
+def why_not(answers: Sequence[AnswerOutcome], min_answers: int, settings: FilterConfig) -> str | None:
+    """Why the group does not qualify, in two or three words; None if it does. Only scored answers have a score."""
+    scores = [answer.score for answer in answers if answer.scored]
     if len(scores) < min_answers:
         return "too few scored"
     if settings.zero_variance and min(scores) == max(scores):
@@ -17,4 +18,8 @@ def why_not(group: Group, min_answers: int, settings: FilterConfig) -> str | Non
         return "too hard"
     if settings.max_mean_score is not None and fmean(scores) > settings.max_mean_score:
         return "too easy"
+    if settings.max_truncated is not None and fmean(a.truncated for a in answers) > settings.max_truncated:
+        return "too many truncated"
+    if settings.max_mean_tokens is not None and fmean(a.num_answer_tokens for a in answers) > settings.max_mean_tokens:
+        return "too long"
     return None

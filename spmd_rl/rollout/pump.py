@@ -1,18 +1,18 @@
-"""The pump: runs coroutines beside `Engine.step()`, in one thread, on the replica's rank.
+"""The pump: runs coroutines beside engine steps, in one thread, on the replica's first rank.
 
 A coroutine that awaits `generate` sleeps until its request has ended; thousands may. Each turn of the pump lets every
-ready coroutine run, admits new requests in (ticket, answer, turn) order, and computes one engine step. Verdicts arrive
+ready coroutine run, admits new requests in (ticket, answer, turn) order, and computes engine steps. Verdicts arrive
 between steps, so scoring overlaps generation.
 
-Left out: what a rollout is (`context.py`) and which ones to start (`rollouts.py`).
+Left out: what a rollout is (`context.py`), which ones to start (`rollouts.py`) and the replica's other ranks
+(`replica.py`).
 """
 
 import asyncio
 import time
 from collections.abc import Iterable
 
-from spmd_rl.dist import World
-from spmd_rl.engine.base import Engine
+from spmd_rl.rollout.replica import Replica
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS, MAX_IDLE_SECONDS = 0.001, 0.005
@@ -20,12 +20,12 @@ IDLE_SECONDS, MAX_IDLE_SECONDS = 0.001, 0.005
 
 
 class Pump:
-    """Requests of coroutines on one side, an engine on the other."""
+    """Requests of coroutines on one side, a replica's engine on the other."""
 
-    def __init__(self, engine: Engine, world: World) -> None:
+    def __init__(self, replica: Replica) -> None:
         self.idle_seconds = 0.0
         """Time in which the engine had nothing to do; the caller resets it."""
-        self._engine, self._world = engine, world
+        self._replica = replica
         self._nap = IDLE_SECONDS
         self._ready: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
@@ -43,18 +43,18 @@ class Pump:
         return await self._futures[request.id]
 
     async def turn(self) -> None:
-        """Let coroutines run, then compute one engine step, or sleep a moment if there is nothing to compute."""
+        """Let coroutines run, then compute engine steps, or sleep a moment if there is nothing to compute."""
         await asyncio.sleep(0)
         for request in sorted(self._ready, key=lambda r: r.order):
-            self._engine.add(request)
+            self._replica.add(request)
         self._ready.clear()
-        if self._engine.num_unfinished:
-            self._deliver(self._engine.step())
-            self._world.progress()
+        if self._replica.num_unfinished:
+            self._deliver(self._replica.step())
             self._nap = IDLE_SECONDS
             await asyncio.sleep(0)
             return
         began = time.perf_counter()
+        self._replica.rest()
         await asyncio.sleep(self._nap)
         self._nap = min(2 * self._nap, MAX_IDLE_SECONDS)
         self.idle_seconds += time.perf_counter() - began
@@ -65,14 +65,21 @@ class Pump:
             if not future.done():  # its coroutine was cancelled
                 future.set_result(completion)
 
-    def abort_all(self) -> int:
-        """Empty the engine; every waiting coroutine gets what it has. Returns the number of requests aborted."""
-        num_aborted = len(self._futures)
-        self._engine.abort([id for id in self._futures if id not in {r.id for r in self._ready}])
-        for request in self._ready:
-            self._futures.pop(request.id).cancel()
+    async def pause(self) -> int:
+        """Empty the engine; every waiting coroutine gets what it has. Returns the number of requests stopped.
+
+        A coroutine that then asks to go on is kept until the next turn.
+        """
+        num_stopped = len(self._futures)
+        ready = {request.id for request in self._ready}
+        self._replica.abort([id for id in self._futures if id not in ready])
+        while self._replica.num_unfinished:
+            self._deliver(self._replica.step())
+        await asyncio.sleep(0)
+        return num_stopped
+
+    def clear(self) -> None:
+        """Forget what coroutines asked for while paused: they have been cancelled."""
+        assert len(self._ready) == len(self._futures), "clear() with requests in the engine"
         self._ready.clear()
-        while self._engine.num_unfinished:
-            self._deliver(self._engine.step())
-        assert not self._futures
-        return num_aborted
+        self._futures.clear()

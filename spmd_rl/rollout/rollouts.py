@@ -1,9 +1,9 @@
 """`Rollouts`: generate and score one step's groups on every rank, or a set of held-out answers.
 
-The loop of a replica: claim tickets while there is room, pump, resolve the tickets whose verdicts are all in, until the
-step has ended (`tickets.py`). What is left then is surplus: aborted, and started again in a later step.
+The loop of a replica: claim parts of tickets while there is room, pump, resolve the tickets whose verdicts are all in,
+until the step has ended. What is left then is surplus: aborted, and started again in a later step, or carried on.
 
-Left out: replicas of several ranks, carried partial rollouts.
+Left out: the rules of a step (`rounds.py`, `accept.py`, `claims.py`) and what its end makes of it all (`harvest.py`).
 """
 
 import asyncio
@@ -18,25 +18,29 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data.prompts import Prompts
 from spmd_rl.dist import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout.collected import Collected, Outcome, outcome
+from spmd_rl.rollout import harvest
+from spmd_rl.rollout.accept import tickets
+from spmd_rl.rollout.claims import Claim, claim
+from spmd_rl.rollout.collected import AnswerOutcome, Collected, finished
 from spmd_rl.rollout.context import Context, Rollout, Sampling, single_turn
 from spmd_rl.rollout.filters import why_not
 from spmd_rl.rollout.pump import Pump
-from spmd_rl.rollout.tickets import Claim, StepTickets, claim
+from spmd_rl.rollout.replica import Replica
+from spmd_rl.rollout.rounds import Cursor, Part, plan_round
+from spmd_rl.rollout.tickets import StepTickets
 from spmd_rl.types import Group, Prompt, Sample, Scorer
 
 END = "generate: end of step"
 """The collective at which the replicas meet when they know the step's end."""
-
 
 SCORE_TURNS = 200
 """Turns of the pump, at most, until a rank that waits for verdicts asks again for a ticket."""
 
 
 class Rollouts:
-    """Stateful: `next_ticket` is the cursor, the first ticket no step has used."""
+    """Stateful: the cursor says which tickets no step has used. What is carried starts again after a resume."""
 
     def __init__(
         self,
@@ -48,36 +52,43 @@ class Rollouts:
         world: World,
         rollout: Rollout = single_turn,
     ) -> None:
+        """[all]"""
         self.prompts = prompts
         self._cfg, self._settings = cfg, cfg.rollout
         self._engine, self._scorer, self._tokenizer, self._world = engine, scorer, tokenizer, world
         self._rollout = rollout
-        self._pump = Pump(engine, world)
+        self._replica = Replica(engine, world, cfg.engine.tp)  # [all]
+        self._pump = Pump(self._replica)
         self._runner = asyncio.Runner()
-        self._next_ticket = 0
+        self._cursor = Cursor()
+        self._running: dict[Part, tuple[Prompt, asyncio.Future[list[Sample]]]] = {}
+        self._finished: dict[Part, Group] = {}
+        """Of this step; with `carry`, also what an earlier step did not use."""
+        self._carried: frozenset[Part] = frozenset()
+        """Of all replicas."""
         self._old: StepTickets | None = None
         s = self._settings
-        self._limit = s.max_tickets_per_step or 4 * s.prompts_per_step
-        share = -(-(s.prompts_per_step + s.extra_prompts) // world.size)
-        self._slots = max(s.answers_per_prompt, min(engine.capacity.max_running, share * s.answers_per_prompt))
+        self._per_part = s.answers_per_ticket or s.answers_per_prompt
+        share = -(-(s.prompts_per_step + s.extra_prompts) * s.answers_per_prompt // self._replica.count)
+        self._slots = max(self._per_part, min(engine.capacity.max_running, share))
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
-        return {"next_ticket": self._next_ticket, "prompts": self.prompts.fingerprint()}
+        cursor = {"next_ticket": self._cursor.next, "holes": list(self._cursor.holes)}
+        return cursor | {"prompts": self.prompts.fingerprint()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
         if state["prompts"] != self.prompts.fingerprint():
             raise UserError("data.train: the prompts are not those of the checkpoint")
-        self._next_ticket = state["next_ticket"]
+        self._cursor = Cursor(state["next_ticket"], tuple(state["holes"]))
 
     def close(self) -> None:
-        """Close the event loop; idempotent."""
+        """Give up what is carried; idempotent."""
         self._runner.close()
 
     def check(self) -> None:
-        """[all] All ranks read the same prompts, and none exceeds `rollout.max_prompt_tokens`; UserError otherwise."""
-        self._world.agree("start: prompts", self.prompts.fingerprint())
+        """[all] UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
         limit = self._settings.max_prompt_tokens
         mine = (*self.prompts.train, *self.prompts.eval)[self._world.rank :: self._world.size]
         longest = max(((len(self._tokenizer.render(p.messages)), p.id) for p in mine), default=(0, ""))
@@ -95,69 +106,103 @@ class Rollouts:
 
     def collect(self, step: int) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
-        s, world = self._settings, self._world
-        tickets = StepTickets(
-            world.store, f"step{step}", self._next_ticket, s.prompts_per_step, s.extra_prompts, self._limit
-        )
-        claims = claim(s.claim, tickets, world.rank, world.size)
+        s, world, replica = self._settings, self._world, self._replica
+        round = plan_round(self._cursor, s, self._carried)
+        book = tickets(world.store, f"step{step}", round, replica.count)
         with world.phase("generate"), self._engine.awake():
-            began, self._pump.idle_seconds = time.perf_counter(), 0.0
-            finished, end, num_aborted = self._runner.run(self._until_end(claims, tickets))
+            began, self._pump.idle_seconds, num_aborted = time.perf_counter(), 0.0, 0
+            if replica.leads:
+                claims = claim(s.claim, book, replica.index, replica.count)
+                num_aborted = self._runner.run(self._until_end(claims, book, step))
+            else:
+                replica.follow()
             idle_from = time.perf_counter()
             world.barrier(END)
             now = time.perf_counter()
             bubble = (self._pump.idle_seconds + now - idle_from) / (now - began)
         with world.phase("coordination"):
-            collected = self._exchange(step, finished, end, bubble, num_aborted)
+            told = harvest.Told(
+                finished=[finished(group, part.number, world.rank, step - 1) for part, group in self._finished.items()],
+                running=sorted(self._running),
+                counted=sorted(book.counted),
+                end=book.end_mark(),
+                bubble=bubble if replica.leads else None,
+                num_aborted=0 if s.carry else num_aborted,
+            )
+            yielded = harvest.harvest(self._cfg, step, book, told, world)  # [all]
+            collected = yielded.collected(step, self._finished)
+            self._cursor = self._cursor.after(yielded.used)
+            self._carried = yielded.carried
+            self._finished = {part: group for part, group in self._finished.items() if part in yielded.carried}
             if self._old:
                 self._old.forget(shared=world.rank == 0)
-        self._old, self._next_ticket = tickets, end
+            self._old = book
+        harvest.review(collected, self._cfg, world.rank)
         return collected
 
-    async def _until_end(
-        self, claims: Claim, tickets: StepTickets
-    ) -> tuple[dict[int, tuple[Group, str | None]], int, int]:
-        """This rank's finished groups with the reason why each does not train, the step's end, requests aborted."""
+    async def _until_end(self, claims: Claim, book: StepTickets, step: int) -> int:
+        """Fill `_finished`, until the step has ended. Returns the number of requests stopped then."""
+        for part in list(self._finished):
+            self._report(part, book, step)
+        while not book.ended():
+            while parts := claims.next(self._room()):
+                for part in parts:
+                    self._running[part] = self._start_part(part)
+                await asyncio.sleep(0)  # their requests now stand in the pump, and count in `_room`
+            await self._turn(book)
+            for part in sorted(part for part, (_, samples) in self._running.items() if samples.done()):
+                prompt, samples = self._running.pop(part)
+                self._finished[part] = Group(prompt, part.ticket, tuple(samples.result()))
+                self._report(part, book, step)
+        return await self._pause()
+
+    def _report(self, part: Part, book: StepTickets, step: int) -> None:
+        """A part's verdicts are all in; resolve its ticket if it was the last part."""
+        place = book.round.places[part.ticket]
+        mine = finished(self._finished[part], part.number, self._world.rank, step - 1)
+        pooled = book.pool(place, part.number, msgspec.msgpack.encode(mine.answers))
+        if pooled is not None:
+            answers = [a for scores in pooled for a in msgspec.msgpack.decode(scores, type=list[AnswerOutcome])]
+            book.resolve(place, why_not(answers, self._settings.min_answers, self._settings.filter) is None)
+
+    async def _pause(self) -> int:
+        """Empty the engine; unless they are carried, give up the coroutines too."""
+        num_stopped = await self._pump.pause()
+        if not self._settings.carry:
+            given_up = [samples for _, samples in self._running.values()]
+            for samples in given_up:
+                samples.cancel()
+            await asyncio.gather(*given_up, return_exceptions=True)
+            self._running.clear()
+            self._pump.clear()
+        self._replica.end()
+        return num_stopped
+
+    def _start_part(self, part: Part) -> tuple[Prompt, asyncio.Future[list[Sample]]]:
         s = self._settings
-        sampling = [Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)] * s.answers_per_prompt
-        running: dict[int, tuple[Prompt, asyncio.Future[list[Sample]]]] = {}
-        finished: dict[int, tuple[Group, str | None]] = {}
-        while (end := tickets.end()) is None:
-            while (ticket := claims.next(self._has_room())) is not None:
-                epoch, prompt = self.prompts.ticket(ticket, self._cfg.seed)
-                running[ticket] = (prompt, self._start(prompt, ticket, epoch, sampling))
-                await asyncio.sleep(0)  # its requests now stand in the pump, and count in `_has_room`
-            await self._turn(tickets, idle=not running)
-            for ticket in sorted(t for t, (_, samples) in running.items() if samples.done()):
-                prompt, samples = running.pop(ticket)
-                group = Group(prompt, ticket, tuple(samples.result()))
-                reason = why_not(group, s.min_answers, s.filter)
-                finished[ticket] = (group, reason)
-                tickets.resolve(ticket, reason is None)
-        num_aborted = self._pump.abort_all()
-        surplus = [samples for _, samples in running.values()]
-        for samples in surplus:
-            samples.cancel()
-        await asyncio.gather(*surplus, return_exceptions=True)
-        return finished, end, num_aborted
+        epoch, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
+        sampling = Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)
+        answers = range(s.answers_per_prompt)[part.number * self._per_part :][: self._per_part]
+        return prompt, self._start(prompt, part.ticket, epoch, dict.fromkeys(answers, sampling), self._pump)
 
     def _start(
-        self, prompt: Prompt, ticket: int, epoch: int, sampling: Sequence[Sampling]
+        self, prompt: Prompt, ticket: int, epoch: int, sampling: dict[int, Sampling], pump: Pump
     ) -> asyncio.Future[list[Sample]]:
-        """One coroutine per sample of the ticket."""
-        fixed = (self._tokenizer, self._pump, self._scorer)
-        contexts = [Context(prompt, ticket, epoch, answer, s, *fixed) for answer, s in enumerate(sampling)]
+        """One coroutine per sample: answer number -> how it is drawn."""
+        fixed = (self._tokenizer, pump, self._scorer)
+        contexts = [Context(prompt, ticket, epoch, answer, s, *fixed) for answer, s in sampling.items()]
         return asyncio.gather(*map(self._rollout, contexts))
 
-    def _has_room(self) -> bool:
-        return self._pump.num_requests + self._settings.answers_per_prompt <= self._slots
+    def _room(self) -> int:
+        """Parts that fit beside what is under way."""
+        return (self._slots - self._pump.num_requests) // self._per_part
 
-    async def _turn(self, tickets: StepTickets, idle: bool) -> None:
+    async def _turn(self, book: StepTickets) -> None:
         """One turn of the pump, or, with only verdicts left to wait for, turns until one of them arrives.
 
-        `idle`: this rank has no ticket; it waits for those of the others.
+        A replica without tickets waits for those of the others.
         """
-        if idle:
+        if not self._running:
             with self._world.journal.waiting(END):
                 await self._pump.turn()
         elif self._pump.num_requests or not self._scorer.outstanding:
@@ -167,51 +212,27 @@ class Rollouts:
                 waiting = self._scorer.outstanding
                 for _ in range(SCORE_TURNS):
                     await self._pump.turn()
-                    if self._pump.num_requests or self._scorer.outstanding != waiting or tickets.end() is not None:
+                    if self._pump.num_requests or self._scorer.outstanding != waiting or book.ended():
                         break
 
-    def _exchange(
-        self, step: int, finished: dict[int, tuple[Group, str | None]], end: int, bubble: float, num_aborted: int
-    ) -> Collected:
-        """[all] Gather the metadata, check that the tickets are whole, and keep the error budget."""
-        used = {t: pair for t, pair in sorted(finished.items()) if t < end}
-        mine = [outcome(group, self._world.rank, reason, step - 1) for group, reason in used.values()]
-        records = self._world.gather("collect: outcomes", [end, bubble, num_aborted, mine])
-        outcomes = sorted((o for r in records for o in msgspec.convert(r[3], list[Outcome])), key=lambda o: o.ticket)
-        assert {r[0] for r in records} == {end}, "ranks disagree on the step's end"
-        assert [o.ticket for o in outcomes] == list(range(self._next_ticket, end)), "a ticket is lost or used twice"
-        collected = Collected(
-            step=step,
-            groups=tuple(group for group, reason in used.values() if reason is None),
-            dropped=tuple(
-                (group, reason if t < end else "surplus")
-                for t, (group, reason) in sorted(finished.items())
-                if reason is not None or t >= end
-            ),
-            outcomes=tuple(outcomes),
-            bubble=sum(r[1] for r in records) / len(records),
-            num_aborted=sum(r[2] for r in records),
-        )
-        budget = self._cfg.reward.error_budget
-        if collected.error_share > budget:
-            example = next(o.detail for o in outcomes if o.detail)
-            raise RunFailed(
-                f"reward.error_budget={budget}: {collected.error_share:.0%} of the answers of step {step} "
-                f"got no score; the first: {example}"
-            )
-        return collected
-
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """This rank's share of `prompts`, one sample for each `sampling`; no tickets, no filter, no collective."""
-        mine = list(enumerate(prompts))[self._world.rank :: self._world.size]
+        """[all] This rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter."""
+        replica = self._replica
+        mine = list(enumerate(prompts))[replica.index :: replica.count]
         with self._engine.awake():
-            return self._runner.run(self._answer_all(mine, sampling))
+            if replica.leads:
+                return self._runner.run(self._answer_all(mine, dict(enumerate(sampling))))
+            replica.follow()
+            return []
 
-    async def _answer_all(self, mine: list[tuple[int, Prompt]], sampling: Sequence[Sampling]) -> list[Group]:
-        everything = asyncio.gather(*(self._start(prompt, number, 0, sampling) for number, prompt in mine))
+    async def _answer_all(self, mine: list[tuple[int, Prompt]], sampling: dict[int, Sampling]) -> list[Group]:
+        pump = Pump(self._replica)  # not the one in which carried requests wait
+        started = [self._start(prompt, number, 0, sampling, pump) for number, prompt in mine]
+        everything = asyncio.gather(*started)
         while not everything.done():
-            await self._pump.turn()
+            await pump.turn()
+        self._replica.end()
         return [
-            Group(prompt, number, tuple(samples))
-            for (number, prompt), samples in zip(mine, everything.result(), strict=True)
+            Group(prompt, number, tuple(samples.result()))
+            for (number, prompt), samples in zip(mine, started, strict=True)
         ]

@@ -43,7 +43,7 @@ def test_steps_use_every_ticket_once_and_in_order(world: World, claim: str) -> N
         assert all(len({s.verdict.score for s in g.samples}) == 2 for g in collected.groups), "zero variance"
         used += tickets(collected)
     assert used == list(range(len(used)))
-    assert rollouts.state() == {"next_ticket": len(used), "prompts": "fake"}
+    assert rollouts.state() == {"next_ticket": len(used), "holes": [], "prompts": "fake"}
 
 
 def test_what_is_accepted_depends_on_outcomes_alone(world: World) -> None:
@@ -156,3 +156,152 @@ def test_answers_to_held_out_prompts(world: World) -> None:
     rollouts = Rollouts(settings(), FakeEngine(), FakePrompts(3), FakeScorer(even), FakeTokenizer(), world)
     groups = rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)] * 2 + [Sampling(0, "eval", 0.0, 8)])
     assert [len(g.samples) for g in groups] == [3, 3]
+
+
+def scores(collected) -> dict:
+    return {g.ticket: [s.verdict.score for s in g.samples] for g in collected.groups}
+
+
+@pytest.mark.parametrize("per_ticket", [1, 3])
+def test_parts_of_a_group_give_the_same_samples(world: World, per_ticket: int) -> None:
+    def steps(per_ticket: int | None, name: int) -> list:
+        cfg = settings(answers_per_ticket=per_ticket)
+        rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
+        harvests = [rollouts.collect(name + step) for step in (1, 2)]
+        return [(scores(c), [(o.ticket, o.why_not) for o in c.outcomes]) for c in harvests]
+
+    assert steps(per_ticket, 10 * per_ticket) == steps(None, 0)
+
+
+def test_by_arrival_the_slow_are_left_behind_and_come_first_in_the_next_step(world: World) -> None:
+    engine = FakeEngine(lambda r: 50 if r.order[0] in (0, 2) else 2)
+    cfg = settings(accept="arrival", extra_prompts=2)
+    cfg.rollout.filter.zero_variance = False
+    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    assert tickets(rollouts.collect(1)) == [1, 3, 4]
+    assert rollouts.state()["holes"] == [0, 2] and rollouts.state()["next_ticket"] == 5
+    engine.length = lambda r: 2
+    assert tickets(rollouts.collect(2)) == [0, 2, 5]
+    assert rollouts.state()["holes"] == []
+
+
+def test_deferred_tickets_are_trained_on_once_by_the_policy_of_a_long_round(world: World) -> None:
+    engine = FakeEngine(lambda r: 40 if r.order[0] % 4 == 0 else 2)
+    cfg = settings(tail="defer", extra_prompts=1)
+    cfg.rollout.filter.zero_variance = False
+    rollouts = Rollouts(cfg, engine, FakePrompts(100), FakeScorer(even), FakeTokenizer(), world)
+    steps = []
+    for step in range(1, 9):
+        engine.version = step - 1
+        collected = rollouts.collect(step)
+        steps.append(tickets(collected))
+        versions = {v for g in collected.groups for s in g.samples for t in s.turns for v in t.versions}
+        assert versions == {step - 1}, "an answer of an older policy"
+    assert steps[:4] == [[1, 2, 3], [5, 6, 7], [9, 10, 11], [0, 4, 8]]
+    used = [ticket for step in steps for ticket in step]
+    assert sorted(used) == list(range(24))
+
+
+@pytest.mark.parametrize("accept", ["ticket", "arrival"])
+def test_what_is_carried_goes_on_with_the_new_policy_and_keeps_its_tokens(world: World, accept: str) -> None:
+    engine = FakeEngine(lambda r: 6 - (len(r.prompt_ids) - len("problem 00")) if r.order[0] >= 3 else 2)
+    cfg = settings(accept=accept, extra_prompts=2, carry=True)
+    cfg.rollout.filter.zero_variance = False
+    prompts = FakePrompts(90)
+    prompts.train = prompts.train[10:]  # all texts have one length
+    rollouts = Rollouts(cfg, engine, prompts, FakeScorer(even), FakeTokenizer(), world)
+    engine.version = 0
+    first = rollouts.collect(1)
+    assert tickets(first) == [0, 1, 2] and first.num_carried == 8 and first.num_aborted == 0
+    engine.version = 1
+    second = rollouts.collect(2)
+    assert tickets(second)[:2] == [3, 4]
+    turn = second.groups[0].samples[0].turns[0]
+    assert len(turn.token_ids) == 6, "cut short and gone on, the answer has its whole length"
+    assert sorted(set(turn.versions)) == [0, 1] and list(turn.versions) == sorted(turn.versions)
+    assert second.metrics()["rollout/stale"] > 0
+    assert len(set(engine.added)) < len(engine.added), "nothing was added again"
+
+
+def test_carried_groups_that_had_finished_are_used_and_not_generated_again(world: World) -> None:
+    engine = FakeEngine(lambda r: 9 if r.order[0] == 1 else 2)
+    cfg = settings(extra_prompts=2, carry=True)
+    cfg.rollout.filter.zero_variance = False
+    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    assert tickets(rollouts.collect(1)) == [0, 1, 2]
+    engine.added.clear()
+    assert tickets(rollouts.collect(2)) == [3, 4, 5]
+    assert {order[0] for order in engine.added} == {5, 6, 7}
+
+
+def test_a_held_out_evaluation_leaves_carried_requests_alone(world: World) -> None:
+    engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
+    cfg = settings(extra_prompts=2, carry=True)
+    cfg.rollout.filter.zero_variance = False
+    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    rollouts.collect(1)
+    engine.added.clear()
+    rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
+    assert [order[0] for order in engine.added] == [0, 1] and engine.num_unfinished == 0
+    engine.length = lambda r: 2
+    assert tickets(rollouts.collect(2)) == [3, 4, 5]
+    rollouts.close()
+
+
+def test_a_resume_starts_carried_tickets_again(world: World) -> None:
+    engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
+    cfg = settings(extra_prompts=2, carry=True)
+    cfg.rollout.filter.zero_variance = False
+    make = lambda: Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)  # noqa: E731
+    one = make()
+    one.collect(1)
+    other = make()
+    other.load_state(one.state())
+    engine.length = lambda r: 2
+    assert tickets(other.collect(2)) == [3, 4, 5]
+
+
+def test_a_step_in_which_nothing_qualifies_says_so_and_ends(world: World, capsys) -> None:
+    rollouts = Rollouts(
+        settings(max_tickets_per_step=5),
+        FakeEngine(),
+        FakePrompts(9),
+        FakeScorer(lambda p, a: True),
+        FakeTokenizer(),
+        world,
+    )
+    assert rollouts.collect(1).groups == ()
+    told = capsys.readouterr().err
+    assert "step 1: 0 of 3 groups qualified among 5 tickets (5 zero variance): no update" in told
+
+
+@pytest.mark.parametrize(
+    ("filter", "reason"), [({"max_truncated": 0.4}, "too many truncated"), ({"max_mean_tokens": 4}, "too long")]
+)
+def test_length_filters(world: World, filter: dict, reason: str) -> None:
+    engine = FakeEngine(lambda r: 99 if r.order[0] == 1 else 3)
+    cfg = settings(max_new_tokens=5)
+    for key, value in ({"zero_variance": False} | filter).items():
+        setattr(cfg.rollout.filter, key, value)
+    rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
+    collected = rollouts.collect(1)
+    assert [(o.ticket, o.why_not) for o in collected.outcomes if o.why_not] == [(1, reason)]
+
+
+def test_length_bias(world: World) -> None:
+    """Scores that fall with length: `ticket` finds the true mean, `arrival` finds a better one."""
+
+    def mean(accept: str) -> float:
+        engine = FakeEngine(lambda r: 2 + 3 * (r.order[0] % 7))
+        cfg = settings(accept=accept, extra_prompts=7, prompts_per_step=7)
+        cfg.rollout.filter.zero_variance = False
+        scorer = FakeScorer(lambda p, a: int(p.ground_truth) % 7 < 3)
+        rollouts = Rollouts(cfg, engine, FakePrompts(70), scorer, FakeTokenizer(), world)
+        offset = 100 * (accept == "arrival")
+        harvests = [rollouts.collect(offset + step) for step in (1, 2, 3)]
+        assert [len(c.groups) for c in harvests] == [7, 7, 7]
+        found = [value for c in harvests for values in scores(c).values() for value in values]
+        return sum(found) / len(found)
+
+    assert mean("ticket") == pytest.approx(3 / 7)
+    assert mean("arrival") > 3 / 7 + 0.1

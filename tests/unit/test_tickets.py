@@ -1,4 +1,4 @@
-"""The end-of-step rule: a function of outcomes, no matter which replica sees what first."""
+"""The end-of-step rules: functions of outcomes or of arrival, no matter which replica sees what first."""
 
 import random
 
@@ -7,105 +7,195 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from spmd_rl.rollout.tickets import StaticClaim, StepTickets, StoreClaim, claim
+from spmd_rl.config.schema import RolloutConfig
+from spmd_rl.rollout.accept import tickets
+from spmd_rl.rollout.claims import StaticClaim, StoreClaim, claim
+from spmd_rl.rollout.rounds import Cursor, Part, Round, plan_round
+from spmd_rl.rollout.tickets import LOOKS_PER_SECOND
 
 
-def expected_end(outcomes: list[bool], first: int, goal: int, limit: int) -> int:
-    """The rule, said the slow way: one past the goal-th qualifying ticket, or past the last one allowed."""
+def expected_end(outcomes: list[bool], goal: int, limit: int) -> int:
+    """The rule of `accept: ticket`, said the slow way: past the goal-th qualifying place, or past the last allowed."""
     count = 0
     for i in range(limit):
         count += outcomes[i]
         if count == goal:
-            return first + i + 1
-    return first + limit
+            return i + 1
+    return limit
 
 
-def play(outcomes: list[bool], replicas: int, kind: str, goal: int, extra: int, limit: int, seed: int) -> dict:
+def play(round: Round, outcomes: list[bool], replicas: int, kind: str, seed: int, owners: dict | None = None) -> dict:
     """Replicas that claim, finish and resolve in a random order until all know the step's end."""
-    store, order, first = HashStore(), random.Random(seed), 7
-    books = [StepTickets(store, "s", first, goal, extra, limit) for _ in range(replicas)]
+    store, order, now = HashStore(), random.Random(seed), [0.0]
+    books = [tickets(store, "s", round, replicas, clock=lambda: now[0]) for _ in range(replicas)]
     claims = [claim(kind, book, r, replicas) for r, book in enumerate(books)]
-    running: list[tuple[int, int]] = []
-    started: list[int] = []
-    for _ in range(10_000):
-        if all(book.end() is not None for book in books):
+    running: list[tuple[int, Part]] = [(r, part) for part, r in (owners or {}).items()]
+    started: list[Part] = []
+    resolved: list[int] = []
+    for _ in range(20_000):
+        now[0] += 1.0  # time enough to look
+        if all(book.ended() for book in books):
             break
         r = order.randrange(replicas)
         mine = sum(1 for owner, _ in running if owner == r)
-        if (ticket := claims[r].next(mine < 2)) is not None:
-            running.append((r, ticket))
-            started.append(ticket)
+        for part in claims[r].next(2 - mine):
+            running.append((r, part))
+            started.append(part)
         if running and order.random() < 0.7:
-            r, ticket = running.pop(order.randrange(len(running)))
-            books[r].resolve(ticket, outcomes[ticket - first])
-    return {"end": {book.end() for book in books}, "started": started, "running": running, "books": books}
+            r, part = running.pop(order.randrange(len(running)))
+            place = round.places[part.ticket]
+            pooled = books[r].pool(place, part.number, bytes([part.number]))
+            if pooled is not None:
+                assert pooled == [bytes([n]) for n in range(round.parts)]
+                resolved.append(place)
+                books[r].resolve(place, outcomes[place])
+    assert all(book.ended() for book in books)
+    used = books[0].used([b.end_mark() for b in books], {place for b in books for place in b.counted})
+    return {"used": used, "started": started, "running": running, "books": books, "resolved": resolved}
+
+
+rounds = st.fixed_dictionaries(
+    {"goal": st.integers(1, 5), "extra": st.integers(0, 3), "parts": st.integers(1, 3)},
+)
+games = {
+    "demand": rounds,
+    "outcomes": st.lists(st.booleans(), min_size=12, max_size=12),
+    "replicas": st.integers(1, 4),
+    "holes": st.sets(st.integers(0, 6), max_size=3),
+    "seed": st.integers(0, 10**6),
+}
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    outcomes=st.lists(st.booleans(), min_size=12, max_size=12),
-    replicas=st.integers(1, 4),
-    kind=st.sampled_from(["store", "static"]),
-    goal=st.integers(1, 5),
-    extra=st.integers(0, 3),
-    seed=st.integers(0, 10**6),
-)
-def test_end_is_the_goal_th_qualifying_ticket(outcomes, replicas, kind, goal, extra, seed) -> None:
-    game = play(outcomes, replicas, kind, goal, extra, 12, seed)
-    end = expected_end(outcomes, 7, goal, 12)
-    assert game["end"] == {end}
-    assert sorted(set(game["started"])) == sorted(game["started"]), "a ticket started twice"
-    assert set(range(7, end)) <= set(game["started"])
-    assert not any(ticket < end for _, ticket in game["running"]), "the step ended with one of its tickets running"
+@given(kind=st.sampled_from(["store", "static"]), **games)
+def test_in_order_the_end_is_the_goal_th_qualifying_place(kind, demand, outcomes, replicas, holes, seed) -> None:
+    round = Round(Cursor(7, tuple(sorted(holes))), limit=12, **demand)
+    game = play(round, outcomes, replicas, kind, seed)
+    end = expected_end(outcomes, round.goal, 12)
+    assert game["used"] == set(range(end))
+    assert sorted(set(game["started"])) == sorted(game["started"]), "a part started twice"
+    used = {round.order.ticket(place) for place in range(end)}
+    assert used <= {part.ticket for part in game["started"]}
+    assert not any(part.ticket in used for _, part in game["running"]), "ended with one of its tickets running"
+
+
+@settings(max_examples=150, deadline=None)
+@given(**games)
+def test_by_arrival_the_first_to_come_are_used(demand, outcomes, replicas, holes, seed) -> None:
+    round = Round(Cursor(7, tuple(sorted(holes))), limit=12, accept="arrival", **demand)
+    game = play(round, outcomes, replicas, "store", seed)
+    came = game["resolved"]
+    qualify = [place for place in came if outcomes[place]][: round.goal]
+    assert {place for place in game["used"] if outcomes[place]} == set(qualify)
+    assert {place for place in game["used"] if not outcomes[place]} == {p for p in came if not outcomes[p]}
+    assert len(qualify) == round.goal or len(came) == 12
+
+
+@settings(max_examples=80, deadline=None)
+@given(accept=st.sampled_from(["ticket", "arrival"]), **games)
+def test_carried_parts_are_nobody_elses(accept, demand, outcomes, replicas, holes, seed) -> None:
+    order = Cursor(7, tuple(sorted(holes)))
+    chosen = random.Random(seed).sample(range(6), 2)
+    owners = {Part(order.ticket(place), 0): place % replicas for place in chosen}
+    round = Round(order, limit=12, accept=accept, carried=frozenset(owners), **demand)
+    game = play(round, outcomes, replicas, "store", seed, owners)
+    assert not set(game["started"]) & set(owners)
+    if accept == "ticket":
+        assert game["used"] == set(range(expected_end(outcomes, round.goal, 12)))
+
+
+@given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 30)))
+def test_a_cursor_forgets_what_is_used_and_nothing_else(holes, used) -> None:
+    cursor = Cursor(10, tuple(sorted(holes)))
+    waiting = {cursor.ticket(place) for place in range(60)}
+    after = cursor.after(used & waiting)
+    assert {after.ticket(place) for place in range(60 - len(used & waiting))} == waiting - used
+    assert list(after.holes) == sorted(after.holes) and all(hole < after.next for hole in after.holes)
+
+
+def test_deferred_tickets_come_together_in_a_long_round() -> None:
+    s = RolloutConfig(prompts_per_step=3, extra_prompts=2, tail="defer")
+    short = plan_round(Cursor(20, (1, 5)), s)
+    assert (short.accept, short.extra, short.order.ticket(0)) == ("arrival", 2, 20)
+    long = plan_round(Cursor(20, (1, 5, 9)), s)
+    assert (long.accept, long.extra) == ("ticket", 0)
+    assert [long.order.ticket(place) for place in range(4)] == [1, 5, 9, 20]
 
 
 def test_static_waves_start_what_is_missing() -> None:
-    book = StepTickets(HashStore(), "s", 0, goal=3, extra=1, limit=12)
+    book = tickets(HashStore(), "s", Round(Cursor(), goal=3, extra=1, limit=12))
     deal = StaticClaim(book, 0, 1)
-    wave = [deal.next(True) for _ in range(5)]
-    assert wave == [0, 1, 2, 3, None]
-    for ticket, qualifies in ((3, True), (1, False), (0, True)):
-        book.resolve(ticket, qualifies)
-        assert deal.next(True) is None, "a wave is not whole before all its tickets are resolved"
+    assert [part.ticket for part in deal.next(1)] == [0, 1, 2, 3]
+    for place, qualifies in ((3, True), (1, False), (0, True)):
+        book.resolve(place, qualifies)
+        assert deal.next(9) == [], "a wave is not whole before all its tickets are resolved"
     book.resolve(2, False)
     assert book.frontier() == (4, 2)
-    assert [deal.next(True), deal.next(True)] == [4, None]
+    assert [part.ticket for part in deal.next(9)] == [4]
+    assert deal.next(9) == []
 
 
 def test_store_claim_keeps_its_reservation() -> None:
-    book = StepTickets(HashStore(), "s", 0, goal=1, extra=0, limit=3)
+    book = tickets(HashStore(), "s", Round(Cursor(), goal=1, extra=0, limit=3))
     mine, other = StoreClaim(book), StoreClaim(book)
-    assert mine.next(True) == 0
-    assert other.next(True) is None, "beyond the goal nothing starts"
+    assert mine.next(5) == [Part(0, 0)]
+    assert other.next(5) == [], "beyond the goal nothing starts"
     book.resolve(0, False)
-    assert mine.next(True) is None, "the second ticket is the other's"
-    assert other.next(True) == 1
-    assert StoreClaim(book).next(False) is None, "no room, no claim"
+    assert other.next(5) == [], "the second ticket is reserved by the first, the third by the other"
+    assert mine.next(5) == [Part(1, 0)]
+    assert StoreClaim(book).next(0) == [], "no room, no claim"
 
 
-def test_forget_leaves_no_key() -> None:
+def test_a_replica_with_room_takes_a_whole_prompt() -> None:
+    """Prompt affinity: the answers of a prompt meet in one prefix cache wherever they fit."""
+    book = tickets(HashStore(), "s", Round(Cursor(), goal=3, extra=0, limit=6, parts=4))
+    first, second = StoreClaim(book), StoreClaim(book)
+    assert first.next(4) == [Part(0, n) for n in range(4)]
+    assert second.next(2) == [Part(1, 0), Part(1, 1)]
+    assert first.next(9)[:2] == [Part(1, 2), Part(1, 3)], "what is left of a prompt is shared"
+
+
+@pytest.mark.parametrize("accept", ["ticket", "arrival"])
+def test_forget_leaves_no_key(accept: str) -> None:
     store = HashStore()
-    book = StepTickets(store, "s", 0, goal=1, extra=0, limit=3)
-    StoreClaim(book).next(True)
-    book.resolve(0, True)
     before = store.num_keys()
+    book = tickets(store, "s", Round(Cursor(), goal=1, extra=0, limit=3, parts=2, accept=accept))
+    StoreClaim(book).next(2)
+    for part in range(2):
+        book.pool(0, part, b"x")
+    book.resolve(0, True)
+    assert book.ended() and store.num_keys() > before
     book.forget(shared=True)
-    assert before >= 4
-    assert store.num_keys() <= before - 4
+    assert store.num_keys() == before
 
 
+@pytest.mark.parametrize("accept", ["ticket", "arrival"])
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_store_operations_per_ticket_do_not_grow_with_replicas(replicas: int) -> None:
-    class Counting(HashStore):
-        calls = 0
-
-        def get(self, key):
-            Counting.calls += 1
-            return super().get(key)
-
-    Counting.calls = 0
+def test_store_operations_per_ticket_do_not_grow_with_replicas(replicas: int, accept: str) -> None:
     store = Counting()
-    books = [StepTickets(store, "s", 0, 64, 0, 64) for _ in range(replicas)]
-    for ticket in range(64):
-        books[ticket % replicas].resolve(ticket, True)
-    assert Counting.calls <= 4 * 64
+    round = Round(Cursor(), goal=64, extra=0, limit=64, accept=accept)
+    books = [tickets(store, "s", round, replicas) for _ in range(replicas)]
+    for place in range(64):
+        books[place % replicas].resolve(place, True)
+    assert 64 < store.calls <= 7 * 64
+
+
+def test_a_look_at_the_store_is_not_taken_more_often_than_a_share_of_all() -> None:
+    store, now, replicas = Counting(), [0.0], 1 + LOOKS_PER_SECOND
+    book = tickets(store, "s", Round(Cursor(), goal=1, extra=0, limit=1), replicas, clock=lambda: now[0])
+    begin = store.calls
+    for _ in range(100):
+        now[0] += 0.05
+        assert not book.ended()
+    assert store.calls - begin == 5, "once a second"
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls, self._store = 0, HashStore()
+
+    def __getattr__(self, name: str):
+        self.calls += 1
+        return getattr(self._store, name)

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from spmd_rl.config.values import above, at_least, one_of, require
+from spmd_rl.config.values import above, at_least, one_of, require, within
 
 CLAIMS = ("store", "static")
-ACCEPTS = ("ticket",)
+ACCEPTS = ("ticket", "arrival")
+TAILS = ("none", "defer")
 
 
 @dataclass
@@ -18,11 +19,17 @@ class FilterConfig:
     """Drop groups whose mean score lies below (too hard)."""
     max_mean_score: float | None = None
     """Drop groups whose mean score lies above (too easy)."""
+    max_truncated: float | None = None
+    """Drop groups in which a larger share of the answers was cut off at `rollout.max_new_tokens`."""
+    max_mean_tokens: float | None = None
+    """Drop groups whose answers are longer than this on average, in tokens."""
 
     def __post_init__(self) -> None:
         low, high = self.min_mean_score, self.max_mean_score
         empty = low is not None and high is not None and low > high
         require(not empty, f"min_mean_score: {low} lies above max_mean_score {high}: no group can qualify")
+        within(self, max_truncated=(0, 1))
+        above(self, max_mean_tokens=0)
 
 
 @dataclass
@@ -39,12 +46,26 @@ class RolloutConfig:
     """Token limit of an answer."""
     temperature: float = 1.0
     """Sampling temperature; 0 is refused in training."""
+    top_k: int = -1
+    """Only -1 (off): see `top_p`."""
+    top_p: float = 1.0
+    """Only 1 (off): tokens cut from the distribution have no logprob, and the importance ratio would be meaningless."""
     claim: str = "store"
     """`store`: replicas claim tickets from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
+    answers_per_ticket: int | None = None
+    """Answers that a replica claims together; below `answers_per_prompt` several replicas may share a group. Default:
+    the whole group."""
     accept: str = "ticket"
-    """`ticket`: the first K qualifying tickets in ticket order, free of length bias."""
+    """`ticket`: the first K qualifying tickets in ticket order, free of length bias. `arrival`: the first K to be
+    finished: faster with `extra_prompts`, and biased to short answers; the others come first in the next step."""
     extra_prompts: int = 0
-    """Tickets started beyond K at once, so that filtered groups need no second round."""
+    """Tickets started beyond K at once: filtered groups need no second round, and slow ones can be left behind."""
+    carry: bool = False
+    """What is unfinished at the end of a step goes on in the next one with the new weights, instead of starting again.
+    Each token keeps the version of the policy that sampled it."""
+    tail: str = "none"
+    """`defer`: steps take the first K of K + `extra_prompts` tickets to arrive, until K have been left behind; the next
+    step trains on exactly these and waits for the longest. No prompt is lost, none is trained on by an older policy."""
     max_tickets_per_step: int | None = None
     """Tickets a step may start before it trains on fewer groups. Default 4 K."""
     min_answers: int = 2
@@ -52,10 +73,20 @@ class RolloutConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
 
     def __post_init__(self) -> None:
-        one_of(self, claim=CLAIMS, accept=ACCEPTS)
+        one_of(self, claim=CLAIMS, accept=ACCEPTS, tail=TAILS)
         at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
-        at_least(self, extra_prompts=0, max_tickets_per_step=self.prompts_per_step)
+        at_least(self, extra_prompts=0, max_tickets_per_step=self.prompts_per_step, answers_per_ticket=1)
         above(self, temperature=0)
+        for key, off in (("top_k", -1), ("top_p", 1.0)):
+            told = "training needs the logprob of every token under the full distribution, as the trainer computes it"
+            require(getattr(self, key) == off, f"{key}: must be {off} (off), not {getattr(self, key)}: {told}")
+        in_order = self.accept == "ticket" and self.tail == "none"
+        require(
+            self.claim == "store" or in_order, "claim: static deals in waves, which needs accept=ticket and tail=none"
+        )
+        require(
+            not (self.carry and self.tail == "defer"), "carry: a deferred ticket starts again; choose carry or tail"
+        )
         enough = self.min_answers <= self.answers_per_prompt
         require(enough, f"min_answers: {self.min_answers} is more than answers_per_prompt {self.answers_per_prompt}")
 

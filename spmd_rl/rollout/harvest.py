@@ -1,0 +1,136 @@
+"""The end of a step: from what each rank tells of it to what all ranks hold alike.
+
+Every rank gathers the same records and finds the same used tickets, outcomes and carried parts; samples stay where
+they are.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+import msgspec
+
+from spmd_rl.config.schema import RlvrConfig, RolloutConfig
+from spmd_rl.dist import World
+from spmd_rl.errors import RunFailed
+from spmd_rl.rollout.collected import Collected, Finished, Outcome
+from spmd_rl.rollout.filters import why_not
+from spmd_rl.rollout.rounds import Part
+from spmd_rl.rollout.tickets import StepTickets
+from spmd_rl.types import Group
+
+
+class Told(msgspec.Struct, array_like=True):
+    """One rank's record of the step."""
+
+    finished: list[Finished]
+    running: list[Part]
+    """begun and not finished; empty unless they are carried"""
+    counted: list[int]
+    """places, see `StepTickets.counted`"""
+    end: str
+    """see `StepTickets.end_mark`"""
+    bubble: float | None
+    """None on a rank that leads no replica"""
+    num_aborted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Harvest:
+    """The step's end, equal on all ranks."""
+
+    used: frozenset[int]
+    """tickets that no later step will see"""
+    outcomes: tuple[Outcome, ...]
+    """of the used tickets, in order"""
+    carried: frozenset[Part]
+    """what its replica goes on with in the next step"""
+    num_carried: int
+    """answers of these"""
+    bubble: float
+    num_aborted: int
+
+    def collected(self, step: int, mine: Mapping[Part, Group]) -> Collected:
+        """The step as this rank sees it, which has the groups of `mine`."""
+        reasons = {o.ticket: o.why_not for o in self.outcomes}
+        parts: dict[int, list[Group]] = defaultdict(list)
+        for part in sorted(set(mine) - self.carried):
+            parts[part.ticket].append(mine[part])
+        groups = {ticket: _joined(some) for ticket, some in parts.items()}
+        return Collected(
+            step=step,
+            groups=tuple(group for ticket, group in groups.items() if ticket in reasons and reasons[ticket] is None),
+            dropped=tuple(
+                (group, reason) for ticket, group in groups.items() if (reason := reasons.get(ticket, "surplus"))
+            ),
+            outcomes=self.outcomes,
+            bubble=self.bubble,
+            num_aborted=self.num_aborted,
+            num_carried=self.num_carried,
+        )
+
+
+def _joined(parts: list[Group]) -> Group:
+    """Parts of one ticket, in order, as one group."""
+    return Group(parts[0].prompt, parts[0].ticket, tuple(sample for part in parts for sample in part.samples))
+
+
+def harvest(cfg: RlvrConfig, step: int, book: StepTickets, told: Told, world: World) -> Harvest:
+    """[all] Gather the metadata, and check that the tickets are whole."""
+    records = [msgspec.convert(r, Told) for r in world.gather("collect: outcomes", told)]
+    places = book.used([r.end for r in records], {place for r in records for place in r.counted})
+    used = frozenset(book.round.order.ticket(place) for place in places)
+    finished = sorted((f for r in records for f in r.finished), key=lambda f: (f.ticket, f.part))
+    running = {Part(*part) for r in records for part in r.running}
+    kept = [f for f in finished if f.ticket not in used and cfg.rollout.carry]
+    assert not any(part.ticket in used for part in running), "a used ticket is still under way"
+    per_part = cfg.rollout.answers_per_ticket or cfg.rollout.answers_per_prompt
+    bubbles = [r.bubble for r in records if r.bubble is not None]
+    return Harvest(
+        used=used,
+        outcomes=_outcomes([f for f in finished if f.ticket in used], book.round.parts, used, cfg.rollout),
+        carried=frozenset(running | {Part(f.ticket, f.part) for f in kept}),
+        num_carried=per_part * len(running) + sum(len(f.answers) for f in kept),
+        bubble=fmean(bubbles),
+        num_aborted=sum(r.num_aborted for r in records),
+    )
+
+
+def _outcomes(
+    finished: list[Finished], parts: int, used: frozenset[int], settings: RolloutConfig
+) -> tuple[Outcome, ...]:
+    """One outcome per used ticket, in order."""
+    tickets: dict[int, list[Finished]] = defaultdict(list)
+    for part in finished:
+        tickets[part.ticket].append(part)
+    assert set(tickets) == used, "a ticket is lost or used twice"
+    outcomes = []
+    for ticket, some in sorted(tickets.items()):
+        assert [part.part for part in some] == list(range(parts)), f"ticket {ticket} is not whole"
+        answers = tuple(answer for part in some for answer in part.answers)
+        reason = why_not(answers, settings.min_answers, settings.filter)
+        detail = next((part.detail for part in some if part.detail), "")
+        outcomes.append(Outcome(ticket, some[0].domain, reason, answers, detail))
+    return tuple(outcomes)
+
+
+def review(collected: Collected, cfg: RlvrConfig, rank: int) -> None:
+    """Say so, once, where a step has fewer groups than it wanted. RunFailed, on all ranks alike, over error budget."""
+    step, budget, wanted = collected.step, cfg.reward.error_budget, cfg.rollout.prompts_per_step
+    if collected.error_share > budget:
+        example = next(o.detail for o in collected.outcomes if o.detail)
+        raise RunFailed(
+            f"reward.error_budget={budget}: {collected.error_share:.0%} of the answers of step {step} "
+            f"got no score; the first: {example}"
+        )
+    if rank == 0 and len(collected.accepted) < wanted:
+        reasons = Counter(o.why_not for o in collected.outcomes if o.why_not)
+        told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        print(
+            f"step {step}: {len(collected.accepted)} of {wanted} groups qualified among {len(collected.outcomes)} "
+            f"tickets ({told}): {'it trains on fewer' if collected.accepted else 'no update'}",
+            file=sys.stderr,
+            flush=True,
+        )

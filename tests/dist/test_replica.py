@@ -1,0 +1,82 @@
+"""Replicas of several ranks: the first decides, the others do the same, and any failure ends them together."""
+
+import pytest
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.dist import World
+from spmd_rl.rollout import Rollouts, Sampling
+from tests.dist.harness import run_ranks
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+
+
+def settings(tp: int, **rollout) -> RlvrConfig:
+    cfg = RlvrConfig()
+    cfg.engine.tp = tp
+    for key, value in {"prompts_per_step": 4, "answers_per_prompt": 4, **rollout}.items():
+        setattr(cfg.rollout, key, value)
+    return cfg
+
+
+class Recording(FakeEngine):
+    """Remembers every call, in order."""
+
+    def __init__(self, length) -> None:
+        super().__init__(length)
+        self.calls: list = []
+
+    def add(self, request) -> None:
+        self.calls.append(["add", request.id, request.seed, list(request.prompt_ids)])
+        super().add(request)
+
+    def abort(self, ids) -> None:
+        self.calls.append(["abort", *ids])
+        super().abort(ids)
+
+    def step(self):
+        self.calls.append(["step"])
+        return super().step()
+
+
+def steps(world: World, tp: int, rollout: dict) -> list:
+    """Two steps and an evaluation: calls of this rank's engine, and what each step used and left here."""
+    engine = Recording(lambda request: 30 if request.order[0] % 5 == 4 else 3)
+    scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
+    rollouts = Rollouts(settings(tp, **rollout), engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    seen = []
+    for step in (1, 2):
+        collected = rollouts.collect(step)
+        seen.append([[o.ticket, [a.score for a in o.answers]] for o in collected.outcomes])
+        seen.append([g.ticket for g in collected.groups])
+    groups = rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
+    rollouts.close()
+    return [engine.calls, seen, [g.ticket for g in groups]]
+
+
+@pytest.mark.parametrize(
+    "rollout", [{}, {"extra_prompts": 2, "carry": True}, {"answers_per_ticket": 1}, {"claim": "static"}], ids=str
+)
+def test_peers_do_what_the_first_rank_does(rollout: dict) -> None:
+    results = run_ranks(4, steps, 2, rollout)
+    for first, peer in ((0, 1), (2, 3)):
+        assert results[first][0] == results[peer][0], "the engines of one replica were asked different things"
+        assert len(results[first][0]) > 20
+        assert results[peer][1][1] == results[peer][1][3] == results[peer][2] == [], "a peer has no samples"
+    assert results[0][0] != results[2][0], "two replicas did the same work"
+    assert len({str([r[1][0], r[1][2]]) for r in results}) == 1, "ranks know different outcomes"
+    if not rollout.get("carry"):
+        alone = run_ranks(1, steps, 1, rollout)[0]
+        assert alone[1][0] == results[0][1][0], "what a step uses depends on the replicas"
+    assert sorted(t for r in results for t in r[2]) == [0, 1]
+
+
+def differing(world: World) -> list:
+    engine = FakeEngine(lambda request: 3 + world.rank)
+    scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
+    rollouts = Rollouts(settings(2), engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    rollouts.collect(1)
+    return []
+
+
+def test_a_peer_whose_engine_gives_other_answers_ends_the_run() -> None:
+    with pytest.raises(AssertionError, match="its engine gave other answers than its replica's first rank"):
+        run_ranks(2, differing)
