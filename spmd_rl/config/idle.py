@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmd_rl.config.keys import flatten, plain
+from spmd_rl.config.sections.algorithm import ADVANTAGES, LOSS_AGGS, LOSSES
 
 GENERATORS = ("reasoning_gym:",)
 """Prefixes of `data.train` that name a generator, not files."""
@@ -23,7 +24,7 @@ def files(source: str | None) -> list[str]:
 
 def no_reference(cfg: Any) -> bool:
     """Whether no frozen reference is loaded."""
-    return cfg.algorithm.kl_coef == 0
+    return not cfg.algorithm.uses_reference
 
 
 def only_files(cfg: Any) -> bool:
@@ -37,10 +38,50 @@ def never_evaluated(cfg: Any) -> bool:
     return cfg.eval.every == 0
 
 
+def unread_algorithm_keys() -> Iterator[tuple[str, str, Callable[[Any], bool]]]:
+    """Lines of `IDLE` for the keys of `algorithm` that only some of its functions read."""
+    for choice, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("loss_agg", LOSS_AGGS)):
+        for key in dict.fromkeys(key for keys in known.values() for key in keys):
+            readers = [name for name, keys in known.items() if key in keys]
+            if key not in ("gamma", "pass_score"):  # read elsewhere too
+                yield f"algorithm.{key}", f"algorithm.{choice} is not {_either(readers)}", _is_none_of(choice, readers)
+    for key, (switch, off) in SWITCHES.items():
+        yield f"algorithm.{key}", f"algorithm.{switch} is {off}", _is_off(switch)
+    for key in ("upper", "mask_low", "mask_high"):
+        off = "algorithm.correction.level is off"
+        yield f"algorithm.correction.{key}", off, lambda cfg: cfg.algorithm.correction.level == "off"
+
+
+SWITCHES = {
+    "kl_estimator": ("kl_coef", "0"),
+    "kl_reward_estimator": ("kl_reward_coef", "0"),
+    "kl_horizon": ("target_kl", "null"),
+    "repetition_ngram": ("repetition_coef", "0"),
+    "overlong_tokens": ("overlong_coef", "0"),
+    "difficulty_low_threshold": ("difficulty_mask", "false"),
+    "difficulty_high_threshold": ("difficulty_mask", "false"),
+    "error_max_len_threshold": ("error_max_len_clip", "false"),
+}
+"""Key of `algorithm`: the key that turns it off, and the value with which it does."""
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _is_none_of(choice: str, names: list[str]) -> Callable[[Any], bool]:
+    return lambda cfg: getattr(cfg.algorithm, choice) not in names
+
+
+def _is_off(switch: str) -> Callable[[Any], bool]:
+    return lambda cfg: not getattr(cfg.algorithm, switch)
+
+
 IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("reference", "algorithm.kl_coef is 0", no_reference),
-    ("algorithm.kl_estimator", "algorithm.kl_coef is 0", no_reference),
-    ("algorithm.norm_std", "algorithm.advantage is not grpo", lambda cfg: cfg.algorithm.advantage != "grpo"),
+    *unread_algorithm_keys(),
+    ("rollout.accept", "rollout.tail is defer", lambda cfg: cfg.rollout.tail == "defer"),
+    ("rollout.tail", "rollout.extra_prompts is 0", lambda cfg: cfg.rollout.extra_prompts == 0),
     ("data.size", "problems come from files", only_files),
     ("data.seed", "problems come from files", only_files),
     ("data.args", "problems come from files", only_files),

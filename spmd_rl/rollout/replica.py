@@ -75,7 +75,7 @@ class Replica:
         """A tick of engine steps on all ranks of the replica; what ended in them."""
         self._tell(self._steps)
         completions = [c for _ in range(self._steps) if self._engine.num_unfinished for c in self._step()]
-        self._world.progress()
+        self._world.progress(self._steps)
         return completions
 
     def rest(self) -> None:
@@ -99,7 +99,7 @@ class Replica:
             for _ in range(tick.steps):
                 if self._engine.num_unfinished:
                     self._step()
-            self._world.progress()
+            self._world.progress(tick.steps)  # an empty tick is none: the first rank may wait for a verdict for ever
             if tick.end:
                 return
 

@@ -1,12 +1,19 @@
 """Replicas of several ranks: the first decides, the others do the same, and any failure ends them together."""
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.rollout import Rollouts, Sampling
-from tests.dist.harness import run_ranks
+from tests.dist.harness import launch, run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+
+STALL = 3.0
 
 
 def settings(tp: int, **rollout) -> RlvrConfig:
@@ -80,3 +87,47 @@ def differing(world: World) -> list:
 def test_a_peer_whose_engine_gives_other_answers_ends_the_run() -> None:
     with pytest.raises(AssertionError, match="its engine gave other answers than its replica's first rank"):
         run_ranks(2, differing)
+
+
+class Struck(FakeEngine):
+    """Whatever befalls the peer in its 20th step."""
+
+    def __init__(self, world: World, fate: str) -> None:
+        super().__init__(lambda request: 400)
+        self.world, self.fate, self.num_steps = world, fate, 0
+
+    def step(self):
+        self.num_steps += 1
+        if self.world.rank == 1 and self.num_steps == 20:
+            self.world.journal.note("struck")
+            if self.fate == "raise":
+                raise ValueError("a bad page")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fate])
+        time.sleep(0.002)
+        return super().step()
+
+
+def struck(world: World, fate: str) -> None:
+    cfg = settings(2, max_new_tokens=400)
+    scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
+    world.journal.set_step(1)
+    Rollouts(cfg, Struck(world, fate), FakePrompts(50), scorer, FakeTokenizer(), world).collect(1)
+
+
+@pytest.mark.parametrize("fate", ["raise", "kill", "stop"])
+def test_a_peer_struck_in_a_tick_ends_the_job_together(tmp_path: Path, fate: str) -> None:
+    with launch(4, struck, fate, directory=tmp_path, stall_seconds=STALL) as job:
+        job.wait_for("struck", 1)
+        began = time.monotonic()
+        others = [process for rank, process in enumerate(job.processes) if rank != 1]
+        while any(process.poll() is None for process in others):
+            assert time.monotonic() - began < STALL + 6, job.output()
+            time.sleep(0.02)
+        assert all(process.returncode for process in others)
+        if fate == "stop":
+            report = (job.run_dir / "hang.txt").read_text()
+            assert "phase: generate" in report and "rank 1 (pid" in report
+            assert "replica 0: tick" in report, "rank 0 waits for its peer in a tick"
+        elif fate == "raise":
+            assert time.monotonic() - began < 4
+            assert "rank 1 failed: ValueError: a bad page" in (tmp_path / "rank-0.log").read_text()

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from os.path import expanduser
 from typing import Any
 
-from spmd_rl.config.values import above, at_least, require, within
+from spmd_rl.config.values import above, at_least, one_of, require, within
+
+SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
 @dataclass
@@ -49,12 +51,16 @@ class RewardConfig:
     """Processes per node."""
     timeout: float = 10.0
     """Seconds until a score becomes a `timeout` verdict."""
+    sandbox: str = "auto"
+    """Where a rewarder that runs code from answers runs it: `bwrap` (bubblewrap), `forkserver` (needs root), `auto`
+    (the first of these that works here; if none does, the run does not start), or `none`: no isolation at all."""
 
     def __post_init__(self) -> None:
         module, _, name = self.target.partition(":")
         require(bool(module and name), f"target: must be module:Class, not {self.target!r}")
         at_least(self, workers=1)
         above(self, timeout=0)
+        one_of(self, sandbox=SANDBOXES)
 
 
 @dataclass

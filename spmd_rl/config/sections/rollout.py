@@ -77,6 +77,8 @@ class RolloutConfig:
         at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
         at_least(self, extra_prompts=0, max_tickets_per_step=self.prompts_per_step, answers_per_ticket=1)
         above(self, temperature=0)
+        fits = self.answers_per_ticket is None or self.answers_per_ticket <= self.answers_per_prompt
+        require(fits, f"answers_per_ticket: {self.answers_per_ticket} is more than answers_per_prompt")
         for key, off in (("top_k", -1), ("top_p", 1.0)):
             told = "training needs the logprob of every token under the full distribution, as the trainer computes it"
             require(getattr(self, key) == off, f"{key}: must be {off} (off), not {getattr(self, key)}: {told}")
