@@ -1,19 +1,19 @@
 """Pure tensor mathematics of the algorithms: no rank, no device, no settings tree, no logger.
 
-One algorithm is one short function and one line in a dict below, plus its name in `config/sections/algorithm.py`, where a setting
-is refused that names no key of these.
+One algorithm is one short function and one line in a dict, plus its name in `config/sections/algorithm.py`. The names
+of its keyword-only parameters are keys of `algorithm`; `learn/binding.py` fills them in.
 """
 
-from spmd_rl.algo.advantages import grpo
-from spmd_rl.algo.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
-from spmd_rl.algo.kl import k1, k2, k3
-from spmd_rl.algo.losses import ppo_clip
+from spmd_rl.algo.advantages import ADVANTAGES, TOKEN_ADVANTAGES
+from spmd_rl.algo.aggregation import seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm, token_mean
+from spmd_rl.algo.kl import KL_ESTIMATORS
+from spmd_rl.algo.policy import POLICY_LOSSES, POLICY_TERMS
 
-ADVANTAGES = {"grpo": grpo}
-LOSSES = {"ppo_clip": ppo_clip}
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+__all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "POLICY_LOSSES", "POLICY_TERMS", "TOKEN_ADVANTAGES"]
+
 AGGREGATIONS = {
     "token-mean": token_mean,
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
 }

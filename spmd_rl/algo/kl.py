@@ -1,19 +1,88 @@
-"""Estimators of KL(policy || reference) from the logprobs of sampled tokens (Schulman, Approximating KL Divergence)."""
+"""Estimators of KL(policy || reference) from the logprobs of sampled tokens, the exact one, and the control of it.
 
+The estimators take float [N], natural logs, of which only `logprobs` carries gradient, and give float [N]. Any will do
+in the reward; *in the loss* their gradients differ (arXiv 2506.09477). A reference that gives a sampled token no
+probability makes all but k3 infinite: the update is then skipped, not hidden.
+"""
+
+import torch
 from torch import Tensor
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log(p/q): unbiased, high variance, can be negative; as a loss its gradient is 0 in expectation. float32 [N]."""
+    """The log ratio: unbiased, of high variance, negative for single tokens.
+
+        KL_t = log p - log q
+
+    Source: Approximating KL Divergence (Schulman 2020, k1).
+    Use: in the reward, where it has the KL's true gradient. In the loss its gradient is 0 in expectation.
+    """
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log(p/q)^2 / 2: its gradient is that of the KL in expectation. float32 [N]."""
+    """Half the squared log ratio: biased, of low variance, never negative (ROLL's `mse`).
+
+        KL_t = (log p - log q)^2 / 2
+
+    Source: Approximating KL Divergence (Schulman 2020, k2).
+    Use: in the loss; on policy its gradient is that of the KL in expectation.
+    """
     return (logprobs - reference).square() / 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): unbiased, never negative. The exponent is clamped to +-10. float32 [N]."""
+    """The log ratio with a control variate: unbiased, of low variance, never negative.
+
+        KL_t = q / p - 1 - log(q / p),   log(q / p) held within +-10
+
+    Source: Approximating KL Divergence (Schulman 2020, k3); GRPO (arXiv 2402.03300, eq. 4).
+    Use: in the loss, as GRPO has it. On policy its gradient is that of KL(q || p) in expectation.
+    """
     difference = (reference - logprobs).clamp(-10, 10)
     return difference.exp() - difference - 1
+
+
+def k_abs(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The size of the log ratio: biased, never negative (ROLL's `abs`).
+
+        KL_t = |log p - log q|
+
+    Source: none; a habit of PPO codes since Ziegler et al. (arXiv 1909.08593).
+    Use: in the reward, against single tokens far off.
+    """
+    return (logprobs - reference).abs()
+
+
+def full(logits: Tensor, reference_logits: Tensor) -> Tensor:
+    """The exact divergence over the vocabulary at each position, with its exact gradient.
+
+        KL_t = sum_v p(v) (log p(v) - log q(v))
+
+    Source: On Information and Sufficiency (Kullback and Leibler 1951).
+    Use: sampled estimates are too noisy; needs both models' logits at once.
+
+    logits, reference_logits: float [N, V]; -inf marks a token that cannot be. Returns [N]; inf where q lacks one.
+    """
+    logp, logq = logits.log_softmax(-1), reference_logits.log_softmax(-1)
+    return (logp.exp() * (logp - logq).masked_fill(logp == -torch.inf, 0)).sum(-1)
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": k_abs}
+"""By name, from logprobs. `full` takes logits and is called by its own name."""
+
+
+def adaptive_coef(coef: float, kl: float, num_samples: int, *, target_kl: float, kl_horizon: float) -> float:
+    """The next coefficient of the KL penalty: up where the KL is above its target, down where it is below.
+
+        beta' = beta * (1 + clip(KL / target_kl - 1, -0.2, 0.2) * num_samples / kl_horizon)
+
+    Source: Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593, section 2.2).
+    Keys: `target_kl`: nats per answer; null leaves the coefficient fixed; `kl_horizon`: samples over which it may move
+    by a fifth.
+    Use: the right coefficient is not known but the distance that the policy may go is.
+
+    kl: mean over the step's samples of the KL summed over tokens, of the global batch; num_samples: of the step. The
+    coefficient is the whole state.
+    """
+    return coef * (1 + min(max(kl / target_kl - 1, -0.2), 0.2) * num_samples / kl_horizon)

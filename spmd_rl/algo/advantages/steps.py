@@ -1,0 +1,72 @@
+"""Advantages of agents, where each step of a trajectory is a sample of its own with a reward of its own.
+
+`Scored.scores` are then the rewards of the steps; `trajectories` and `steps` say where each stands. Where they are
+None a sample is a trajectory of one step. Steps missing from a trajectory (no score) are passed over; discounting
+keeps the true distance.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.advantages.group import grpo
+from spmd_rl.algo.inputs import Scored
+from spmd_rl.algo.scan import discounted_sums
+
+
+def starpo(scored: Scored, *, norm_std: bool) -> Tensor:
+    """The return of the whole trajectory, relative to the other trajectories of its group, for all of its steps.
+
+        R(tau) = sum_t r_t;   A = (R - mean(R_g)) / (std(R_g) + 1e-6)
+
+    Source: RAGEN (arXiv 2504.20073, StarPO with GRPO). A trajectory counts once, however many steps it has.
+    Keys: `norm_std`: divide by the standard deviation.
+    Use: agentic runs with a reward at the end. A group of one trajectory gets 0.
+    """
+    trajectories, index = torch.unique(_trajectories(scored), return_inverse=True)
+    totals = torch.zeros(len(trajectories), dtype=scored.scores.dtype).index_add(0, index, scored.scores)
+    groups = torch.zeros(len(trajectories), dtype=torch.int64).scatter(0, index, scored.groups)
+    return grpo(Scored(totals, groups, torch.ones_like(groups)), norm_std=norm_std)[index]
+
+
+def step_reinforce(scored: Scored, *, step_reward_gamma: float) -> Tensor:
+    """The discounted return from each step on, with no baseline.
+
+        R_t = sum_{s >= t} gamma^(s - t) r_s
+
+    Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE), over steps.
+    Keys: `step_reward_gamma`: the discount from one step to the next.
+    Use: agentic runs with rewards on the way; whiten what comes out.
+    """
+    trajectories = _trajectories(scored)
+    steps = torch.zeros_like(trajectories) if scored.steps is None else scored.steps
+    order = torch.argsort(steps, stable=True)
+    order = order[torch.argsort(trajectories[order], stable=True)]
+    sums = discounted_sums(scored.scores[order], trajectories[order], step_reward_gamma, steps[order])
+    return torch.empty_like(sums).scatter(0, order, sums)
+
+
+def gigpo(
+    scored: Scored,
+    *,
+    norm_std: bool,
+    step_reward_gamma: float,
+    episode_reward_weight: float,
+    step_reward_weight: float,
+) -> Tensor:
+    """Two comparisons in one: trajectories in their group, and steps among all that met the same state there.
+
+        A = w_e * GRPO(R(tau) in the group) + w_s * GRPO(R_t among equal states),   R_t as in `step_reinforce`
+
+    Source: Group-in-Group Policy Optimization (arXiv 2505.10978, A = A^E + w A^S).
+    Keys: `episode_reward_weight`, `step_reward_weight`: w_e and w_s; `step_reward_gamma`: the discount of R_t;
+    `norm_std`: divide by the standard deviations (false: the paper's F_norm = 1).
+    Use: agentic runs of many steps, where single steps need credit. A state met once has no step part: 0.
+    """
+    assert scored.states is not None, "gigpo needs the states before the steps: it runs under the agentic door only"
+    returns = step_reinforce(scored, step_reward_gamma=step_reward_gamma)
+    step = grpo(Scored(returns, scored.states, scored.lengths), norm_std=norm_std)
+    return episode_reward_weight * starpo(scored, norm_std=norm_std) + step_reward_weight * step
+
+
+def _trajectories(scored: Scored) -> Tensor:
+    return torch.arange(len(scored.scores)) if scored.trajectories is None else scored.trajectories

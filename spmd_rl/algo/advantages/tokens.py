@@ -1,0 +1,69 @@
+"""Advantages from one reward per token: with a critic, with a discount, or with the KL penalty in the reward.
+
+All work on the N sampled tokens of whole samples, packed in order; a sample's numbers do not depend on what it is
+packed with. An answer cut off by the token limit is treated as ended: after its last token nothing is bootstrapped.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.scan import discounted_sums
+
+
+def token_rewards(scores: Tensor, samples: Tensor, kl: Tensor | None = None, kl_reward_coef: float = 0.0) -> Tensor:
+    """One reward per token: the score at the sample's last token, less the KL penalty at each.
+
+        r_t = [t is last] * score - kl_reward_coef * KL_t
+
+    Source: Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593, eq. 2), token by token.
+    Use: before any token-level estimator. `scores` may be advantages already: GRPO with the KL in the reward.
+
+    scores: float [S]; samples: int64 [N], all of 0..S-1; kl: float [N]. Returns [N], dtype of `scores`.
+    """
+    rewards = scores[samples] * _last(samples)
+    return rewards if kl is None else rewards - kl_reward_coef * kl
+
+
+def gae(rewards: Tensor, values: Tensor, samples: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over the tokens of an answer.
+
+        d_t = r_t + gamma V_{t+1} - V_t;   A_t = d_t + gamma lam A_{t+1};   R_t = A_t + V_t
+        (V and A are 0 past the end)
+
+    Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation (arXiv 1506.02438, eq. 16).
+    Keys: `gamma`: the discount from one token to the next; `lam`: the weight of the longer estimates.
+    Use: PPO with a critic. `lam` 1 has none of the critic's bias and all of the variance.
+
+    rewards, values: float [N]; samples: int64 [N], non-decreasing. Returns advantages [N] and returns [N], the critic's
+    targets.
+    """
+    follows = torch.zeros_like(values)
+    follows[:-1] = values[1:]
+    errors = rewards + gamma * follows * ~_last(samples) - values
+    advantages = discounted_sums(errors, samples, gamma * lam)
+    return advantages, advantages + values
+
+
+def reinforce_returns(
+    rewards: Tensor, values: Tensor | None, samples: Tensor, *, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """The discounted return from each token on, with no critic.
+
+        A_t = R_t = r_t + gamma R_{t+1}
+
+    Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE). With `whiten_advantages` and
+    the KL in the reward it is REINFORCE++ (arXiv 2501.03262).
+    Keys: `gamma`: the discount from one token to the next.
+    Use: rewards stand at tokens (KL in the reward), or early tokens should count less (gamma < 1).
+
+    `values` are not used. Shapes as in `gae`.
+    """
+    returns = discounted_sums(rewards, samples, gamma)
+    return returns, returns
+
+
+def _last(samples: Tensor) -> Tensor:
+    """Whether a token is the last of its sample. bool [N]."""
+    last = torch.ones_like(samples, dtype=torch.bool)
+    last[:-1] = samples[1:] != samples[:-1]
+    return last

@@ -1,0 +1,55 @@
+"""Correction of the mismatch between the engine that sampled and the trainer that learns.
+
+The engine's logprobs of its own tokens differ from the trainer's for the same weights (kernels, precision, cache), so
+samples are slightly off-policy even in the first update. The caller multiplies the loss of each token with its weight.
+Left out: the mismatch itself as a metric (`train_infer/abs_diff/mean` stands in `learn/`).
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.inputs import Tokens
+from spmd_rl.algo.policy.ratios import run_means, run_sums, safe_exp
+
+CORRECTION_LEVELS = {
+    "token": lambda tokens, difference: difference,
+    "segment": lambda tokens, difference: run_means(difference, tokens.segments),
+    "sequence": lambda tokens, difference: run_sums(difference, tokens.samples),
+    "geometric": lambda tokens, difference: run_means(difference, tokens.samples),
+}
+"""What one weight covers. `segment` and `geometric` are geometric means, `sequence` is the product of a sample."""
+
+
+def correction(
+    tokens: Tokens, *, level: str, upper: float | None, mask_low: float | None, mask_high: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Importance weights of the trainer's old policy over the engine's, truncated and masked; no gradient.
+
+        w_t = min(rho, upper) where mask_low <= rho <= mask_high, else 0;    log rho = sum or mean of
+        log pi_old(t) - log pi_engine(t) over the token, segment or sample
+
+    log rho is clamped to +-20. None leaves a bound out.
+
+    Source: truncation: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (Yao et al. 2025, TIS);
+    masks: Every Step Evolves (arXiv 2510.18855, IcePop) per token, and When Speed Kills Stability (Liu et al. 2025) per
+    sequence.
+    Keys: `level`: `token`, `segment`, `sequence` or `geometric`; `upper`: bound of the weight, >= 1, such as 2;
+    `mask_low`, `mask_high`: band of the ratio outside which a token, segment or sample is left out, such as 0.5 and 5.
+    Use: the engine computes in another precision or with other kernels than the trainer; `sequence` is unbiased and
+    noisy on long answers, `token` biased and calm.
+
+    Returns weights, float [N], and per token `train_infer/ratio`, `train_infer/truncated` and `train_infer/masked`.
+    """
+    with torch.no_grad():
+        ratio = safe_exp(CORRECTION_LEVELS[level](tokens, tokens.old_logprobs - tokens.rollout_logprobs))
+        masked = torch.zeros_like(ratio, dtype=torch.bool)
+        if mask_low is not None:
+            masked |= ratio < mask_low
+        if mask_high is not None:
+            masked |= ratio > mask_high
+        weights = (ratio if upper is None else ratio.clamp(max=upper)).masked_fill(masked, 0)
+        return weights, {
+            "train_infer/ratio": ratio,
+            "train_infer/truncated": ((weights < ratio) & ~masked).to(ratio.dtype),
+            "train_infer/masked": masked.to(ratio.dtype),
+        }

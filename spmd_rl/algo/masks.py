@@ -1,0 +1,96 @@
+"""Which samples train, and with what weight, beside their advantages. From metadata of the whole global batch.
+
+A sample that a mask leaves out keeps its place in its group's baseline; only its loss is gone, and it is not counted
+in divisors.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.groups import group_mean, group_sum
+
+
+def max_len_mask(truncated: Tensor) -> Tensor:
+    """Answers that ended by themselves; those cut off at the token limit are left out.
+
+    Source: DAPO (arXiv 2503.14476, section 3.4, overlong filtering).
+    Use: the limit, not the answer, would decide the score.
+
+    truncated: bool [n]. Returns bool [n].
+    """
+    return ~truncated
+
+
+def difficulty_mask(
+    scores: Tensor, groups: Tensor, *, difficulty_low_threshold: float, difficulty_high_threshold: float
+) -> Tensor:
+    """Prompts that are neither too hard nor too easy.
+
+        keep = low < mean(r_g) < high
+
+    Source: DAPO (arXiv 2503.14476, section 3.2) has it with (0, 1), and samples again in place of what is left out.
+    Keys: `difficulty_low_threshold`, `difficulty_high_threshold`: low and high.
+    Use: many groups are nearly all right or all wrong.
+
+    scores: float64 [n], as judged, before shaping; groups: int64 [n]. Returns bool [n]. A group of one says nothing of
+    difficulty and stays.
+    """
+    means = group_mean(scores, groups)
+    alone = group_sum(torch.ones_like(scores), groups) == 1
+    return alone | ((means > difficulty_low_threshold) & (means < difficulty_high_threshold))
+
+
+def error_max_len_mask(scores: Tensor, lengths: Tensor, *, error_max_len_threshold: int, pass_score: float) -> Tensor:
+    """All right answers, and the wrong ones that are not too long.
+
+        keep = r >= pass_score or l < error_max_len_threshold
+
+    Source: none; ROLL's `error_max_len_clip`, here for scores of any size.
+    Keys: `error_max_len_threshold`: tokens; `pass_score`: a score of at least this is right.
+    Use: long wrong answers make up most tokens.
+
+    scores: float64 [n], as judged; lengths: int64 [n]. Returns bool [n].
+    """
+    return (scores >= pass_score) | (lengths < error_max_len_threshold)
+
+
+def difficulty_weight(difficulty: Tensor) -> Tensor:
+    """More weight for harder prompts.
+
+        w = 0.5 + 1.5 * min(max(d, 0), 1)
+
+    Source: none; ROLL's `difficulty_loss_weight`.
+    Use: hard prompts are rarely solved. d is 1 - mean(r_g), or a difficulty that the data give.
+
+    difficulty: float64 [n]. Returns float64 [n]; `mean_one` comes after.
+    """
+    return 0.5 + 1.5 * difficulty.clamp(0, 1)
+
+
+def length_weight(lengths: Tensor) -> Tensor:
+    """Less weight for longer answers, by their place between the shortest and the longest of the batch.
+
+        w = 1.5 - (l - l_min) / (l_max - l_min)
+
+    Source: none; ROLL's `length_loss_weight`, here over the global batch.
+    Use: answers grow without gain.
+
+    lengths: int64 [n]. Returns float64 [n]; `mean_one` comes after.
+    """
+    if not lengths.numel():
+        return lengths.double()
+    low, high = lengths.min(), lengths.max()
+    return 1.5 - (lengths - low).double() / (high - low).clamp(min=1)
+
+
+def mean_one(weights: Tensor) -> Tensor:
+    """Weights of mean 1 over the global batch, so that they move attention and not the learning rate.
+
+        w' = w * n / sum(w)
+
+    Source: none; ROLL does so per micro-batch.
+    Use: after the product of the weights above, always.
+
+    weights: float64 [n], of positive sum. Returns float64 [n].
+    """
+    return weights / weights.mean() if weights.numel() else weights

@@ -1,0 +1,71 @@
+"""Count, mean and sum of squared deviations: what whitening, running normalisation and explained variance are made of.
+
+Each rank computes `Moments.of` its own values, all gather the three numbers and `merged` them in rank order: one
+meeting, and no cancellation, which a plain sum of squares has. The running kind is the same thing kept over steps:
+three floats to save.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+from torch import Tensor
+
+from spmd_rl.algo.groups import EPSILON
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of no values at first. Exact under JSON and msgpack: three Python floats."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+    """sum of (value - mean)^2"""
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor | None = None) -> "Moments":
+        """Of the values [N] where `mask` (bool [N]) holds, in float64, in two passes."""
+        chosen = (values if mask is None else values[mask]).detach().double()
+        if not chosen.numel():
+            return cls()
+        mean = chosen[0] + (chosen - chosen[0]).mean()  # equal values have exactly this mean
+        return cls(float(chosen.numel()), float(mean), float((chosen - mean).square().sum()))
+
+    def merge(self, other: "Moments") -> "Moments":
+        """Of both sets of values together (Chan, Golub, LeVeque 1979, eq. 2.1)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        delta = other.mean - self.mean
+        mean = self.mean + delta * other.count / count
+        return Moments(count, mean, self.m2 + other.m2 + delta**2 * self.count * other.count / count)
+
+    @property
+    def variance(self) -> float:
+        """With Bessel's correction; 0 of fewer than two values."""
+        return self.m2 / (self.count - 1) if self.count > 1 else 0.0
+
+    @property
+    def std(self) -> float:
+        """Square root of `variance`."""
+        return self.variance**0.5
+
+
+def merged(parts: Iterable[Moments]) -> Moments:
+    """All of them, in the order given: equal on every rank that gives them in the same order."""
+    return reduce(Moments.merge, parts, Moments())
+
+
+def whiten(values: Tensor, moments: Moments) -> Tensor:
+    """Shift and scale to mean 0 and standard deviation 1 over the global batch.
+
+        x' = (x - mean) / (std + 1e-6)
+
+    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalisation); std with Bessel's correction.
+    Use: PPO and REINFORCE++, whose advantages have no scale of their own.
+
+    values: float [N], any part of those that `moments` were taken of. Returns [N], dtype of `values`. Equal values, and
+    one alone, become 0.
+    """
+    return (values - moments.mean) / (moments.std + EPSILON)

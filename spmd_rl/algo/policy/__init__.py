@@ -1,0 +1,30 @@
+"""Policy losses by name: pure functions from `Tokens` to a loss per token and named quantities per token.
+
+`POLICY_LOSSES[name](tokens, **keys) -> (loss [N], {metric: [N]})`; the keyword names are keys of `algorithm`.
+`POLICY_TERMS` are added to any of them. All are invariant to how whole samples are split over calls.
+"""
+
+from spmd_rl.algo.policy.clipped import dual_clip, gspo, gspo_token, ppo_clip, raft_pp, segment_clip
+from spmd_rl.algo.policy.covariance import clip_cov, kl_cov
+from spmd_rl.algo.policy.smooth import gmpo, kimi, sapo
+from spmd_rl.algo.policy.terms import entropy_bonus, positive_sft
+from spmd_rl.algo.policy.weighted import cispo, tis, topr, vanilla_pg
+
+POLICY_LOSSES = {
+    "ppo_clip": ppo_clip,
+    "dual_clip": dual_clip,
+    "segment_clip": segment_clip,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "raft_pp": raft_pp,
+    "vanilla_pg": vanilla_pg,
+    "tis": tis,
+    "cispo": cispo,
+    "topr": topr,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "kimi": kimi,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+POLICY_TERMS = {"sft": positive_sft, "entropy": entropy_bonus}

@@ -1,0 +1,124 @@
+"""Losses that stop a token's gradient where its ratio leaves a band: PPO's family, per token, segment and sample.
+
+Every loss takes `Tokens` (N tokens of whole samples) and returns the loss per token, float [N], and named quantities,
+float [N] each (see `ratios.quantities`). Weighting and summing are the caller's (see `aggregation.py`).
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.inputs import Tokens
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_means, safe_exp
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+def surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """PPO's min(r A, clip(r, 1 - low, 1 + high) A), and where the clip is the smaller. Float [N], bool [N]."""
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return torch.minimum(plain, clipped), clipped < plain
+
+
+def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """Clipped surrogate of PPO; with `clip_high` above `clip_low`, DAPO's clip-higher.
+
+        L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),    r_t = pi(t) / pi_old(t)
+
+    Source: Proximal Policy Optimization (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 8 and 10).
+    Keys: `clip_low`, `clip_high`: the band of the ratio is [1 - clip_low, 1 + clip_high].
+    Use: the default. GRPO averages it with `seq-mean-token-mean`, DAPO with `token-mean`, Dr.GRPO with
+    `seq-mean-token-sum-norm`.
+    """
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(log_ratio)
+    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
+    return -objective, quantities(log_ratio, ratio, clipped)
+
+
+def dual_clip(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
+    """Clipped surrogate with a floor where the advantage is negative, so that one huge ratio cannot rule the batch.
+
+        L_t = -max(S_t, c A_t) where A_t < 0, else -S_t;    S_t = min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)
+
+    Source: Mastering Complex Control in MOBA Games with Deep Reinforcement Learning (arXiv 1912.09729, Dual-clip PPO).
+    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; `dual_clip`: c > 1, the largest ratio of a token with A < 0.
+    Use: several updates on one batch, or samples of an older policy.
+    """
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(log_ratio)
+    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
+    floor = dual_clip * tokens.advantages
+    bounded = (tokens.advantages < 0) & (objective < floor)
+    return -torch.where(bounded, floor, objective), quantities(log_ratio, ratio, clipped | bounded)
+
+
+def segment_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """Clipped surrogate on one ratio per segment: the geometric mean over a contiguous run of sampled tokens (a turn).
+
+        L_t = -min(s_k A_t, clip(s_k, 1 - clip_low, 1 + clip_high) A_t),    s_k = exp(mean over t in k of log r_t)
+
+    Source: Let It Flow (arXiv 2512.24873), whose unit of credit is the interaction chunk; the ratio is GSPO's
+    (arXiv 2507.18071, eq. 7) with the segment in the place of the sequence.
+    Keys: `clip_low`, `clip_high`: the band of s_k; as narrow as GSPO's where turns are long.
+    Use: multi-turn agents. On single-turn samples it is `gspo`.
+    """
+    return _run_clip(tokens, tokens.segments, clip_low, clip_high)
+
+
+def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """Clipped surrogate on one ratio per sample, the geometric mean of its tokens' ratios.
+
+        L_t = -min(s_i A_t, clip(s_i, 1 - clip_low, 1 + clip_high) A_t),    s_i = exp(mean over t in i of log r_t)
+
+    The sample's value stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective; the gradient
+    of s_i reaches every token of the sample.
+
+    Source: Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 and 7).
+    Keys: `clip_low`, `clip_high`: the band of s_i, far narrower than a token's; the paper takes 3e-4 and 4e-4.
+    Use: rewards are of whole samples; mixtures of experts, whose token ratios jump with the routing.
+    """
+    return _run_clip(tokens, tokens.samples, clip_low, clip_high)
+
+
+def gspo_token(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """GSPO's ratio and clip with the gradient of each token's own logprob, so that advantages may differ by token.
+
+        L_t = -min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),    s_t = sg[s_i] pi(t) / sg[pi(t)]
+
+    With one advantage per sample, value and gradient are those of `gspo` under `seq-mean-token-mean`.
+
+    Source: Group Sequence Policy Optimization (arXiv 2507.18071, eq. 13 and 14).
+    Keys: `clip_low`, `clip_high`: as in `gspo`.
+    Use: sequence ratios together with token advantages (a critic, step rewards).
+    """
+    log_ratio = log_ratios(tokens)
+    sample_ratio = safe_exp(run_means(log_ratio.detach(), tokens.samples))
+    ratio = sample_ratio * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
+    return -objective, quantities(log_ratio, ratio, clipped)
+
+
+def raft_pp(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """RAFT++: rejection sampling with importance weights; only tokens with a positive advantage teach.
+
+        L_t = -max(A_t, 0) min(r_t, clip(r_t, 1 - clip_low, 1 + clip_high))
+
+    The paper's weight is 1 for an answer of the highest reward and 0 else: that is A = the raw score in {0, 1}. With
+    group-relative advantages a solved group weighs nothing.
+
+    Source: A Minimalist Approach to LLM Reasoning (arXiv 2504.11343, RAFT++), under `seq-mean-token-mean`.
+    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; only the upper bound ever binds.
+    Use: binary rewards and a simple, hard-to-break baseline; entropy falls faster than under GRPO.
+    """
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(log_ratio)
+    objective, clipped = surrogate(ratio, tokens.advantages.clamp(min=0), clip_low, clip_high)
+    return -objective, quantities(log_ratio, ratio, clipped)
+
+
+def _run_clip(tokens: Tokens, runs: Tensor, clip_low: float, clip_high: float) -> Loss:
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(run_means(log_ratio, runs))
+    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
+    return -objective, quantities(log_ratio, ratio, clipped)

@@ -1,0 +1,47 @@
+"""Losses that hold back the few tokens which cost the most entropy.
+
+Left out: which tokens these are. They are chosen over the *global* batch before the update (`algo/selection.py`) and
+come as `Tokens.marked`. Shapes as in `clipped.py`.
+"""
+
+from spmd_rl.algo.inputs import Tokens
+from spmd_rl.algo.policy.clipped import Loss, surrogate
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, safe_exp
+
+
+def clip_cov(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """Clip-Cov: PPO's clipped surrogate, without the gradient of the marked tokens.
+
+        L_t = 0 where t is marked, else -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    Marked is a random `clip_cov_ratio` of all tokens, among those whose covariance lies in
+    (`clip_cov_low`, `clip_cov_high`).
+
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, Clip-Cov).
+    Keys: `clip_low`, `clip_high`: as in `ppo_clip`; the authors set 1 and 1.
+    Use: entropy collapses early and scores stop rising with it.
+    """
+    assert tokens.marked is not None, "clip-cov needs its tokens marked"
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(log_ratio)
+    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
+    return -objective.masked_fill(tokens.marked, 0), quantities(log_ratio, ratio, clipped | tokens.marked)
+
+
+def kl_cov(tokens: Tokens, *, kl_cov_coef: float) -> Loss:
+    """KL-Cov: the importance-weighted policy gradient, with a pull to the old policy on the marked tokens.
+
+        L_t = -r_t A_t + kl_cov_coef |log r_t| where t is marked, else -r_t A_t
+
+    Marked are the `kl_cov_ratio` of all tokens with the largest covariance. |log r_t| is the authors' estimate of the
+    divergence.
+
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, KL-Cov).
+    Keys: `kl_cov_coef`: weight of the pull, >= 0; the paper takes 1.
+    Use: as `clip_cov`, with less variance between runs; the first update of a step is the plain policy gradient.
+    """
+    assert tokens.marked is not None, "kl-cov needs its tokens marked"
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(log_ratio)
+    pull = kl_cov_coef * log_ratio.abs() * tokens.marked
+    return -ratio * tokens.advantages + pull, quantities(log_ratio, ratio, tokens.marked)

@@ -1,0 +1,59 @@
+"""Importance ratios of the policy losses: per token, and over runs of tokens (samples, segments).
+
+Left out: what a loss does with a ratio. A ratio is exp(log ratio) with the log ratio clamped to +-20, so it lies within
+[2e-9, 5e8] and nothing overflows, in float32 either; a token beyond the clamp passes no gradient through its ratio.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.inputs import Tokens
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def log_ratios(tokens: Tokens) -> Tensor:
+    """log(pi / pi_old) of each token, with gradient. Float [N]."""
+    return tokens.logprobs - tokens.old_logprobs
+
+
+def safe_exp(log_ratio: Tensor) -> Tensor:
+    """exp of the log ratio clamped to +-20. Any shape."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def run_sums(values: Tensor, runs: Tensor) -> Tensor:
+    """Sum of each run, at each of its tokens.
+
+    values: float [N]; runs: int64 [N], equal neighbours are one run (`Tokens.samples` or `.segments`). Returns [N].
+    """
+    sums, index, _ = _sums(values, runs)
+    return sums[index]
+
+
+def run_means(values: Tensor, runs: Tensor) -> Tensor:
+    """Mean of each run, at each of its tokens. Shapes as in `run_sums`."""
+    sums, index, counts = _sums(values, runs)
+    return (sums / counts)[index]
+
+
+def _sums(values: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    _, index, counts = torch.unique_consecutive(runs, return_inverse=True, return_counts=True)
+    return values.new_zeros(counts.numel()).index_add(0, index, values), index, counts
+
+
+def quantities(log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
+    """What every policy loss reports per token, without gradient, each float [N].
+
+    `actor/approxkl`: k3 of the old policy against the new, r - 1 - log r; `actor/ratio`: the ratio that the loss used;
+    `actor/clipfrac`: 1 where a bound took the token's gradient, or cut its weight.
+
+    log_ratio: float [N], per token; ratio: float [N]; clipped: bool [N], or None where a loss clips nothing.
+    """
+    with torch.no_grad():
+        safe = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return {
+            "actor/approxkl": torch.expm1(safe) - safe,
+            "actor/ratio": ratio.detach(),
+            "actor/clipfrac": torch.zeros_like(safe) if clipped is None else clipped.to(safe.dtype),
+        }

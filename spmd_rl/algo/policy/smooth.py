@@ -1,0 +1,66 @@
+"""Losses with something gentler than a hard band per token: a soft gate, a geometric mean, a squared pull.
+
+Shapes as in `clipped.py`.
+"""
+
+import torch
+
+from spmd_rl.algo.inputs import Tokens
+from spmd_rl.algo.policy.clipped import Loss
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_means, run_sums, safe_exp
+
+
+def sapo(tokens: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
+    """SAPO: a sigmoid gate fades a token's gradient as its ratio leaves 1, instead of cutting it.
+
+        L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t,    tau = sapo_tau_pos where A_t > 0, else sapo_tau_neg
+
+    At r = 1 the gradient is the policy gradient's, whatever tau is.
+
+    Source: Soft Adaptive Policy Optimization (arXiv 2511.20347), under `seq-mean-token-mean`.
+    Keys: `sapo_tau_pos`, `sapo_tau_neg`: steepness of the gate, > 0; the paper takes 1 and 1.05, as a negative
+    advantage lifts many unsampled tokens at once and should fade sooner.
+    Use: hard clipping drops whole samples or stalls; mixtures of experts.
+    """
+    log_ratio = log_ratios(tokens)
+    ratio = safe_exp(log_ratio)
+    tau = torch.full_like(ratio, sapo_tau_neg).masked_fill(tokens.advantages > 0, sapo_tau_pos)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return -gate * tokens.advantages, quantities(log_ratio, ratio)
+
+
+def gmpo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
+    """GMPO: the geometric mean of a sample's clipped token ratios, in place of their arithmetic mean.
+
+        L_t = -A_i exp(mean over t in i of l_t),    l_t = s min(s log r_t, s clip(log r_t, -clip_low, clip_high)),
+        s = sign(A_i),    A_i = mean over t in i of A_t
+
+    The sample's value stands at each of its tokens, so `seq-mean-token-mean` gives the paper's objective.
+
+    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673), whose band is symmetric: exp(-0.4) to exp(0.4).
+    Keys: `clip_low`, `clip_high`: the band of the *log* ratio, [-clip_low, clip_high]; the paper takes 0.4 and 0.4.
+    Use: outlier ratios disturb GRPO; a wider band than PPO's stays stable.
+    """
+    log_ratio = log_ratios(tokens)
+    advantages = run_means(tokens.advantages, tokens.samples)
+    sign = advantages.sign()
+    plain, banded = sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high)
+    ratio = safe_exp(run_means(sign * torch.minimum(plain, banded), tokens.samples))
+    return -ratio * advantages, quantities(log_ratio, ratio, banded < plain)
+
+
+def kimi(tokens: Tokens, *, kimi_tau: float) -> Loss:
+    """Kimi k1.5's mirror descent: the policy gradient and a squared pull of each sample towards the old policy.
+
+        L_t = -A_t log pi(t) + (kimi_tau / 2) D_i^2 / |i|,    D_i = sum over t in i of log r_t
+
+    The pull is a sample's; spread evenly over its |i| tokens, `seq-mean-token-sum` gives the paper's objective.
+
+    Source: Kimi k1.5 (arXiv 2501.12599, eq. 3), with A the score minus its group's mean.
+    Keys: `kimi_tau`: weight of the pull, >= 0.
+    Use: several updates on one batch with regularisation in the place of clipping.
+    """
+    log_ratio = log_ratios(tokens)
+    squares = run_means(log_ratio, tokens.samples) * run_sums(log_ratio, tokens.samples)
+    loss = -tokens.advantages * tokens.logprobs + kimi_tau / 2 * squares
+    return loss, quantities(log_ratio, safe_exp(log_ratio))

@@ -1,0 +1,92 @@
+"""Which tokens of the *global* batch clip-cov and kl-cov mark, agreed by counts alone: no rank sees another's tokens.
+
+    cov = covariance(logprobs, advantages, mean_logprob, mean_advantage)       # means over the global batch
+    keys = cov                                                                 # kl-cov: the highest
+    keys = clip_cov_keys(cov, ids, clip_cov_low=..., clip_cov_high=...)        # clip-cov: some of the high ones
+    marked = keys > threshold(count_above, num_marked(total, share))           # count_above sums over ranks
+
+What is done to a marked token is the loss's part (`clip_cov`, `kl_cov`).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+WAYS = 256
+"""Pieces into which each round cuts the range of bit patterns: 4 rounds for float32."""
+INF = 0x7F800000
+"""Bit pattern of infinity."""
+
+
+def covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_advantage: float) -> Tensor:
+    """What each token adds to the covariance of logprob and advantage, which drives the entropy down.
+
+        Cov_t = (log p_t - mean log p) * (A_t - mean A)
+
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, token-wise
+    centred cross-product).
+    Use: `kl_cov` marks the tokens of the highest.
+
+    logprobs, advantages: float [N] of some samples; the means are over all tokens of the global batch. Returns
+    float32 [N]: what ranks compare must be one number.
+    """
+    return ((logprobs.detach().double() - mean_logprob) * (advantages.double() - mean_advantage)).float()
+
+
+def clip_cov_keys(cov: Tensor, ids: Tensor, *, clip_cov_low: float, clip_cov_high: float) -> Tensor:
+    """A random order of the tokens of high covariance, the same on any rank.
+
+        key = uniform(id) where clip_cov_low < Cov < clip_cov_high, else -inf
+
+    Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models (arXiv 2505.22617, Clip-Cov).
+    Keys: `clip_cov_low`, `clip_cov_high`: the band of the covariance; the authors' code has 1 and 5.
+    Use: `clip_cov` marks the tokens of the highest keys.
+
+    cov: float32 [N]; ids: int64 [N], a number of its own for every token of the run, the same wherever the token lies,
+    such as the sample's seed plus the token's place. Returns float32 [N].
+    """
+    return uniform(ids).where((cov > clip_cov_low) & (cov < clip_cov_high), -torch.inf)
+
+
+def num_marked(total: int, share: float) -> int:
+    """How many tokens of the `total` in the global batch are marked: at least one, where there are any."""
+    return min(total, max(1, int(total * share)))
+
+
+def uniform(ids: Tensor) -> Tensor:
+    """A number in [0, 1) from each id alone, by SplitMix64's finaliser. ids: int64 [N]. Returns float32 [N]."""
+    x = ids + -0x61C8864680B583EB
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return ((x ^ ((x >> 31) & 0x1FFFFFFFF)) & 0xFFFFFF).float() / 0x1000000
+
+
+def counts_above(keys: Tensor, thresholds: Tensor) -> Tensor:
+    """How many of this rank's keys (float32 [N]) are greater than each threshold (float32 [k]). Returns int64 [k]."""
+    ordered = keys.sort().values
+    return len(keys) - torch.searchsorted(ordered, thresholds.to(keys.device), right=True)
+
+
+def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
+    """The lowest number that at most `wanted` keys are above: fewer are marked only where keys are equal.
+
+    count_above: from thresholds (float32 [k]) to how many keys of the global batch are greater than each (int64 [k]);
+    it is called at most 4 times, and as often on every rank, for it sees only global counts. The search is over the bit
+    patterns of float32, which have the order of the floats.
+    """
+    low, high = -INF, INF  # ordered patterns of -inf and inf; at `high` the count is 0, so it always qualifies
+    while low < high:
+        step = -(-(high - low) // WAYS)
+        tried = torch.arange(low, high, step)
+        enough = count_above(_float(tried)) <= wanted
+        first = int(enough.int().argmax()) if bool(enough.any()) else len(tried)
+        high = int(tried[first]) if first < len(tried) else high
+        low = int(tried[first - 1]) + 1 if first else low
+    return float(_float(torch.tensor([high])))
+
+
+def _float(patterns: Tensor) -> Tensor:
+    """The float32 of each ordered pattern: negative floats count down from 0, so that order is kept."""
+    bits = torch.where(patterns < 0, -patterns | -0x80000000, patterns)
+    return bits.to(torch.int32).view(torch.float32)

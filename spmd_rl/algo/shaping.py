@@ -1,0 +1,108 @@
+"""What happens to scores before advantages: scale and shift, penalties, normalisation, clip, in the order of this file.
+
+All over the metadata of the whole global batch, one number per sample; only verdicts that carry a score get here.
+"""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.groups import EPSILON, group_mean, group_std
+from spmd_rl.algo.moments import Moments
+
+NORMS = ("none", "batch", "group", "running")
+"""Over what a mean or a standard deviation is taken."""
+
+
+def scale_shift(scores: Tensor, *, reward_scale: float, reward_shift: float) -> Tensor:
+    """An affine change of the scores, to bring domains to one measure.
+
+        r' = reward_scale * r + reward_shift
+
+    Source: none; ROLL's keys.
+    Keys: `reward_scale`: factor; `reward_shift`: added to the product.
+    Use: rewards of mixed sizes meet an estimator that does not divide.
+
+    scores: float64 [n]. Returns float64 [n].
+    """
+    return reward_scale * scores + reward_shift
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, *, overlong_tokens: int, overlong_coef: float) -> Tensor:
+    """Soft punishment of answers that come near the token limit, to be added to the score.
+
+        P = -c * min(max((l - (L_max - L_cache)) / L_cache, 0), 1)
+
+    Source: DAPO (arXiv 2503.14476, eq. 13).
+    Keys: `overlong_tokens`: L_cache; 0 punishes nothing within the limit; `overlong_coef`: c.
+    Use: answers are cut off; the paper has L_cache a fifth of L_max, and c 1.
+
+    lengths: int64 [n]; max_tokens: L_max. Returns float64 [n], never above 0.
+    """
+    excess = (lengths - (max_tokens - overlong_tokens)).double()
+    return -overlong_coef * (excess / max(overlong_tokens, EPSILON)).clamp(0, 1)
+
+
+def format_penalty(wrong_format: Tensor, *, format_penalty: float) -> Tensor:
+    """What an answer in the wrong format loses, whatever its score; to be added to the score.
+
+        P = -format_penalty where the verdict is `wrong_format`, else 0
+
+    Source: none; ROLL's agentic runs have it.
+    Keys: `format_penalty`: what is lost.
+    Use: the policy forgets the format that the rewarder reads.
+
+    wrong_format: bool [n]. Returns float64 [n].
+    """
+    return -format_penalty * wrong_format.double()
+
+
+def repetition_penalty(token_ids: Tensor, *, repetition_ngram: int, repetition_coef: float) -> float:
+    """The share of n-grams of one answer that repeat an earlier one, to be added to its score.
+
+        P = -c * (1 - distinct n-grams / n-grams)
+
+    Source: Demystifying Long Chain-of-Thought Reasoning in LLMs (arXiv 2502.03373, appendix C.2), over tokens.
+    Keys: `repetition_ngram`: n; `repetition_coef`: c.
+    Use: answers loop. One shorter than an n-gram loses nothing.
+
+    token_ids: int [l]. Returns a float in [-c, 0].
+    """
+    if len(token_ids) < repetition_ngram:
+        return 0.0
+    ngrams = token_ids.unfold(0, repetition_ngram, 1)
+    return -repetition_coef * (1 - len(torch.unique(ngrams, dim=0)) / len(ngrams))
+
+
+def normalise(scores: Tensor, groups: Tensor, running: Moments, *, norm_mean_type: str, norm_std_type: str) -> Tensor:
+    """Scores less a mean, over a standard deviation, each taken over nothing, the batch, the group or the run so far.
+
+        r' = (r - mean) / (std + 1e-6)
+
+    Source: none; ROLL's reward normalisation. std with Bessel's correction.
+    Keys: `norm_mean_type`, `norm_std_type`: `none`, `batch`, `group` or `running`.
+    Use: before `reinforce` and the token-level estimators. Group and group is GRPO, group and batch Lite PPO.
+
+    scores: float64 [n]; groups: int64 [n]; running: the moments of all scores so far, these merged in. Returns
+    float64 [n]. Where the deviation is 0 nothing is divided.
+    """
+    over = {"group": groups, "batch": torch.zeros_like(groups)}
+    means = {"none": 0.0, "running": running.mean}
+    stds = {"none": 0.0, "running": running.std}
+    mean = group_mean(scores, over[norm_mean_type]) if norm_mean_type in over else means[norm_mean_type]
+    std = group_std(scores, over[norm_std_type]) if norm_std_type in over else stds[norm_std_type]
+    std = torch.as_tensor(std, dtype=scores.dtype)
+    return (scores - mean) / (std + EPSILON).where(std > 0, 1.0)
+
+
+def clip(values: Tensor, bound: float) -> Tensor:
+    """Values held within a bound, after all else: `reward_clip` for scores, `advantage_clip` for advantages.
+
+        x' = min(max(x, -bound), bound)
+
+    Source: none; ROLL's keys.
+    Keys: `reward_clip`, `advantage_clip`: the bound of each; null bounds nothing.
+    Use: rewards are learned or have no bound.
+
+    Any shape and dtype; the same comes back.
+    """
+    return values.clamp(-bound, bound)

@@ -1,0 +1,40 @@
+"""The critic's loss and its quality. Left out: the critic itself, and the returns (`advantages/tokens.py`)."""
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.moments import Moments
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error of the critic, its steps away from the old values clipped.
+
+        L_t = 1/2 max( (V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2 )
+
+    Source: Implementation Matters in Deep Policy Gradients (arXiv 2005.12729, section 3), which finds it in PPO's code.
+    Keys: `value_clip`: c; null takes the plain error.
+    Use: with a critic (`gae`).
+
+    All float [N]; only `values` carries gradient. Returns the loss per token and `critic/clipfrac`: 1 where the clip
+    is the larger.
+    """
+    plain = (values - returns).square()
+    if value_clip is None:
+        return plain / 2, {"critic/clipfrac": torch.zeros_like(plain)}
+    clipped = (old_values + (values - old_values).clamp(-value_clip, value_clip) - returns).square()
+    return torch.maximum(plain, clipped) / 2, {"critic/clipfrac": (clipped > plain).to(values.dtype)}
+
+
+def explained_variance(errors: Moments, returns: Moments) -> float:
+    """How much of the returns the critic knows: 1 is all, 0 is what a constant knows, below 0 is harm.
+
+        EV = 1 - Var(R - V) / Var(R)
+
+    Source: the coefficient of determination (Wright 1921), as PPO codes report it.
+    Use: `critic/explained_variance`; a critic below 0 should warm up longer.
+
+    errors: moments of R - V; returns: moments of R, both over the global batch. 0 where the returns do not vary.
+    """
+    return 1 - errors.variance / returns.variance if returns.variance > 0 else 0.0
