@@ -1,14 +1,19 @@
-"""Packed attention: many sequences laid end to end in one row, each seeing only itself.
+"""Packed attention: many segments laid end to end in one row, each seeing only itself and its parent.
 
 Registered with transformers under the name `spmd_packed`; the model's forward is given `packing=Packing.of(starts)`
-and hands it down to every layer. Two kernels behind one function: variable-length flash attention on an accelerator,
-and elsewhere a scatter into right-padded rows, where plain causal attention needs no mask because no real token comes
-after a pad. Left out: key-value caches, dropout, sliding windows that would cut a segment, segments with parents.
+and hands it down to every layer. A segment without a parent is a sequence. One with a parent continues it: its tokens
+see the whole parent and themselves, causally, so that many answers share one computation of their prompt.
+
+Two kernels behind one function: variable-length flash attention on an accelerator, and elsewhere a scatter into
+right-padded rows, where causal attention needs no mask but for the parents. Left out: key-value caches, dropout,
+sliding windows that would cut a sequence, parents of parents.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +29,29 @@ ROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Runs of packed tokens as right-padded rows."""
+
+    num_rows: int
+    length: int
+    tokens: Tensor
+    """int64 [n]: index of each token in the packed row"""
+    slots: Tensor
+    """int64 [n]: index of the same token in the padded [num_rows * length]"""
+    whole: bool
+    """The tokens are all there are, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Segments of similar length (within a factor of two), padded to the longest of them."""
 
-    num_segments: int
-    length: int
-    tokens: Tensor
-    """int64 [n]: index of each of the block's tokens in the packed row"""
-    slots: Tensor
-    """int64 [n]: index of the same token in the padded [num_segments * length]"""
+    queries: Rows
+    """a segment's own tokens"""
+    keys: Rows
+    """its parent's before its own; the same as `queries` where none has a parent"""
+    mask: Tensor | None
+    """bool [num_rows, 1, queries.length, keys.length]: which keys a query sees; None for plain causal attention"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +61,82 @@ class Packing:
     starts: Tensor
     """int32 [S+1]: first token of each segment, then T"""
     max_length: int
+    """tokens of the longest segment"""
+    max_seen: int
+    """the same with its parent's"""
     blocks: tuple[Block, ...]
     order: Tensor
-    """int64 [T]: index of each packed token among the blocks' tokens, laid end to end"""
+    """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end"""
+    seen: Tensor | None
+    """int64 [n]: each segment's parent's tokens and its own, laid end to end; None if there are no parents"""
+    seen_starts: Tensor
+    """int32 [S+1]: where each segment's begin in `seen`"""
 
     @classmethod
-    def of(cls, starts: Tensor) -> "Packing":
-        """From `Batch.starts` (int64 [S+1]); on the device of `starts`. Every segment holds at least one token."""
-        bounds = starts.tolist()
-        classes: dict[int, list[int]] = defaultdict(list)
-        for segment, (begin, end) in enumerate(pairwise(bounds)):
-            assert end > begin, "an empty segment"
-            classes[(max(end - begin, SHORT) - 1).bit_length()].append(segment)
-        blocks = tuple(_block(bounds, classes[size], starts.device) for size in sorted(classes))
-        tokens = torch.cat([block.tokens for block in blocks])
-        lengths = [end - begin for begin, end in pairwise(bounds)]
-        return cls(starts.to(torch.int32), max(lengths), blocks, torch.argsort(tokens))
+    def of(cls, starts: Tensor, parents: Tensor | None = None) -> "Packing":
+        """From the first token of each segment, then T (int64 [S+1]), on its device; every segment holds a token.
+
+        parents: int64 [S], index of each segment's parent, -1 for none. A parent has no parent.
+        """
+        runs = [range(begin, end) for begin, end in pairwise(starts.tolist())]
+        assert all(runs), "an empty segment"
+        before = [runs[p] if p >= 0 else range(0) for p in ([-1] * len(runs) if parents is None else parents.tolist())]
+        classes: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for segment, (parent, own) in enumerate(zip(before, runs, strict=True)):
+            classes[_size(parent), _size(own)].append(segment)
+        blocks = [
+            _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop)
+            for _, some in sorted(classes.items())
+        ]
+        lengths = [len(parent) + len(own) for parent, own in zip(before, runs, strict=True)]
+        packing = cls(
+            starts=starts.to(torch.int32),
+            max_length=max(map(len, runs)),
+            max_seen=max(lengths),
+            blocks=tuple(blocks),
+            order=torch.argsort(torch.cat([block.queries.tokens for block in blocks])),
+            seen=_laid_out(zip(before, runs, strict=True)) if any(before) else None,
+            seen_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        )
+        return _moved(packing, starts.device)
 
 
-def _block(bounds: list[int], segments: list[int], device: torch.device) -> Block:
-    lengths = [bounds[s + 1] - bounds[s] for s in segments]
+def _size(run: range) -> int:
+    """Class of a run's length: those of one class share padded rows."""
+    return (max(len(run), SHORT) - 1).bit_length() if run else 0
+
+
+def _block(before: list[range], runs: list[range], num_tokens: int) -> Block:
+    queries = _rows([[own] for own in runs], num_tokens)
+    if not any(before):
+        return Block(queries, queries, None)
+    keys = _rows([[parent, own] for parent, own in zip(before, runs, strict=True)], num_tokens)
+    # A row's own first token sees its parent and itself, the next one token more, and so on: never a pad.
+    last = torch.tensor([len(parent) for parent in before])[:, None] + torch.arange(queries.length)
+    return Block(queries, keys, (torch.arange(keys.length) <= last[:, :, None])[:, None])
+
+
+def _rows(rows: list[list[range]], num_tokens: int) -> Rows:
+    lengths = [sum(map(len, row)) for row in rows]
     longest = -(-max(lengths) // ROUND) * ROUND
-    tokens = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in segments])
-    slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(lengths)])
-    return Block(len(segments), longest, tokens.to(device), slots.to(device))
+    tokens = _laid_out(rows)
+    slots = torch.cat([torch.arange(i * longest, i * longest + n) for i, n in enumerate(lengths)])
+    return Rows(len(rows), longest, tokens, slots, torch.equal(tokens, torch.arange(num_tokens)))
+
+
+def _laid_out(rows: Iterable[Iterable[range]]) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for row in rows for run in row])
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A copy of these dataclasses with their tensors on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    if is_dataclass(value):
+        return replace(value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)})
+    return value
 
 
 def packed_attention(
@@ -84,8 +155,8 @@ def packed_attention(
     """As transformers calls it: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     if softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: attention soft-capping and sinks are not supported")
-    if sliding_window is not None and packing.max_length > sliding_window:
-        raise ValueError(f"a sequence of {packing.max_length} tokens exceeds the sliding window of {sliding_window}")
+    if sliding_window is not None and packing.max_seen > sliding_window:
+        raise ValueError(f"a sequence of {packing.max_seen} tokens exceeds the sliding window of {sliding_window}")
     assert attention_mask is None and query.shape[0] == 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _varlen if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _padded
@@ -99,34 +170,42 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
         q, k, v = q.float(), k.float(), v.float()
     outs = []
     for block in packing.blocks:
-        rows = [_scatter(x, block) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-        outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.slots))
+        rows = _scatter(q, block.queries), _scatter(k, block.keys), _scatter(v, block.keys)
+        out = F.scaled_dot_product_attention(
+            *rows,
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.queries.slots))
     out = outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, packing.order)
     return out.to(dtype)
 
 
-def _scatter(x: Tensor, block: Block) -> Tensor:
-    """[T, H, D] -> [num_segments, H, length, D], zero to the right of each segment."""
-    size = block.num_segments * block.length
-    if block.tokens.numel() == size == x.shape[0]:  # all of one length: nothing to move
-        rows = x
+def _scatter(x: Tensor, rows: Rows) -> Tensor:
+    """[T, H, D] -> [num_rows, H, length, D], zero to the right of each run."""
+    size = rows.num_rows * rows.length
+    if rows.whole and size == x.shape[0]:  # all of one length: nothing to move
+        padded = x
     else:
-        mine = x if block.tokens.numel() == x.shape[0] else x.index_select(0, block.tokens)
-        rows = x.new_zeros(size, *x.shape[1:]).index_copy(0, block.slots, mine)
-    return rows.reshape(block.num_segments, block.length, *x.shape[1:]).transpose(1, 2)
+        mine = x if rows.whole else x.index_select(0, rows.tokens)
+        padded = x.new_zeros(size, *x.shape[1:]).index_copy(0, rows.slots, mine)
+    return padded.reshape(rows.num_rows, rows.length, *x.shape[1:]).transpose(1, 2)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
-    """The same by torch's variable-length flash attention."""
+    """The same by torch's variable-length flash attention, whose causal mask is aligned to the last key."""
     from torch.nn.attention.varlen import varlen_attn
 
+    if packing.seen is not None:
+        k, v = k.index_select(0, packing.seen), v.index_select(0, packing.seen)
     return varlen_attn(
         *(x.contiguous() for x in (q, k, v)),
         packing.starts,
-        packing.starts,
+        packing.seen_starts,
         packing.max_length,
-        packing.max_length,
+        packing.max_seen,
         scale=scaling,
         window_size=(-1, 0),  # causal
         enable_gqa=q.shape[1] != k.shape[1],

@@ -1,59 +1,108 @@
-"""Logprob and entropy of given tokens under given logits, in float32 whatever the logits' dtype, lean in memory.
+"""Logprob and entropy of given tokens from hidden states, without ever holding their logits.
 
-A [N, V] tensor in float32 exists only for a slice of rows at a time; kept for the backward pass are the logits as the
-model made them and one number a row. Left out: the projection to the vocabulary (chunking that too belongs here).
+The projection to the vocabulary goes in chunks of it, forward with a running softmax, and once more backward: what is
+kept between the two is two numbers a token. Sums are float32 whatever the dtype of the model, and a chunk's logits are
+rounded to that dtype first, as the model itself and an engine round them. Peak memory does not grow with tokens times
+vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel).
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-SLICE = 2**21
-"""Logits in float32 at a time: 8 MiB."""
+CHUNK = 2**21
+"""Logits at a time: 8 MiB in float32."""
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of each row, of softmax(logits / temperature).
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    logits: [N, V], any floating dtype; targets: int64 [N]. Returns float32 [N] each (float64 for float64 logits);
-    gradients flow through the logprobs, the entropy is detached.
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]. Returns float32 [N] each (float64 for
+    float64), both with gradients to `hidden` and `weight`; that of the entropy costs nothing where no loss uses it.
     """
     assert temperature > 0
-    return _TokenLogprobs.apply(logits, targets, temperature)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature)
+
+
+class TokenHead(nn.Module):
+    """A model's output embedding that gives logprob and entropy of `targets` for their hidden states.
+
+    In place of the projection, so that the model's own forward, its shards and its parameter names stay as they are.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        """ValueError for a head with a bias, which no supported family has."""
+        super().__init__()
+        if head.bias is not None:
+            raise ValueError("an output embedding with a bias is not supported")
+        self.weight = head.weight
+        self.targets: Tensor | None = None
+        """int64 [N], to be set before each forward"""
+        self.temperature = 1.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[1, N, h] -> float32 [1, N, 2]: logprob and entropy."""
+        return torch.stack(token_logprobs(hidden[0], self.weight, self.targets, self.temperature), dim=-1)[None]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_z, entropy, chosen = (logits.new_empty(len(targets), dtype=dtype) for _ in range(3))
-        for rows in _slices(logits):
-            x = logits[rows].to(dtype) / temperature
-            top = x.amax(-1, keepdim=True)
-            x -= top
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
+        total, spread, chosen = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(3))
+        # total = sum of exp(x - top), spread = sum of exp(x - top) (x - top), over the logits x seen so far
+        for begin, end in _chunks(hidden, weight):
+            x = (hidden @ weight[begin:end].T).to(dtype).div_(temperature)
+            rows, places = _inside(targets, begin, end)
+            chosen[rows] = x[rows, places]
+            higher = torch.maximum(top, x.amax(-1))
+            fall = torch.where(top == -torch.inf, 0.0, top - higher)
+            spread = fall.exp() * (spread + fall * total)
+            total *= fall.exp()
+            top = higher
+            x -= top[:, None]
             p = x.exp()
-            z = p.sum(-1)
-            log_z[rows] = z.log() + top.squeeze(-1)
-            chosen[rows] = x.gather(-1, targets[rows, None]).squeeze(-1) - z.log()
-            entropy[rows] = z.log() - p.mul_(x).sum(-1) / z
-        ctx.save_for_backward(logits, targets, log_z)
+            total += p.sum(-1)
+            spread += p.mul_(x).sum(-1)
+        log_z, entropy = total.log() + top, total.log() - spread / total
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
+        ctx.set_materialize_grads(False)  # None, not zeros, for an output that no loss uses
+        return chosen - log_z, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _entropy_grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, log_z = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        scaled = grad / ctx.temperature
-        for rows in _slices(logits):
+    def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and entropy_grad is None:
+            return None, None, None, None
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        scaled = (torch.zeros_like(log_z) if grad is None else grad) / ctx.temperature
+        hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
+        for begin, end in _chunks(hidden, weight):
+            log_p = (hidden @ weight[begin:end].T).to(log_z.dtype).div_(ctx.temperature).sub_(log_z[:, None])
+            if entropy_grad is None:
+                x = log_p.exp_().mul_(-scaled[:, None])
+            else:
+                # d entropy / d logit = -softmax * (log softmax + entropy) / temperature
+                by_entropy = entropy_grad[:, None] / ctx.temperature
+                x = log_p.exp().mul_(-scaled[:, None] - by_entropy * (log_p + entropy[:, None]))
             # d logprob / d logit = (one at the target - softmax) / temperature
-            x = (logits[rows].to(log_z.dtype) / ctx.temperature).sub_(log_z[rows, None]).exp_()
-            x.mul_(-scaled[rows, None])
-            x.scatter_add_(-1, targets[rows, None], scaled[rows, None])
-            out[rows] = x
-        return out, None, None
+            rows, places = _inside(targets, begin, end)
+            x[rows, places] += scaled[rows]
+            x = x.to(hidden.dtype)
+            hidden_grad += x @ weight[begin:end]
+            torch.mm(x.T, hidden, out=weight_grad[begin:end])
+        return hidden_grad.to(hidden.dtype), weight_grad, None, None
 
 
-def _slices(logits: Tensor) -> list[slice]:
-    step = max(1, SLICE // max(1, logits.shape[-1]))
-    return [slice(i, min(i + step, len(logits))) for i in range(0, len(logits), step)]
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
+    """Parts of the vocabulary, as [begin, end)."""
+    step = max(1, CHUNK // max(1, len(hidden)))
+    return ((begin, min(begin + step, len(weight))) for begin in range(0, len(weight), step))
+
+
+def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in this part of the vocabulary, and where in it."""
+    rows = ((targets >= begin) & (targets < end)).nonzero().squeeze(-1)
+    return rows, targets[rows] - begin

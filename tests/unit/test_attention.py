@@ -57,8 +57,8 @@ def test_a_neighbour_changes_nothing(tmp_path):
 
 def test_similar_lengths_share_a_block():
     packing = Packing.of(torch.tensor([0, 10, 74, 200, 202, 1000]))
-    waste = sum(b.num_segments * b.length for b in packing.blocks) / 1000
-    assert [b.num_segments for b in packing.blocks] == [3, 1, 1]
+    waste = sum(b.queries.num_rows * b.queries.length for b in packing.blocks) / 1000
+    assert [b.queries.num_rows for b in packing.blocks] == [3, 1, 1]
     assert waste < 1.2
 
 
@@ -68,3 +68,23 @@ def test_a_sliding_window_that_cuts_is_refused(tmp_path):
     ids = torch.arange(6)[None]
     with pytest.raises(ValueError, match="sliding window of 4"):
         model(input_ids=ids, position_ids=ids, packing=Packing.of(torch.tensor([0, 6])))
+
+
+def test_a_segment_sees_its_parent_whole_and_itself(tmp_path):
+    """A parent with three continuations, laid out in any order, against each whole sequence alone."""
+    model = build_model(tiny("qwen2", tmp_path), torch.float64, "cpu")
+    plain = build_model(tmp_path, torch.float64, "cpu", attention="sdpa")
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(3))
+    starts, parents = torch.tensor([0, 5, 14, 17, 18, 40]), torch.tensor([1, -1, 1, 1, -1])
+    positions = torch.cat(
+        [torch.arange(9, 14), torch.arange(9), torch.arange(9, 12), torch.tensor([9]), torch.arange(22)]
+    )
+    with torch.no_grad():
+        packing = Packing.of(starts, parents)
+        out = model(input_ids=ids[None], position_ids=positions[None], packing=packing).logits[0]
+        for begin, end in ((0, 5), (14, 17), (17, 18)):
+            alone = plain(input_ids=torch.cat([ids[5:14], ids[begin:end]])[None]).logits[0]
+            torch.testing.assert_close(out[begin:end], alone[9:], rtol=0, atol=1e-12)
+            torch.testing.assert_close(out[5:14], alone[:9], rtol=0, atol=1e-12)
+        torch.testing.assert_close(out[18:], plain(input_ids=ids[None, 18:]).logits[0], rtol=0, atol=1e-12)
+    assert packing.seen.numel() == 40 + 3 * 9 and packing.max_seen == 22
