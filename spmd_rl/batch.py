@@ -11,9 +11,11 @@ their prompt. Three columns, each with its own length:
 Left out: padding (a backend's own affair) and anything that is not a tensor.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +51,12 @@ class Batch:
     """float32 [T]: the trainer's logprobs before the first update; None where they equal the current ones"""
     ref_logprobs: Tensor | None = None
     """float32 [T]: the reference policy's logprobs; None where nothing needs them"""
+    values: Tensor | None = None
+    """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
+    returns: Tensor | None = None
+    """float32 [T]: what the critic should have said; None without one"""
+    marked: Tensor | None = None
+    """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
 
     @property
     def num_tokens(self) -> int:
@@ -82,35 +90,55 @@ class Batch:
         return Batch(**columns)
 
 
+def sampled_runs(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which sample, and which contiguous run of sampled tokens (a turn), each token of the loss mask belongs to.
+
+    int64 [N] each, counting from 0 without gaps: samples without a sampled token are not counted.
+    """
+    owner = torch.arange(batch.num_segments, device=batch.starts.device).repeat_interleave(batch.starts.diff())
+    begins = batch.loss_mask.clone()
+    begins[1:] &= ~batch.loss_mask[:-1] | (owner[1:] != owner[:-1])
+    runs = begins.cumsum(0)[batch.loss_mask] - 1
+    return torch.unique_consecutive(owner[batch.loss_mask], return_inverse=True)[1], runs
+
+
 def pack(samples: Iterable[Sample]) -> Batch:
     """Samples laid end to end in the order given; advantages and weights are zero. Legal with no sample at all."""
-    ids: list[int] = []
-    positions: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    starts, keys = [0], []
+    ids, logprobs, versions, mask = array("i"), array("f"), array("i"), bytearray()
+    lengths, keys = [], []
     for sample in samples:
-        begin = len(ids)
         for turn in sample.turns:
             blank = len(turn.prompt_ids)
-            ids += turn.prompt_ids.tolist() + turn.token_ids.tolist()
-            mask += [False] * blank + [True] * len(turn.token_ids)
-            logprobs += [0.0] * blank + turn.logprobs.tolist()
-            versions += [-1] * blank + turn.versions.tolist()
-        positions += range(len(ids) - begin)
-        starts.append(len(ids))
+            ids.extend(turn.prompt_ids)
+            ids.extend(turn.token_ids)
+            logprobs.extend(array("f", [0.0]) * blank)
+            logprobs.extend(turn.logprobs)
+            versions.extend(array("i", [-1]) * blank)
+            versions.extend(turn.versions)
+            mask += b"\0" * blank + b"\1" * len(turn.token_ids)
+        lengths.append(sample.num_tokens)
         keys.append(sample.key)
-    num_tokens = len(ids)
+    return lay_out(
+        keys,
+        lengths,
+        token_ids=torch.from_numpy(np.array(ids)).long(),
+        loss_mask=torch.from_numpy(np.array(mask, dtype=bool)),
+        rollout_logprobs=torch.from_numpy(np.array(logprobs)),
+        versions=torch.from_numpy(np.array(versions)).long(),
+    )
+
+
+def lay_out(keys: Sequence[tuple[int, int]], lengths: Sequence[int], **columns: Tensor) -> Batch:
+    """Root segments of these keys and token counts; `columns` are those that a sample brings (see `pack`)."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    num_tokens = int(starts[-1])
+    assert all(len(column) == num_tokens for column in columns.values())
     return Batch(
-        token_ids=torch.tensor(ids, dtype=torch.int64),
-        position_ids=torch.tensor(positions, dtype=torch.int64),
-        starts=torch.tensor(starts, dtype=torch.int64),
+        position_ids=torch.arange(num_tokens) - starts[:-1].repeat_interleave(starts.diff()),
+        starts=starts,
         parents=torch.full((len(keys),), -1, dtype=torch.int64),
         keys=torch.tensor(keys, dtype=torch.int64).reshape(-1, 2),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        versions=torch.tensor(versions, dtype=torch.int64),
         advantages=torch.zeros(num_tokens),
         weights=torch.zeros(num_tokens),
+        **columns,
     )

@@ -37,14 +37,14 @@ def run(cfg: RlvrConfig) -> None:
             return
         track = stack.enter_context(Run.open(cfg, world))  # [all]
         scorer = stack.enter_context(sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug))
-        policy, reference = train.build_roles(cfg, world)  # [all]
+        roles = train.build_roles(cfg, world)  # [all]
         generator = stack.enter_context(closing(engine.build(cfg, world)))
-        publish = sync.build(policy, generator, world)
+        publish = sync.build(roles.policy, generator, world)
         rollouts = stack.enter_context(closing(Rollouts(cfg, generator, prompts, scorer, tokenizer, world)))  # [all]
-        learner = Learner(cfg, policy, reference, world)
+        learner = Learner(cfg, *roles, world)
         parts = {"rollouts": rollouts, "learner": learner, "track": track}
-        export = HfExport(policy, Path(cfg.policy.model), world)
-        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, {"policy": policy}, parts, export)  # [all]
+        export = HfExport(roles.policy, Path(cfg.policy.model), world)
+        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, roles.trained, parts, export)  # [all]
 
         start = saver.restore()  # [all] 0 for a fresh run
         rollouts.check()  # [all]

@@ -24,7 +24,7 @@ from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.dist import World
 from spmd_rl.dist.membership import FOREVER
 from spmd_rl.errors import UserError
-from spmd_rl.train.base import TrainBackend
+from spmd_rl.train.base import Role
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -52,7 +52,7 @@ class Checkpointer:
         cfg: CheckpointConfig,
         run_dir: Path,
         world: World,
-        backends: Mapping[str, TrainBackend],
+        backends: Mapping[str, Role],
         parts: Mapping[str, Stateful],
         export: Callable[[Path], None] | None = None,
     ) -> None:

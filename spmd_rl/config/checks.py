@@ -4,18 +4,23 @@ Torch-free, and without a word to other ranks: every rank checks for itself, and
 (`schema.py`), rows of a dataset (`data`), settings without effect (`idle.py`).
 """
 
+import importlib.util
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.identity import saved_config
-from spmd_rl.config.idle import files, no_reference
+from spmd_rl.config.idle import files, no_critic, no_reference
 from spmd_rl.errors import UserError
 from spmd_rl.targets import build_target
 
 ONLY_DATA_PARALLEL = ("fsdp2",)
 """Backends without tensor, pipeline, context or expert parallelism."""
+
+VOCABULARY_ROWS = 64
+"""vLLM fills the vocabulary up to a multiple of this before it shares it out."""
 
 WEIGHTS = ("*.safetensors",)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -58,12 +63,42 @@ def check_mesh(cfg: Any) -> None:
 
 
 def check_engine(cfg: Any) -> None:
-    """Replicas must come out even."""
+    """The engine is installed, replicas come out even, and so do the model's heads in each."""
     engine = cfg.engine
+    if engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "engine=vllm: vLLM is not installed here; `make setup` installs it for the CPU, "
+            "pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
+        )
+    for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
+        if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
+            raise UserError(f"{key}.temperature: {temperature:g} is not what engine=vllm draws at, 0.01 to 2")
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
     if world_size() % engine.tp:
         raise UserError(f"engine.tp: {engine.tp} does not divide {world_size()} ranks")
+    if engine.tp > 1:
+        check_heads(engine.tp, Path(cfg.policy.model) / "config.json")
+
+
+def check_heads(tp: int, path: Path) -> None:
+    """Whether `tp` ranks can share a model's heads, hidden units and vocabulary, as far as its config tells."""
+    try:
+        model = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return  # told by the checks of the model itself
+    heads = model.get("num_attention_heads", tp)
+    kv_heads = model.get("num_key_value_heads") or heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise UserError(
+            f"engine.tp: {tp} ranks cannot share the {heads} heads and {kv_heads} key-value heads of {path.parent}; "
+            f"they allow {', '.join(map(str, fit))}"
+        )
+    rows = -(-model.get("vocab_size", 0) // VOCABULARY_ROWS) * VOCABULARY_ROWS
+    for what, size in (("intermediate_size", model.get("intermediate_size") or tp), ("padded vocabulary", rows)):
+        if size % tp:
+            raise UserError(f"engine.tp: {tp} does not divide the {what} {size} of {path.parent}")
 
 
 def check_models(cfg: Any) -> None:
@@ -71,6 +106,8 @@ def check_models(cfg: Any) -> None:
     check_model("policy.model", cfg.policy.model)
     if hasattr(cfg, "reference") and cfg.reference.model and not no_reference(cfg):
         check_model("reference.model", cfg.reference.model)
+    if hasattr(cfg, "critic") and cfg.critic.model and not no_critic(cfg):
+        check_model("critic.model", cfg.critic.model)
 
 
 def check_model(key: str, path: str) -> None:

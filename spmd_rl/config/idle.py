@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from spmd_rl.config.keys import flatten, plain
-from spmd_rl.config.sections.algorithm import ADVANTAGES, LOSS_AGGS, LOSSES
+from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES
 
 GENERATORS = ("reasoning_gym:",)
 """Prefixes of `data.train` that name a generator, not files."""
@@ -25,6 +25,11 @@ def files(source: str | None) -> list[str]:
 def no_reference(cfg: Any) -> bool:
     """Whether no frozen reference is loaded."""
     return not cfg.algorithm.uses_reference
+
+
+def no_critic(cfg: Any) -> bool:
+    """Whether no critic is trained."""
+    return not cfg.algorithm.uses_critic
 
 
 def only_files(cfg: Any) -> bool:
@@ -45,6 +50,9 @@ def unread_algorithm_keys() -> Iterator[tuple[str, str, Callable[[Any], bool]]]:
             readers = [name for name, keys in known.items() if key in keys]
             if key not in ("gamma", "pass_score"):  # read elsewhere too
                 yield f"algorithm.{key}", f"algorithm.{choice} is not {_either(readers)}", _is_none_of(choice, readers)
+    for loss, keys in CHOICES.items():
+        for key in keys:
+            yield f"algorithm.{key}", f"algorithm.loss is not {loss}", _is_none_of("loss", [loss])
     for key, (switch, off) in SWITCHES.items():
         yield f"algorithm.{key}", f"algorithm.{switch} is {off}", _is_off(switch)
     for key in ("upper", "mask_low", "mask_high"):
@@ -78,7 +86,8 @@ def _is_off(switch: str) -> Callable[[Any], bool]:
 
 
 IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
-    ("reference", "algorithm.kl_coef is 0", no_reference),
+    ("reference", "algorithm.kl_coef and algorithm.kl_reward_coef are 0", no_reference),
+    ("critic", "algorithm.advantage is not gae", no_critic),
     *unread_algorithm_keys(),
     ("rollout.accept", "rollout.tail is defer", lambda cfg: cfg.rollout.tail == "defer"),
     ("rollout.tail", "rollout.extra_prompts is 0", lambda cfg: cfg.rollout.extra_prompts == 0),

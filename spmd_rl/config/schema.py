@@ -6,7 +6,8 @@ the number of ranks is checked in `checks.py`. YAML files under `configs/` say o
 
 from dataclasses import dataclass, field
 
-from spmd_rl.config.sections.algorithm import AlgorithmConfig
+from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, AlgorithmConfig
+from spmd_rl.config.sections.critic import CriticConfig
 from spmd_rl.config.sections.data import DataConfig, RewardConfig, RewardsConfig
 from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from spmd_rl.config.sections.rollout import EvalConfig, FilterConfig, RolloutConfig
@@ -17,6 +18,7 @@ __all__ = [
     "PIPELINES",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
@@ -50,6 +52,7 @@ class RlvrConfig:
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -69,6 +72,20 @@ class RlvrConfig:
             self.engine.kv_tokens >= longest,
             f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold one request of "
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
+        )
+        estimator, limit = self.algorithm.advantage, self.rollout.max_new_tokens
+        require(
+            estimator not in AGENTIC_ADVANTAGES,
+            f"algorithm.advantage: {estimator} compares the steps of an agent, which rlvr does not have",
+        )
+        k, n = self.algorithm.pass_k, self.rollout.answers_per_prompt
+        require(
+            estimator != "pass_at_k" or k < n,
+            f"algorithm.pass_k: {k} must be less than rollout.answers_per_prompt {n}, or no group has a gradient",
+        )
+        require(
+            (self.algorithm.overlong_tokens or 0) <= limit,
+            f"algorithm.overlong_tokens: {self.algorithm.overlong_tokens} is more than rollout.max_new_tokens {limit}",
         )
 
 

@@ -1,50 +1,97 @@
 """`Learner`: advantages, logprobs where they are needed, updates, and the algorithm's own state."""
 
+from dataclasses import astuple, replace
+from typing import Any
+
+from spmd_rl.algo.kl import adaptive_coef
+from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
-from spmd_rl.learn import policy_loss, prepare
+from spmd_rl.learn import exchange, prepare, repetition, token_advantages
+from spmd_rl.learn.binding import bind
+from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.value_loss import bind_value_loss
 from spmd_rl.rollout import Collected
-from spmd_rl.train.base import Metrics, TrainBackend
+from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
 
 
 class Learner:
-    """One step of learning. Stateful, though GRPO itself remembers nothing between steps."""
+    """One step of learning. Stateful: the strength of the KL penalty, the moments of the scores, empty steps."""
 
-    def __init__(self, cfg: RlvrConfig, policy: TrainBackend, reference: TrainBackend | None, world: World) -> None:
-        self._policy, self._reference, self._world = policy, reference, world
-        self._settings = cfg.algorithm
+    def __init__(
+        self,
+        cfg: RlvrConfig,
+        policy: TrainBackend,
+        reference: TrainBackend | None,
+        critic: CriticBackend | None,
+        world: World,
+    ) -> None:
+        self._policy, self._reference, self._critic, self._world = policy, reference, critic, world
+        self._seed, self._max_tokens = cfg.seed, cfg.rollout.max_new_tokens
+        limit = cfg.rollout.max_new_tokens
+        self._settings = replace(
+            cfg.algorithm,
+            loss_agg_length=cfg.algorithm.loss_agg_length or limit,
+            overlong_tokens=cfg.algorithm.overlong_tokens or -(-limit // 4),
+        )
+        self._greedy_answer = cfg.rollout.answers_per_prompt if cfg.algorithm.uses_greedy else None
         self._num_updates = cfg.train.updates_per_step
         self._temperature = cfg.rollout.temperature
-        self._loss = policy_loss.bind(cfg.algorithm)
         self.plan: prepare.Plan | None = None
         """What the last `prepare` decided; the sample log reads it."""
         self._num_empty_steps = 0
+        self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
+        self._scores = Moments()
+        self._prepared: Metrics = {}
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
-        return {"num_empty_steps": self._num_empty_steps}
+        return {
+            "num_empty_steps": self._num_empty_steps,
+            "kl_factor": self._kl_factor,
+            "scores": list(astuple(self._scores)),
+        }
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """See `checkpoint.Stateful`."""
-        self._num_empty_steps = state["num_empty_steps"]
+        self._num_empty_steps, self._kl_factor = state["num_empty_steps"], state["kl_factor"]
+        self._scores = Moments(*state["scores"])
 
     def prepare(self, collected: Collected) -> list[Batch]:
         """[all] This rank's mini-batches, one per optimizer step, with all that the loss needs."""
+        settings = self._settings
         with self._world.phase("prepare"):
-            self.plan = prepare.plan(collected, self._settings, self._num_updates)
             with self._world.phase("coordination"):
-                self._world.agree("prepare: plan", [self.plan.keys, self.plan.advantages, self.plan.weights])
-            batches = prepare.batches(collected, self.plan, self._num_updates)
+                penalties = None
+                if settings.repetition_coef:
+                    penalties = repetition.penalties(collected, settings, self._world)  # [all]
+                self.plan, self._scores = prepare.plan(
+                    collected,
+                    settings,
+                    self._scores,
+                    num_updates=self._num_updates,
+                    num_ranks=self._world.size,
+                    hidden_size=self._policy.hidden_size,
+                    max_tokens=self._max_tokens,
+                    greedy_answer=self._greedy_answer,
+                    penalties=penalties,
+                )
+                self._world.agree("prepare: plan", self.plan.columns())
+                batches = exchange.deal(collected, self.plan, self._num_updates, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
-            needs_old = self._num_updates > 1 or self.plan.stale
-            if needs_old or self._reference:
+            needs_old = self._num_updates > 1 or self.plan.stale or token_advantages.needs_old_logprobs(settings)
+            if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
                     self._fill_in(batches, needs_old)  # [all]
+            kl_reward_coef = settings.kl_reward_coef * self._kl_factor
+            self._prepared = token_advantages.finish(  # [all]
+                batches, self.plan, settings, kl_reward_coef, self._world, self._seed
+            )
         return batches
 
     def _fill_in(self, batches: list[Batch], needs_old: bool) -> None:
-        """[all] Logprobs of the policy before the step, if needed, and of the reference, if there is one."""
+        """[all] The policy's logprobs before the step, if needed; what reference and critic say, if there are any."""
         if needs_old:
             with self._policy.awake():
                 for batch in batches:
@@ -53,27 +100,59 @@ class Learner:
             with self._reference.awake():
                 for batch in batches:
                     batch.ref_logprobs, _ = self._reference.logprobs(batch, self._temperature)
+        if self._critic:
+            with self._critic.awake():
+                for batch in batches:
+                    batch.values = self._critic.values(batch)
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""
         assert self.plan is not None
-        with self._world.phase("update"), self._policy.awake():
-            metrics: list[Metrics] = []
-            for number, batch in enumerate(batches):
-                if number in self.plan.minibatches:
-                    metrics.append(self._policy.update(batch, self._loss, self._temperature))
-        if not metrics:
-            self._num_empty_steps += 1
-        mean = {key: sum(m[key] for m in metrics) / len(metrics) for key in metrics[0]} if metrics else {}
-        return {_NAMES.get(key, key): value for key, value in mean.items()} | {
+        used = [batch for number, batch in enumerate(batches) if number in self.plan.minibatches]
+        self._num_empty_steps += not used
+        metrics: Metrics = {}
+        with self._world.phase("update"):
+            if self._critic:
+                value_loss = bind_value_loss(self._settings)
+                with self._critic.awake():
+                    metrics |= _mean([self._critic.update(batch, value_loss) for batch in used], "critic")  # [all]
+            if self.plan.step > self._settings.critic_warmup:
+                loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
+                with self._policy.awake():
+                    metrics |= _mean([self._policy.update(b, loss, self._temperature) for b in used], "actor")  # [all]
+        return metrics | self._prepared | self._own_metrics(metrics)
+
+    def _own_metrics(self, mean: Metrics) -> Metrics:
+        """What the plan and the state say; the controller sees the step's KL."""
+        plan, settings = self.plan, self._settings
+        own: Metrics = {
             "actor/empty_steps": self._num_empty_steps,
+            "actor/balance": plan.balance,
+            "actor/left_out": len(plan.left_out) / max(1, len(plan.left_out) + len(plan.keys)),
         }
+        if plan.keys:
+            own["critic/rewards/mean"] = plan.mean_reward
+        if "critic/kl" in mean:
+            own["critic/kl_coef"] = self._kl_factor * (settings.kl_reward_coef or settings.kl_coef)
+            if settings.target_kl is not None:
+                kl_per_answer = mean["critic/kl"] * sum(plan.num_sampled) / len(plan.keys)
+                adapt = bind(adaptive_coef, settings)
+                self._kl_factor = adapt(self._kl_factor, kl_per_answer, len(plan.keys))
+        return own
+
+
+def _mean(updates: list[Metrics], role: str) -> Metrics:
+    """Means over the updates of a step, under the names that a user reads."""
+    keys = updates[0] if updates else {}
+    return {_name(key, role): sum(m[key] for m in updates) / len(updates) for key in keys}
+
+
+def _name(key: str, role: str) -> str:
+    return key if "/" in key else f"{role}/{_NAMES.get((role, key), key)}"
 
 
 _NAMES = {
-    "loss": "actor/pg_loss",
-    "grad_norm": "actor/grad_norm",
-    "lr": "actor/lr",
-    "skipped": "actor/skipped",
-    "num_microbatches": "actor/backward_steps",
+    ("actor", "loss"): "pg_loss",
+    ("actor", "num_microbatches"): "backward_steps",
+    ("critic", "num_microbatches"): "backward_steps",
 }

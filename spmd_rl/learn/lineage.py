@@ -11,12 +11,14 @@ from spmd_rl.types import Group, Sample, Turn
 
 def rows(collected: Collected, plan: Plan, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """One row per finished sample of this rank, in (ticket, answer) order."""
-    advantages = dict(zip(plan.keys, plan.advantages, strict=True))
+    advantages, left_out = dict(zip(plan.keys, plan.advantages, strict=True)), dict(plan.left_out)
     reasons: dict[int, str] = {group.ticket: reason for group, reason in collected.dropped}
     groups = sorted([*collected.groups, *(group for group, _ in collected.dropped)], key=lambda g: g.ticket)
     for group in groups:
         for sample in group.samples:
-            why_not = reasons.get(group.ticket) or (None if sample.key in advantages else "no score")
+            why_not = reasons.get(group.ticket) or left_out.get(sample.key)
+            if why_not is None and sample.key not in advantages:
+                why_not = "no score"
             yield _row(group, sample, advantages.get(sample.key), why_not, tokenizer)
 
 

@@ -1,22 +1,57 @@
-"""The token loss of the policy: a named loss of `algo` and the KL penalty, bound to their settings."""
+"""The token loss of the policy: a named loss of `algo`, the terms beside it, and their settings.
 
-from collections.abc import Callable, Mapping
+    loss of a token = correction weight * surrogate + KL penalty + terms (entropy bonus, supervised learning)
+
+Left out: the weight of the token in the batch (`prepare.py`), which multiplies all of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from spmd_rl.algo import KL_ESTIMATORS, LOSSES
-from spmd_rl.batch import Batch
+from spmd_rl.algo import KL_ESTIMATORS, POLICY_LOSSES, POLICY_TERMS
+from spmd_rl.algo.correction import correction
+from spmd_rl.algo.inputs import Tokens
+from spmd_rl.batch import Batch, sampled_runs
 from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.learn.binding import bind
 from spmd_rl.train.base import Loss
 
+PerToken = tuple[Tensor, Mapping[str, Tensor]]
 
-def bind(settings: AlgorithmConfig) -> Loss:
-    """The `Loss` that the settings describe."""
-    surrogate = partial(LOSSES[settings.loss], clip_low=settings.clip_low, clip_high=settings.clip_high)
-    divergence = KL_ESTIMATORS[settings.kl_estimator]
-    return partial(_loss, surrogate=surrogate, divergence=divergence, kl_coef=settings.kl_coef)
+
+def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> Loss:
+    """The `Loss` that the settings describe; `kl_coef` is the one now in force (default: `algorithm.kl_coef`)."""
+    coefficients = {"sft": settings.sft_coef, "entropy": settings.entropy_coef}
+    return partial(
+        _loss,
+        surrogate=bind(POLICY_LOSSES[settings.loss], settings),
+        correct=None if settings.correction.level == "off" else bind(correction, settings.correction),
+        terms=[bind(term, settings) for name, term in POLICY_TERMS.items() if coefficients[name]],
+        divergence=KL_ESTIMATORS[settings.kl_estimator],
+        kl_coef=settings.kl_coef if kl_coef is None else kl_coef,
+    )
+
+
+def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tokens:
+    """The sampled tokens of a batch of whole samples, as `algo` takes them.
+
+    Without old logprobs the current ones stand in: in the first update on fresh samples they are the same numbers.
+    """
+    mask = batch.loss_mask
+    samples, segments = sampled_runs(batch)
+    return Tokens(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask],
+        rollout_logprobs=batch.rollout_logprobs[mask],
+        advantages=batch.advantages[mask],
+        entropy=entropy,
+        samples=samples,
+        segments=segments,
+        ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
+        marked=None if batch.marked is None else batch.marked[mask],
+    )
 
 
 def _loss(
@@ -24,21 +59,32 @@ def _loss(
     entropy: Tensor,
     batch: Batch,
     *,
-    surrogate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
+    surrogate: Callable[[Tokens], PerToken],
+    correct: Callable[[Tokens], PerToken] | None,
+    terms: Sequence[Callable[[Tokens], PerToken]],
     divergence: Callable[[Tensor, Tensor], Tensor],
     kl_coef: float,
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """See `train.base.Loss`. Without old logprobs the current ones stand in: the first update on fresh samples."""
-    mask = batch.loss_mask
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask]
-    loss, quantities = surrogate(logprobs, old, batch.advantages[mask])
-    quantities["actor/entropy"] = entropy
-    quantities["train_infer/abs_diff/mean"] = (old - batch.rollout_logprobs[mask]).abs()
+) -> PerToken:
+    """See `train.base.Loss`."""
+    tokens = tokens_of(batch, logprobs, entropy)
+    loss, quantities = surrogate(tokens)
+    quantities = dict(quantities) | {
+        "actor/entropy": entropy.detach(),
+        "actor/abs_advantage": tokens.advantages.abs(),
+        "train_infer/abs_diff/mean": (tokens.old_logprobs - tokens.rollout_logprobs).abs(),
+    }
+    if correct is not None:
+        weights, more = correct(tokens)
+        loss, quantities = loss * weights, quantities | more
+        quantities["train_infer/ratio/mean"] = quantities.pop("train_infer/ratio")
+    for term in terms:
+        extra, more = term(tokens)
+        loss, quantities = loss + extra, quantities | more
     if kl_coef:
-        assert batch.ref_logprobs is not None, "the KL penalty needs reference logprobs"
-        kl = divergence(logprobs, batch.ref_logprobs[mask])
+        assert tokens.ref_logprobs is not None, "the KL penalty needs reference logprobs"
+        kl = divergence(logprobs, tokens.ref_logprobs)
         loss = loss + kl_coef * kl
         quantities["actor/kl_loss"] = kl.detach()
-    with torch.no_grad():
-        quantities["actor/abs_advantage"] = batch.advantages[mask].abs()
+    if tokens.ref_logprobs is not None:
+        quantities["critic/kl"] = tokens.old_logprobs - tokens.ref_logprobs
     return loss, quantities

@@ -11,19 +11,23 @@ from collections.abc import Callable
 from spmd_rl.rollout.rounds import Round
 from spmd_rl.rollout.tickets import StepTickets, Store
 
+STRIDE = 16
+"""Places by which `accept: ticket` moves its frontier at once."""
+
 
 class InOrder(StepTickets):
     """`accept: ticket`. The step ends at the K-th qualifying ticket of the contiguous resolved prefix.
 
     r/<place>   "1" if the ticket qualifies, else "0", written once by the replica that resolved it
-    frontier    "<place>,<count>": all places below are resolved, so many of them qualify
+    frontier    "<place>,<count>,<by>": all places below are resolved, so many of them qualify; written by the replica
+                that resolved the place `by`
     """
 
     shared_keys = (*StepTickets.shared_keys, "frontier")
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._store.compare_set(self._key("frontier"), "", "0,0")
+        self._store.compare_set(self._key("frontier"), "", "0,0,")
         self._look_frontier = self._seldom(self.frontier)
 
     def resolve(self, place: int, qualifies: bool) -> None:
@@ -32,25 +36,28 @@ class InOrder(StepTickets):
         self._mine.add(self._key(f"r/{place}"))
         if not qualifies:
             self._count_unqualified()
-        self._advance()
+        self._advance(place)
 
-    def _advance(self) -> None:
-        """Move the frontier as far as it goes. Lock-free: whoever loses the race looks again from the new frontier."""
+    def _advance(self, by: int) -> None:
+        """Move the frontier as far as it goes, a few places at a time.
+
+        Whoever moves it looks again from there, so it alone goes on: one that loses the race had written its own ticket
+        before the winner's next look, and leaves. Behind a long answer lie thousands of places, and many replicas.
+        """
         goal, limit = self.round.goal, self.round.limit
+        seen = self._store.get(self._key("frontier")).decode()
         while True:
-            seen = self._store.get(self._key("frontier")).decode()
-            place, count = _parse(seen)
-            while count < goal and place < limit and self._store.check([self._key(f"r/{place}")]):
+            place, count = first, _ = _parse(seen)
+            while count < goal and place < min(limit, first + STRIDE) and self._store.check([self._key(f"r/{place}")]):
                 count += self._store.get(self._key(f"r/{place}")) == b"1"
                 place += 1
-            moved = f"{place},{count}"
-            if moved == seen:
+            moved = f"{place},{count},{by}"
+            if place == first or self._store.compare_set(self._key("frontier"), seen, moved).decode() != moved:
                 return
-            if self._store.compare_set(self._key("frontier"), seen, moved).decode() == moved:
-                # Whoever has resolved the next place since our look sees this frontier, or failed to move the old one.
-                if count == goal or place == limit:
-                    self._write_end(str(place))
+            if count == goal or place == limit:
+                self._write_end(str(place))
                 return
+            seen = moved
 
     def frontier(self) -> tuple[int, int]:
         """(first unresolved place, qualifying places below it)"""
@@ -106,5 +113,5 @@ def tickets(
 
 
 def _parse(frontier: str) -> tuple[int, int]:
-    place, count = frontier.split(",")
+    place, count, _ = frontier.split(",")
     return int(place), int(count)

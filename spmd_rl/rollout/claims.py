@@ -31,6 +31,13 @@ class StoreClaim:
         self._tickets = tickets
         self._reserved: deque[int] = deque()
 
+    @property
+    def waits_for(self) -> int | None:
+        """The place of the part reserved here that may not start yet."""
+        round = self._tickets.round
+        reserved = self._reserved[0] if self._reserved else len(round.open)
+        return round.open[reserved][0] if reserved < len(round.open) else None
+
     def next(self, room: int) -> list[Part]:
         """See `Claim`. A part that may not start yet stays reserved here."""
         round, parts = self._tickets.round, []

@@ -26,6 +26,10 @@ class AnswerOutcome(msgspec.Struct, array_like=True, frozen=True):
     truncated: bool
     stale: bool
     """Some token was sampled by an older policy version than the step's."""
+    greedy: bool = False
+    """A baseline, see `Sample.greedy`."""
+    num_prompt_tokens: int = 0
+    """tokens before the first sampled one, which the group's samples have in common"""
 
     @property
     def scored(self) -> bool:
@@ -44,6 +48,8 @@ def answer_outcome(sample: Sample, rank: int, version: int) -> AnswerOutcome:
         num_tokens=sample.num_tokens,
         truncated=sample.turns[-1].finish_reason == "length",
         stale=any(v != version for turn in sample.turns for v in turn.versions),
+        greedy=sample.greedy,
+        num_prompt_tokens=len(sample.turns[0].prompt_ids),
     )
 
 
@@ -110,11 +116,14 @@ class Collected:
         return sum(not a.scored for a in answers) / max(1, len(answers))
 
     def metrics(self) -> dict[str, float]:
-        """Means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks."""
-        answers = [a for o in self.outcomes for a in o.answers]
+        """Means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
+
+        Greedy baselines are left out.
+        """
+        answers = [a for o in self.outcomes for a in o.answers if not a.greedy]
         domains: dict[str, list[float]] = defaultdict(list)
         for o in self.outcomes:
-            domains[o.domain] += [a.score for a in o.answers if a.scored]
+            domains[o.domain] += [a.score for a in o.answers if a.scored and not a.greedy]
         scores = [score for domain in domains.values() for score in domain]
         metrics = {
             "rollout/accepted": len(self.accepted),

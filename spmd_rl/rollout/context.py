@@ -92,7 +92,7 @@ class Context:
 
     def sample(self, verdict: Verdict) -> Sample:
         """The finished rollout."""
-        return Sample(self.ticket, self.answer, tuple(self.turns), verdict)
+        return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy=self.sampling.temperature == 0)
 
 
 Rollout = Callable[[Context], Awaitable[Sample]]

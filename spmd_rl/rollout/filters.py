@@ -8,7 +8,11 @@ from spmd_rl.rollout.collected import AnswerOutcome
 
 
 def why_not(answers: Sequence[AnswerOutcome], min_answers: int, settings: FilterConfig) -> str | None:
-    """Why the group does not qualify, in two or three words; None if it does. Only scored answers have a score."""
+    """Why the group does not qualify, in two or three words; None if it does.
+
+    Only scored answers have a score; a greedy baseline is not asked.
+    """
+    answers = [answer for answer in answers if not answer.greedy]
     scores = [answer.score for answer in answers if answer.scored]
     if len(scores) < min_answers:
         return "too few scored"

@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from spmd_rl.rollout.context import Context, Rollout, Sampling, single_turn
 from spmd_rl.rollout.filters import why_not
 from spmd_rl.rollout.pump import Pump
 from spmd_rl.rollout.replica import Replica
-from spmd_rl.rollout.rounds import Cursor, Part, plan_round
+from spmd_rl.rollout.rounds import Cursor, Part, plan_round, slots
 from spmd_rl.rollout.tickets import StepTickets
 from spmd_rl.types import Group, Prompt, Sample, Scorer
 
@@ -69,8 +70,7 @@ class Rollouts:
         self._old: StepTickets | None = None
         s = self._settings
         self._per_part = s.answers_per_ticket or s.answers_per_prompt
-        share = -(-(s.prompts_per_step + s.extra_prompts) * s.answers_per_prompt // self._replica.count)
-        self._slots = max(self._per_part, min(engine.capacity.max_running, share))
+        self._slots = slots(s, self._replica.count, engine.capacity.max_running)
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
@@ -182,8 +182,11 @@ class Rollouts:
         s = self._settings
         epoch, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
         sampling = Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)
-        answers = range(s.answers_per_prompt)[part.number * self._per_part :][: self._per_part]
-        return prompt, self._start(prompt, part.ticket, epoch, dict.fromkeys(answers, sampling), self._pump)
+        first = part.number * self._per_part
+        answers = dict.fromkeys(range(s.answers_per_prompt)[first:][: self._per_part], sampling)
+        if self._cfg.algorithm.uses_greedy and first + self._per_part >= s.answers_per_prompt:
+            answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last part
+        return prompt, self._start(prompt, part.ticket, epoch, answers, self._pump)
 
     def _start(
         self, prompt: Prompt, ticket: int, epoch: int, sampling: dict[int, Sampling], pump: Pump

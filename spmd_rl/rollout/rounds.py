@@ -75,6 +75,14 @@ class Round:
         return self.accept == "ticket"
 
 
+def slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
+    """Requests that a replica keeps under way: its share of what a step starts at once, up to what its engine runs."""
+    s = settings
+    per_part = s.answers_per_ticket or s.answers_per_prompt
+    share = -(-(s.prompts_per_step + s.extra_prompts) * s.answers_per_prompt // replicas)
+    return max(per_part, min(max_running, share))
+
+
 def plan_round(cursor: Cursor, settings: RolloutConfig, carried: Iterable[Part] = ()) -> Round:
     """The next step's round.
 

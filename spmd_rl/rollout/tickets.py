@@ -62,7 +62,9 @@ class StepTickets:
         """Places that the step uses up as far as this replica has seen; `used` says the whole."""
         self._store, self._prefix = store, prefix
         self._mine: set[str] = set()
-        self._pause, self._clock = (replicas - 1) / LOOKS_PER_SECOND, clock
+        self.pause = (replicas - 1) / LOOKS_PER_SECOND
+        """Seconds between two looks of this replica at the same thing, at least."""
+        self._clock = clock
         self._look_end = self._seldom(self._read_end)
         self._look_unqualified = self._seldom(lambda: store.add(self._key("unqualified"), 0))
         self._ended = False
@@ -116,7 +118,7 @@ class StepTickets:
 
         def look_or_remember() -> T:
             now = self._clock()
-            if not seen or now - seen[0][0] >= self._pause:
+            if not seen or now - seen[0][0] >= self.pause:
                 seen[:] = [(now, look())]
             return seen[0][1]
 

@@ -1,6 +1,7 @@
-"""`TrainBackend`: what the learner and the weight road need of a trainer. Lines marked [all] meet other ranks.
+"""`TrainBackend` and `CriticBackend`: what the learner and the weight road need of a trainer.
 
-Every backend passes `tests/dist/test_train_parity.py` against plain single-process Hugging Face + torch in fp32.
+Lines marked [all] meet other ranks. Every backend passes `tests/dist/test_train_parity.py` against plain single-process
+Hugging Face + torch in fp32.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,20 +16,59 @@ Metrics = dict[str, float]
 
 
 class Loss(Protocol):
-    """A token loss bound to its settings: pure tensor mathematics, see `algo/losses.py`."""
+    """A token loss bound to its settings: pure tensor mathematics, see `algo/policy`."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss per token, float32 [N], and named per-token quantities, each float32 [N], to be averaged.
 
-        `logprobs` and `entropy` are float32 [N] at the N tokens of `batch.loss_mask`, in order, the entropy detached;
-        the backend multiplies the loss with `batch.weights[batch.loss_mask]` and sums. Quantities are averaged over
-        the tokens of the global batch, unweighted.
+        `logprobs` and `entropy` are float32 [N] at the N tokens of `batch.loss_mask`, in order, both with gradient;
+        `batch` holds whole samples. The backend multiplies the loss with `batch.weights[batch.loss_mask]` and sums.
+        Quantities are averaged over the tokens of the global batch, unweighted.
         """
         ...
 
 
-class TrainBackend(Protocol):
-    """One role's model and optimizer (policy, reference, critic), sharded over the ranks as the backend likes."""
+class ValueLoss(Protocol):
+    """The critic's loss bound to its settings."""
+
+    def __call__(self, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """As `Loss`, of `values`: float32 [N] at the tokens of `batch.loss_mask`, in order, with gradient."""
+        ...
+
+
+class Role(Protocol):
+    """A model and its optimizer, sharded over the ranks as the backend likes."""
+
+    hidden_size: int
+    """Width of the residual stream: from it follows what a sequence of a given length costs."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """[all] What `torch.distributed.checkpoint` shards and saves: model, optimizer; tensors only."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """[all] The inverse; also from a checkpoint written at another world size."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Plain numbers that must survive a resume beside the tensors: updates done, updates skipped in a row."""
+        ...
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """The inverse."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...
+
+
+class TrainBackend(Role, Protocol):
+    """The policy, or its frozen reference."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy of every sampled token: float32 [T] each, 0 outside `loss_mask`; no gradient.
@@ -53,26 +93,14 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
+
+class CriticBackend(Role, Protocol):
+    """The critic: how much score is yet to come."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """[all] What is expected before each sampled token: float32 [T], 0 outside `loss_mask`; no gradient."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """[all] What `torch.distributed.checkpoint` shards and saves: model, optimizer; tensors only."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """[all] The inverse; also from a checkpoint written at another world size."""
-        ...
-
-    def counters(self) -> dict[str, int]:
-        """Plain numbers that must survive a resume beside the tensors: updates done, updates skipped in a row."""
-        ...
-
-    def load_counters(self, counters: Mapping[str, int]) -> None:
-        """The inverse."""
-        ...
-
-    def close(self) -> None:
-        """Free everything; idempotent."""
+    def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
+        """[all] As `TrainBackend.update`."""
         ...

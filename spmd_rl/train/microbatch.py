@@ -5,21 +5,25 @@ balance between ranks (the learner's).
 """
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.batch import Batch
+from spmd_rl.train.sharing import Folded, prompt_lengths
 
 
 def plan(batch: Batch, budget: int) -> list[list[int]]:
     """Segments of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every segment once.
 
-    A segment longer than the budget gets a micro-batch of its own. An empty batch gives no micro-batch.
+    A prompt that several samples of a micro-batch share counts once (`sharing.py`). A segment longer than the budget
+    gets a micro-batch of its own. An empty batch gives no micro-batch.
     """
-    bounds, keys = batch.starts.tolist(), batch.keys.tolist()
+    keys, lengths, prompts = batch.keys.tolist(), batch.starts.diff().tolist(), prompt_lengths(batch).tolist()
     order = sorted(range(batch.num_segments), key=lambda s: (keys[s], s))
-    bins = fill([bounds[s + 1] - bounds[s] for s in order], budget)
+    bins = fill([(keys[s][0], prompts[s], lengths[s] - prompts[s]) for s in order], budget)
     return [[order[i] for i in one] for one in bins]
 
 
@@ -29,49 +33,60 @@ def token_index(batch: Batch, segments: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in segments]).to(batch.token_ids.device)
 
 
-def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit: indices of `lengths`, each put into the first bin that still has room for it."""
+def fill(samples: Sequence[tuple[int, int, int]], budget: int) -> list[list[int]]:
+    """First-fit: indices of `samples`, each put where its ticket already is, or else into the first bin with room.
+
+    samples: (ticket, tokens of the prompt, tokens after it). A ticket's prompt takes room once in a bin.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
-    for i, length in enumerate(lengths):
-        place = next((b for b, left in enumerate(room) if length <= left), len(bins))
+    held: list[set[int]] = []
+    for i, (ticket, prompt, rest) in enumerate(samples):
+        costs = [rest if ticket in tickets else prompt + rest for tickets in held]
+        fitting = [b for b, cost in enumerate(costs) if cost <= room[b]]
+        place = min(fitting, key=lambda b: (ticket not in held[b], b), default=len(bins))
         if place == len(bins):
             bins.append([])
             room.append(budget)
+            held.append(set())
+            costs.append(prompt + rest)
         bins[place].append(i)
-        room[place] -= length
+        held[place].add(ticket)
+        room[place] -= costs[place]
     return bins
 
 
-def rounded(token_ids: Tensor, positions: Tensor, starts: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same tokens with a last segment that fills them up to a multiple of `multiple`; int64 [T], [T], [S+1].
+def rounded(folded: Folded, multiple: int) -> Folded:
+    """The same tokens with a last segment that fills them up to a multiple of `multiple`.
 
     Kernels are compiled and kept per shape: with every number of tokens a shape of its own, they would pile up.
     """
-    blank = -len(token_ids) % multiple
+    blank = -len(folded.token_ids) % multiple
     if not blank:
-        return token_ids, positions, starts
-    filler = torch.arange(blank, device=token_ids.device)
-    ends = torch.cat([starts, starts[-1:] + blank])
-    return torch.cat([token_ids, torch.zeros_like(filler)]), torch.cat([positions, filler]), ends
+        return folded
+    filler = torch.arange(blank, device=folded.token_ids.device)
+    return replace(
+        folded,
+        token_ids=F.pad(folded.token_ids, (0, blank)),
+        position_ids=torch.cat([folded.position_ids, filler]),
+        starts=torch.cat([folded.starts, folded.starts[-1:] + blank]),
+        parents=F.pad(folded.parents, (0, 1), value=-1),
+    )
 
 
 def dummy(like: Batch) -> Batch:
     """Two tokens of weight 0, with the columns of `like`: what a rank runs while others still have micro-batches."""
+    columns = {
+        field.name: torch.zeros(2, dtype=column.dtype, device=column.device)
+        for field in fields(like)
+        if (column := getattr(like, field.name)) is not None
+    }
     device = like.token_ids.device
-    zeros = torch.zeros(2, device=device)
-    integers = torch.zeros(2, dtype=torch.int64, device=device)
-    return Batch(
-        token_ids=integers,
-        position_ids=torch.arange(2, device=device),
-        starts=torch.tensor([0, 2], device=device),
-        parents=torch.tensor([-1], device=device),
-        keys=torch.tensor([[-1, -1]], device=device),
-        loss_mask=torch.tensor([False, True], device=device),
-        rollout_logprobs=zeros,
-        versions=integers,
-        advantages=zeros,
-        weights=zeros,
-        old_logprobs=None if like.old_logprobs is None else zeros,
-        ref_logprobs=None if like.ref_logprobs is None else zeros,
-    )
+    columns |= {
+        "position_ids": torch.arange(2, device=device),
+        "starts": torch.tensor([0, 2], device=device),
+        "parents": torch.tensor([-1], device=device),
+        "keys": torch.tensor([[-1, -1]], device=device),
+        "loss_mask": torch.tensor([False, True], device=device),
+    }
+    return Batch(**columns)

@@ -4,7 +4,7 @@ import pytest
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
-from spmd_rl.learn import prepare
+from spmd_rl.learn import exchange, prepare
 from spmd_rl.rollout import Rollouts
 from tests.dist.harness import run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
@@ -20,8 +20,8 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
     seen = []
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
-        plan = prepare.plan(collected, cfg.algorithm, 1)
-        (batch,) = prepare.batches(collected, plan, 1)
+        plan = prepare.plan(collected, cfg.algorithm, num_updates=1, num_ranks=world.size, hidden_size=64)
+        (batch,) = exchange.deal(collected, plan, 1, world)
         weight = world.reduce("weights", {"sum": float(batch.weights.double().sum())})["sum"]
         outcomes = [[o.ticket, o.why_not, [a.score for a in o.answers]] for o in collected.outcomes]
         seen.append([outcomes, [g.ticket for g in collected.groups], weight])

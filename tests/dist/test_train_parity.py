@@ -4,16 +4,17 @@ The gradient must be the same for every number of ranks, every split of the samp
 every micro-batch budget.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from spmd_rl.dist import World
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.fsdp2 import FSDP2Backend, FSDP2Critic, with_value_head
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 
@@ -51,7 +52,7 @@ def loss(logprobs, entropy, batch):
     old = batch.old_logprobs[batch.loss_mask]
     ratio = (logprobs - old).exp()
     per_token = -torch.minimum(ratio, ratio.clamp(0.5, 2.0)) * batch.advantages[batch.loss_mask]
-    return per_token, {"actor/entropy": entropy, "actor/ratio": ratio.detach()}
+    return per_token - 0.5 * entropy, {"actor/entropy": entropy.detach(), "actor/ratio": ratio.detach()}
 
 
 def uneven(rank: int, size: int) -> list[int]:
@@ -74,6 +75,11 @@ def backend(world: World, path, dtype="float32", budget=4096, checkpointing=Fals
     return FSDP2Backend(model, world, train, getattr(torch, dtype), policy, total_updates=5)
 
 
+def forward(mine: FSDP2Backend):
+    """What `update` runs on each micro-batch."""
+    return partial(mine._forward, temperature=TEMPERATURE)
+
+
 def plain_forward(model, batch: Batch):
     """Logprob and entropy [T] by transformers' own attention on a right-padded batch."""
     bounds = batch.starts.tolist()
@@ -83,7 +89,7 @@ def plain_forward(model, batch: Batch):
     logits = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
     full = torch.log_softmax(logits[:, :-1], -1)
     logprobs = full.gather(-1, ids[:, 1:, None])[..., 0]
-    entropy = -(full.exp() * full).sum(-1).detach()
+    entropy = -(full.exp() * full).sum(-1)
     zero = torch.zeros(1)
     flat = [
         torch.cat([torch.cat([zero, x[i, : len(row) - 1]]) for i, row in enumerate(rows)]) for x in (logprobs, entropy)
@@ -114,7 +120,7 @@ def gradients(world: World, path) -> dict[str, float]:
     for checkpointing, budget in ((False, 1), (False, 50), (False, 10_000), (True, 50)):
         mine = backend(world, path, budget=budget, checkpointing=checkpointing)
         for name, share in SHARES.items():
-            mine._accumulate(batch.select(share(world.rank, world.size)), loss, TEMPERATURE)
+            mine._accumulate(batch.select(share(world.rank, world.size)), forward(mine), loss)
             got = {name: p.grad.full_tensor() for name, p in mine._model.named_parameters()}
             assert got.keys() == wanted.keys()
             errors[f"{name}, {budget}, {checkpointing}"] = max(relative(got[k], wanted[k]) for k in wanted)
@@ -128,6 +134,48 @@ def test_the_gradient_is_the_same_in_every_layout(size, kind, tie, tmp_path):
         assert sorted(s for rank in range(size) for s in share(rank, size)) == list(range(len(LENGTHS)))
     path = tiny(kind, tmp_path, tie=tie, head_dim=16, intermediate_size=90, vocab_size=263)  # nothing divides by 4
     for errors in run_ranks(size, gradients, str(path)):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def value_loss(values, batch):
+    """Against targets of the batch, not linear."""
+    error = values - batch.advantages[batch.loss_mask]
+    return error.square() + 0.1 * error**3, {"critic/values/mean": values.detach()}
+
+
+def critics(world: World, path) -> dict[str, float]:
+    """The critic's values and gradients against plain Hugging Face with a linear layer on the last hidden states."""
+    batch, mask = global_batch(), global_batch().loss_mask
+    plain = build_model(path, torch.float32, "cpu", attention="eager")
+    heads = [with_value_head(build_model(path, torch.float32, "cpu")), with_value_head(plain)]
+    for model in heads:
+        head = model.get_output_embeddings()
+        torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
+        torch.nn.init.constant_(head.bias, 0.3)
+    mine = FSDP2Critic(heads[0], world, TrainConfig(tokens_per_microbatch=50), torch.float32, CriticConfig(), 5)
+    bounds = batch.starts.tolist()
+    wanted = torch.zeros(batch.num_tokens)
+    for begin, end in pairwise(bounds):
+        hidden = plain.model(input_ids=batch.token_ids[None, begin:end]).last_hidden_state[0]
+        wanted[begin + 1 : end] = (hidden @ head.weight[0] + head.bias[0])[:-1]
+    per_token, _ = value_loss(wanted[mask], batch)
+    (per_token * batch.weights[mask]).sum().backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    chosen = SHARES["uneven"](world.rank, world.size)
+    share = batch.select(chosen)
+    here = torch.cat([(wanted.detach() * mask)[bounds[s] : bounds[s + 1]] for s in chosen])
+    errors = {"values": float((mine.values(share) - here).abs().max())}
+    mine._accumulate(share, mine._forward, value_loss)
+    for name, p in mine._model.named_parameters():
+        errors[name] = relative(p.grad.full_tensor(), gradients[name])
+    assert errors.keys() == {"values", *gradients} and "lm_head.weight" in gradients
+    return errors
+
+
+@pytest.mark.parametrize(("size", "tie"), [(1, False), (2, True)])
+def test_the_critic_follows_plain_torch(size, tie, tmp_path):
+    path = tiny("llama", tmp_path, tie=tie)
+    for errors in run_ranks(size, critics, str(path)):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -188,7 +236,7 @@ def bfloat16(world: World, path) -> dict[str, bool]:
     held = {name: (t.clone(), t.is_contiguous(), t.dtype) for name, t in mine.weights()}
     runs = []
     for _ in range(2):
-        mine._accumulate(share, loss, TEMPERATURE)
+        mine._accumulate(share, forward(mine), loss)
         runs.append({name: p.grad.full_tensor() for name, p in mine._model.named_parameters()})
         mine._optimizer.zero_grad()
     model = build_model(path, torch.float32, "cpu", attention="eager")

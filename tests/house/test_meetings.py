@@ -12,7 +12,7 @@ import pytest
 
 from tests.house.sources import FILES, ROOT, Function, rel, tree, words
 
-VERBS = {"gather", "broadcast", "agree", "reduce", "barrier", "mesh", "collective"}
+VERBS = {"gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "split", "collective"}
 HOLDERS = {"world", "_world", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""
 LOCAL = {"rank", "local_rank"}

@@ -7,9 +7,10 @@ import pytest
 from spmd_rl.config.checks import check
 from spmd_rl.config.identity import write_config
 from spmd_rl.config.idle import files, idle_settings
-from spmd_rl.config.load import load
+from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import UserError
+from tests.unit.test_config_load import DOORS
 
 
 @pytest.fixture
@@ -97,6 +98,49 @@ def test_one_line_for_each_mistake(place, override, line):
     assert refusal(place, override.format(place=place)).startswith(line.format(place=place))
 
 
+SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152}
+
+
+@pytest.mark.parametrize(
+    ("tp", "model", "words"),
+    [
+        (
+            2,
+            SMOL,
+            "engine.tp: 2 ranks cannot share the 9 heads and 3 key-value heads of {place}/model; they allow 1, 3, 9",
+        ),
+        (3, SMOL, ""),
+        (9, SMOL | {"intermediate_size": 1530, "vocab_size": 576}, ""),
+        (2, {"num_attention_heads": 4, "vocab_size": 259, "intermediate_size": 128}, ""),
+        (
+            2,
+            {"num_attention_heads": 4, "intermediate_size": 127},
+            "engine.tp: 2 does not divide the intermediate_size 127",
+        ),
+        (3, SMOL | {"vocab_size": 260}, "engine.tp: 3 does not divide the padded vocabulary 320"),
+        (2, {}, ""),
+    ],
+)
+def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
+    (place / "model" / "config.json").write_text(json.dumps(model))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setenv("WORLD_SIZE", str(tp))
+    lines = ["engine=vllm", f"engine.tp={tp}"]
+    if words:
+        assert refusal(place, *lines).startswith(words.format(place=place))
+    else:
+        check(settings(place, *lines))
+
+
+def test_vllm_must_be_there_and_draws_at_some_temperatures(place, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; `make setup` installs it")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    line = "rollout.temperature: 2.5 is not what engine=vllm draws at, 0.01 to 2"
+    assert refusal(place, "engine=vllm", "rollout.temperature=2.5") == line
+    check(settings(place, "engine=vllm", "eval.temperature=2"))
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_an_incomplete_model_directory(place, missing):
     (place / "model" / missing).unlink()
@@ -132,15 +176,36 @@ def test_never_refuses_a_used_directory(place):
     ("override", "line"),
     [
         ("algorithm.kl_estimator=k1", "algorithm.kl_estimator: has no effect while algorithm.kl_coef is 0"),
-        ("reference.model=/m", "reference.model: has no effect while algorithm.kl_coef is 0"),
+        (
+            "reference.model=/m",
+            "reference.model: has no effect while algorithm.kl_coef and algorithm.kl_reward_coef are 0",
+        ),
+        ("critic.lr=1", "critic.lr: has no effect while algorithm.advantage is not gae"),
+        ("algorithm.lam=0.5", "algorithm.lam: has no effect while algorithm.advantage is not gae"),
+        (
+            "algorithm.clip_cov_ratio=0.1",
+            "algorithm.clip_cov_ratio: has no effect while algorithm.loss is not clip_cov",
+        ),
+        (
+            "algorithm.correction.upper=3",
+            "algorithm.correction.upper: has no effect while algorithm.correction.level is off",
+        ),
         ("data.size=10", "data.size: has no effect while problems come from files"),
         ("data.args.x=1", "data.args.x: has no effect while problems come from files"),
     ],
 )
 def test_settings_without_effect(place, override, line):
     assert idle(place, override) == [line]
-    on = "algorithm.kl_coef=0.1" if "kl_coef" in line else "data.train=reasoning_gym:chain_sum"
+    switches = {"kl_coef": "algorithm.kl_coef=0.1", "gae": "algorithm=ppo", "clip_cov": "algorithm=clip_cov"}
+    switches |= {"level": "algorithm.correction.level=token", "files": "data.train=reasoning_gym:chain_sum"}
+    on = next(switch for word, switch in switches.items() if word in line)
     assert idle(place, override, on) == []
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "algorithm").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_recipe_says_what_has_no_effect(place, path):
+    if ("algorithm", path.stem) not in DOORS:
+        assert idle(place, f"algorithm={path.stem}") == []
 
 
 def test_more_settings_without_effect(place):

@@ -27,4 +27,4 @@ def test_an_entry_is_what_stands_in_the_schema():
     assert found["policy.betas"].default == "[0.9, 0.999]"
     assert found["run.name"].default == "null" and found["run.name"].type == "str or null"
     assert found["reward.<domain>.target"].default == "required"
-    assert found["engine.kv_tokens"].doc == "Tokens of KV cache in a replica."
+    assert found["engine.kv_tokens"].doc.startswith("Tokens of KV cache in a replica")

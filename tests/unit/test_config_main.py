@@ -110,7 +110,7 @@ def test_interrupt_and_exit(place):
         (["policy.model=/no/such"], "policy.model: no directory /no/such; "),
         (["reward.reasoning_gym.target=judge:Nobody"], "reward.reasoning_gym.target: judge:Nobody cannot be imported"),
         (["train.tp=3"], "train.tp: 3 is impossible"),
-        (["algorithm=grop"], "algorithm: unknown option 'grop'; known: grpo"),
+        (["algorithm=grop"], "algorithm: unknown option 'grop'; known: cispo, clip_cov, "),
         (["--multirun"], "--multirun: not supported"),
         (["--cfg", "all"], "argument --cfg/-c: invalid choice: 'all'"),
         (["--colour"], "unrecognized arguments: --colour"),

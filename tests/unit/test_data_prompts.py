@@ -228,3 +228,17 @@ def test_rolls_rows_load_whole() -> None:
     prompts = Prompts.load(DataConfig(train=str(DATA / "deepmath/train.jsonl")))
     assert len(prompts.train) + len(prompts.eval) + prompts.num_dropped == 4994
     assert [m.role for m in prompts.train[0].messages] == ["system", "user"]
+    assert {p.domain for p in prompts.train} == {"deepmath_103k"}
+
+
+@pytest.mark.skipif(not (DATA / "multi_subject").is_dir(), reason="shared/data/multi_subject is absent")
+def test_a_mix_of_real_files() -> None:
+    files = ",".join(
+        str(DATA / name) for name in ("gsm8k/test.jsonl", "multi_subject/train.jsonl", "ifeval/prompts.jsonl")
+    )
+    mix = {"math": 0.4, "ifeval": 0.3, "general": 0.3}
+    prompts = Prompts.load(DataConfig(train=files, domains={"RLVR": "general"}, mix=mix))
+    assert len(prompts.train) + len(prompts.eval) + prompts.num_dropped == 1319 + 2058 + 541
+    dealt = [prompts.ticket(t, seed=0)[1] for t in range(100)]
+    assert {d: sum(p.domain == d for p in dealt) for d in mix} == {"math": 40, "ifeval": 30, "general": 30}
+    assert all(p.extra["kwargs"] for p in dealt if p.domain == "ifeval")

@@ -53,6 +53,38 @@ def test_prompt_with_ground_truth_and_id(tmp_path: Path) -> None:
     assert row.extra == {"answer": "kept"}
 
 
+@pytest.mark.parametrize(
+    ("row", "domain"),
+    [
+        ({"question": "q", "answer": "1"}, "math"),
+        ({"question": "q", "answer": "1", "tag": "RLVR"}, "RLVR"),
+        ({"question": "q", "answer": "1", "tag": None}, "math"),
+        ({"question": "q", "answer": "1", "tag": "RLVR", "domain": "general"}, "general"),
+        ({"prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, "ifeval"),
+        ({"question": "q", "solution": "s", "test": "def test(): pass"}, "code"),
+        ({"prompt": "p", "ground_truth": "", "test_cases": "[{}]", "tag": "KodCode"}, "KodCode"),
+        ({"prompt": "p", "ground_truth": "1", "test_cases": "", "case_type": ""}, "math"),
+    ],
+)
+def test_domain_by_name_by_tag_or_by_what_a_row_is_judged_by(tmp_path: Path, row: Any, domain: str) -> None:
+    found = one(tmp_path, row)
+    assert found.domain == domain
+    kept = {name: value for name, value in row.items() if name in ("tag", "test", "test_cases", "instruction_id_list")}
+    assert kept.items() <= found.extra.items()
+
+
+def test_ids_count_within_a_tag(tmp_path: Path) -> None:
+    assert one(tmp_path, {"question": "q", "answer": "1", "tag": "RLVR", "id": "7"}).id == "RLVR/7"
+
+
+def test_humaneval_keeps_the_head_of_the_function(tmp_path: Path) -> None:
+    head = "def add(a, b):\n"
+    row = {"task_id": "HumanEval/0", "prompt": head, "entry_point": "add", "canonical_solution": "    return a + b\n"}
+    found = one(tmp_path, row | {"test": "def check(f): assert f(1, 2) == 3"})
+    assert (found.problem, found.ground_truth, found.domain) == (head, "", "code")
+    assert found.extra["prompt"] == head and found.extra["canonical_solution"].strip() == "return a + b"
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_messages_as_a_list_or_as_json_text(tmp_path: Path, as_text: bool) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -77,6 +109,9 @@ BROKEN = [
     (b"3", "not an object but a number"),
     ({"answer": "1"}, "needs `question`, `prompt` or `messages`"),
     ({"question": "a"}, "needs `ground_truth` or `answer`"),
+    ({"question": "a", "test": "", "test_cases": []}, "needs `ground_truth` or `answer`"),
+    ({"question": "a", "answer": "1", "tag": 3}, "`tag` is a number, not text"),
+    ({"question": "a", "answer": "1", "tag": " "}, "`tag` is empty"),
     ({"question": "a", "answer": None}, "`answer` is null"),
     ({"question": "a", "answer": True}, "`answer` is a boolean"),
     ({"question": "a", "answer": ["1"]}, "`answer` is a list"),

@@ -1,6 +1,8 @@
 """Every engine against plain Hugging Face + torch in fp32: greedy tokens equal, logprobs within 1e-5."""
 
 from array import array
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -8,26 +10,41 @@ from transformers import AutoModelForCausalLM
 
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.types import Completion, Request
+from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import KINDS, tiny
 
 LENGTHS = (1, 2, 16, 17, 18, 40, 33, 5)
 """prompt lengths around the block size, and a prompt of one token"""
 
 
+@contextmanager
+def native_engine(path):
+    yield NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024)
+
+
 BUILDERS = {
-    "native": lambda path: NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024),
+    "native": (native_engine, {}),
+    "vllm": (partial(vllm_engine, max_running=4, kv_tokens=1024), VLLM_SIZES),
 }
+"""name -> a context with the engine of a model directory, sizes it needs"""
+
+PAIRS = [
+    pytest.param((name, kind), marks=[needs_vllm] if name == "vllm" else [], id=f"{name}-{kind}")
+    for name in BUILDERS
+    for kind in (*KINDS, "tied")
+]
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in BUILDERS for kind in (*KINDS, "tied")], ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request, tmp_path_factory):
     """A reference module and an engine that holds its weights."""
     name, kind = request.param
-    path = tiny("llama" if kind == "tied" else kind, tmp_path_factory.mktemp("model"), tie=kind == "tied")
+    builder, sizes = BUILDERS[name]
+    path = tiny("llama" if kind == "tied" else kind, tmp_path_factory.mktemp("model"), tie=kind == "tied", **sizes)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    engine = BUILDERS[name](path)
-    engine.load(reference.named_parameters(), version=3)
-    return reference, engine
+    with builder(path) as engine:
+        engine.load(reference.named_parameters(), version=3)
+        yield reference, engine
 
 
 def prompt(length: int, seed: int = 0) -> array:
@@ -105,5 +122,7 @@ def test_held_are_the_loaded_weights(pair):
     reference, engine = pair
     given, held = dict(reference.named_parameters()), dict(engine.held())
     assert given.keys() == held.keys()
-    assert all(torch.equal(given[name], held[name]) for name in given)
-    assert all(given[name].data_ptr() != held[name].data_ptr() for name in given)
+    plain = {name: tensor for name, tensor in held.items() if tensor is not None}
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= plain.keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in plain.items())
+    assert all(given[name].data_ptr() != tensor.data_ptr() for name, tensor in plain.items())

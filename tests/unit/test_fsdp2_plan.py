@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from spmd_rl.batch import Batch, pack
 from spmd_rl.train.microbatch import dummy, fill, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
+from spmd_rl.train.sharing import fold
 
 
 def batch_of(lengths, keys) -> Batch:
@@ -26,15 +27,30 @@ def batch_of(lengths, keys) -> Batch:
     )
 
 
-@given(st.lists(st.integers(1, 30), max_size=30), st.integers(1, 40))
-def test_bins_hold_everything_once_within_the_budget(lengths, budget):
-    bins = fill(lengths, budget)
-    assert sorted(i for one in bins for i in one) == list(range(len(lengths)))
+samples = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 20)), max_size=30)
+
+
+@given(samples, st.integers(1, 40))
+def test_bins_hold_everything_once_within_the_budget(samples, budget):
+    prompts = {ticket: prompt for ticket, prompt, _ in samples}  # one prompt a ticket
+    samples = sorted((ticket, prompts[ticket], rest) for ticket, _, rest in samples)
+
+    def cost(one):
+        return sum(prompts[t] for t in {samples[i][0] for i in one}) + sum(samples[i][2] for i in one)
+
+    bins = fill(samples, budget)
+    assert sorted(i for one in bins for i in one) == list(range(len(samples)))
     for one in bins:
-        assert sum(lengths[i] for i in one) <= budget or len(one) == 1
+        assert cost(one) <= budget or len(one) == 1
         assert one == sorted(one)
-    totals = [sum(lengths[i] for i in one) for one in bins]
-    assert all(a + b > budget for i, a in enumerate(totals) for b in totals[i + 1 :])  # no two would fit one
+    assert all(cost(a + b) > budget for i, a in enumerate(bins) for b in bins[i + 1 :] if len(a) == len(b) == 1)
+
+
+def test_a_ticket_stays_together_where_it_fits():
+    samples = [(0, 5, 3), (0, 5, 3), (1, 5, 3), (1, 5, 3), (1, 5, 9)]
+    assert fill(samples, 11) == [[0, 1], [2, 3], [4]]
+    assert fill(samples, 30) == [[0, 1, 2, 3], [4]]
+    assert fill(samples, 31) == [[0, 1, 2, 3, 4]]
 
 
 @given(st.permutations(range(6)))
@@ -80,8 +96,11 @@ def test_schedules():
 
 
 def test_rounding_fills_up_with_a_segment_of_its_own() -> None:
-    ids, positions, starts = rounded(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 3, 5]), 4)
-    assert ids.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
-    assert starts.tolist() == [0, 3, 5, 8]
-    assert rounded(torch.arange(4), torch.arange(4), torch.tensor([0, 4]), 4)[2].tolist() == [0, 4]
+    batch = batch_of([3, 2], [[0, 0], [1, 0]])
+    folded = fold(batch)
+    more = rounded(folded, 4)
+    assert more.token_ids.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert more.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert more.starts.tolist() == [0, 3, 5, 8] and more.parents.tolist() == [-1, -1, -1]
+    assert more.places.tolist() == [0, 1, 2, 3, 4]
+    assert rounded(folded, 5) is folded

@@ -1,5 +1,6 @@
 """The learner: which passes it makes, what it leaves out, and what it evaluates."""
 
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -16,6 +17,8 @@ from tests.unit.test_prepare import GROUPS, collected, sample
 
 class FakeBackend:
     """Says -0.3 of every token; notes what it was asked."""
+
+    hidden_size = 64
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -36,10 +39,10 @@ class FakeBackend:
         return nullcontext()
 
 
-def step(cfg: RlvrConfig, harvest, reference=None):
+def step(cfg: RlvrConfig, harvest, reference=None, critic=None):
     policy = FakeBackend()
     with solo() as world:
-        learner = Learner(cfg, policy, reference, world)
+        learner = Learner(cfg, policy, reference, critic, world)
         metrics = learner.update(learner.prepare(harvest))
         return policy, metrics, learner
 
@@ -71,21 +74,76 @@ def test_the_reference_is_asked_only_for_a_kl() -> None:
 def test_a_step_without_groups_updates_nothing_and_is_counted() -> None:
     policy, metrics, learner = step(RlvrConfig(), collected([]))
     assert policy.asked == []
-    assert metrics == {"actor/empty_steps": 1}
-    assert learner.state() == {"num_empty_steps": 1}
+    assert metrics == {"actor/empty_steps": 1, "actor/balance": 1.0, "actor/left_out": 0.0}
+    assert learner.state()["num_empty_steps"] == 1
 
 
 def test_kl_adds_its_gradient() -> None:
     batch = pack([sample(0, 0, 3, 1.0)])
     batch.ref_logprobs = torch.full((batch.num_tokens,), -1.0)
     logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
-    loss, quantities = policy_loss.bind(AlgorithmConfig(kl_coef=0.5, kl_estimator="k2"))(
+    loss, quantities = policy_loss.bind_loss(AlgorithmConfig(kl_coef=0.5, kl_estimator="k2"))(
         logprobs, torch.zeros(3), batch
     )
     loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.25, 0.0, -0.25])
     assert quantities["actor/kl_loss"].tolist() == pytest.approx([0.125, 0.0, 0.125])
+
+
+class FakeCritic(FakeBackend):
+    """Expects 0.5 everywhere."""
+
+    def values(self, batch):
+        return torch.full((batch.num_tokens,), 0.5)
+
+    def update(self, batch, loss):
+        n = int(batch.loss_mask.sum())
+        self.asked.append(f"update of {n}")
+        values, quantities = loss(torch.full((n,), 0.25), batch)
+        return {"loss": float(values.mean()), "grad_norm": 1.0, "num_microbatches": 1.0} | {
+            name: float(q.mean()) for name, q in quantities.items()
+        }
+
+
+def test_the_critic_learns_first_and_alone_during_its_warm_up() -> None:
+    cfg, critic = RlvrConfig(), FakeCritic()
+    cfg.algorithm = AlgorithmConfig(advantage="gae", critic_warmup=1)
+    policy, metrics, learner = step(cfg, collected(GROUPS), critic=critic)
+    assert (policy.asked, critic.asked) == ([], ["update of 15"])
+    assert metrics["critic/values/mean"] == 0.5 and metrics["critic/loss"] > 0
+    assert "critic/explained_variance" in metrics and metrics["actor/empty_steps"] == 0
+    assert not [key for key in metrics if key in ("actor/pg_loss", "actor/grad_norm", "critic/update")]
+    cfg.algorithm.critic_warmup = 0
+    policy, metrics, _ = step(cfg, collected(GROUPS), critic=critic)
+    assert policy.asked == ["update of 15"] and metrics["actor/grad_norm"] == 2.0
+
+
+class FarReference(FakeBackend):
+    """A reference that is 0.1 nats away from the policy at every token."""
+
+    def logprobs(self, batch, temperature):
+        return torch.full((batch.num_tokens,), -0.4), torch.zeros(batch.num_tokens)
+
+
+def test_the_controller_drives_the_kl_to_its_target_and_survives_a_resume() -> None:
+    """0.1 nats at 15 tokens of 6 answers: 0.25 nats an answer."""
+    for target, factor in (
+        (0.125, 1 + 0.2 * 6 / 100),
+        (0.24, 1 + (0.25 / 0.24 - 1) * 6 / 100),
+        (9.0, 1 - 0.2 * 6 / 100),
+    ):
+        cfg = RlvrConfig()
+        cfg.algorithm = AlgorithmConfig(kl_coef=0.5, target_kl=target, kl_horizon=100)
+        _, metrics, learner = step(cfg, collected(GROUPS), FarReference())
+        assert metrics["critic/kl"] == pytest.approx(0.1) and metrics["critic/kl_coef"] == 0.5
+        assert learner.state()["kl_factor"] == pytest.approx(factor)
+        with solo() as world:
+            resumed = Learner(cfg, FakeBackend(), FarReference(), None, world)
+            resumed.load_state(json.loads(json.dumps(learner.state())))
+            assert resumed.state() == learner.state()
+            metrics = resumed.update(resumed.prepare(collected(GROUPS)))
+        assert metrics["critic/kl_coef"] == pytest.approx(0.5 * factor)
 
 
 def test_evaluation_is_due_before_every_n_and_at_the_end() -> None:
@@ -104,7 +162,7 @@ def test_evaluation_is_due_before_every_n_and_at_the_end() -> None:
 
 
 def test_lineage_says_why_each_sample_was_kept_or_not() -> None:
-    harvest = collected(GROUPS, GROUPS[:1])
+    harvest = collected(GROUPS[:1])
     _, _, learner = step(RlvrConfig(), harvest)
     rows = list(lineage.rows(harvest, learner.plan, FakeTokenizer()))
     assert [(r["ticket"], r["answer"], r["kept"], r["why_not"]) for r in rows] == [

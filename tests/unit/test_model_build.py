@@ -1,6 +1,9 @@
 """Model directories: what loads, and the one line that says why another does not. Logprobs against log_softmax."""
 
 import json
+import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -92,27 +95,61 @@ def test_a_missing_directory_is_one_line(tmp_path):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows", [1, 0, 23])
 def test_logprobs_and_entropy(rows, temperature, monkeypatch):
-    monkeypatch.setattr("spmd_rl.model.logprobs.SLICE", 300)  # several slices, the last one short
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(rows, 40, generator=generator, dtype=torch.float64) * 4).requires_grad_()
-    targets = torch.randint(0, 40, (rows,), generator=generator)
-    weights = torch.randn(rows, generator=generator, dtype=torch.float64)
-    logprobs, entropy = token_logprobs(logits, targets, temperature)
-    (got,) = torch.autograd.grad((logprobs * weights).sum(), logits)
-    full = torch.log_softmax(logits / temperature, -1)
-    wanted = full.gather(-1, targets[:, None])[:, 0]
-    (want,) = torch.autograd.grad((wanted * weights).sum(), logits)
-    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-12)
-    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1), rtol=0, atol=1e-12)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    assert not entropy.requires_grad
+    monkeypatch.setattr("spmd_rl.model.logprobs.CHUNK", 300)  # several parts of the vocabulary, the last one short
+    draw = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(rows, 8, generator=draw, dtype=torch.float64) * 2).requires_grad_()
+    weight = torch.randn(40, 8, generator=draw, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 40, (rows,), generator=draw)
+    weights = torch.randn(rows, generator=draw, dtype=torch.float64)
+    full = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    wanted = full.gather(-1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
+    got = token_logprobs(hidden, weight, targets, temperature)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for a, b in ((1.0, None), (None, 1.0), (1.0, -0.3)):
+        ours, theirs = (
+            torch.autograd.grad(
+                sum((x * values * weights).sum() for x, values in zip((a, b), pair, strict=True) if x is not None),
+                (hidden, weight),
+                retain_graph=True,
+            )
+            for pair in (got, wanted)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
-def test_logprobs_of_bfloat16_logits_are_float32():
-    logits = torch.randn(3, 50).bfloat16().requires_grad_()
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 2, 3]))
+def test_logprobs_of_a_bfloat16_model_are_float32():
+    hidden, weight = torch.randn(3, 8).bfloat16().requires_grad_(), torch.randn(50, 8).bfloat16().requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1, 2, 3]))
     assert logprobs.dtype == entropy.dtype == torch.float32
-    wanted = torch.log_softmax(logits.float(), -1)[range(3), [1, 2, 3]]
+    wanted = torch.log_softmax((hidden @ weight.T).float(), -1)[range(3), [1, 2, 3]]
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-6)
     logprobs.sum().backward()
-    assert logits.grad.dtype == torch.bfloat16
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_logprobs_stay_finite_at_the_edges():
+    hidden = torch.tensor([[0.0], [300.0], [-300.0]])
+    weight = torch.arange(8.0)[:, None]
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 7, 7]))
+    assert logprobs.tolist() == pytest.approx([-math.log(8), 0.0, -2100.0])
+    assert entropy.tolist() == pytest.approx([math.log(8), 0.0, 0.0], abs=1e-6)
+
+
+PEAK = """
+import resource, sys, torch
+from spmd_rl.model.logprobs import token_logprobs
+tokens, vocabulary = map(int, sys.argv[1:])
+hidden = torch.randn(tokens, 16, requires_grad=True)
+weight = torch.randn(vocabulary, 16, requires_grad=True)
+torch.mm(hidden[:64], weight[:64].T).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+token_logprobs(hidden, weight, torch.zeros(tokens, dtype=torch.int64))[0].sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_peak_memory_is_not_tokens_times_vocabulary():
+    """8,192 tokens of a vocabulary of 65,536: their logits alone would be 2 GiB in float32."""
+    command = [sys.executable, "-c", PEAK, "8192", "65536"]
+    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) < 200  # MiB

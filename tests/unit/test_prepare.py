@@ -1,16 +1,20 @@
 """From outcomes to mini-batches: every number is a function of the global metadata."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.batch import pack
+from spmd_rl.algo.moments import Moments
+from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.learn import prepare
-from spmd_rl.rollout.collected import Collected, outcome
+from spmd_rl.dist import solo
+from spmd_rl.learn import balance, exchange, prepare
+from spmd_rl.learn.prepare import Plan
+from spmd_rl.rollout.collected import Collected, Outcome, answer_outcome
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 
 
@@ -26,9 +30,13 @@ def sample(ticket: int, answer: int, length: int, score: float | None, version: 
     return Sample(ticket, answer, (turn,), verdict)
 
 
-def collected(groups: list[Group], mine: list[Group] | None = None, version: int = 0) -> Collected:
-    outcomes = tuple(outcome(g, 0, None, version) for g in groups)
-    return Collected(1, tuple(groups if mine is None else mine), (), outcomes, 0.0, 0)
+def outcome(group: Group, rank: int, version: int = 0) -> Outcome:
+    answers = tuple(answer_outcome(s, rank, version) for s in group.samples)
+    return Outcome(group.ticket, group.prompt.domain, None, answers, "")
+
+
+def collected(groups: list[Group], version: int = 0) -> Collected:
+    return Collected(1, tuple(groups), (), tuple(outcome(g, 0, version) for g in groups), 0.0, 0, 0)
 
 
 def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
@@ -39,35 +47,77 @@ def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
 GROUPS = [group(4, [(2, 1.0), (3, 0.0), (1, None)]), group(7, [(5, 0.5), (1, 0.0)]), group(9, [(2, 1.0), (2, 0.0)])]
 
 
+def planned(groups: list[Group], num_updates: int = 1, num_ranks: int = 1, version: int = 0, **settings) -> Plan:
+    c = collected(groups, version=version)
+    algorithm = AlgorithmConfig(**settings)
+    return plan_of(c, algorithm, num_updates=num_updates, num_ranks=num_ranks)
+
+
+def plan_of(c: Collected, algorithm: AlgorithmConfig, num_updates: int = 1, num_ranks: int = 1) -> Plan:
+    sizes = {"num_updates": num_updates, "num_ranks": num_ranks, "hidden_size": 64, "max_tokens": 1024}
+    return prepare.plan(c, algorithm, Moments(), **sizes)[0]
+
+
+def batches(groups: list[Group], num_updates: int = 1, **settings) -> list[Batch]:
+    with solo() as world:
+        return exchange.deal(collected(groups), planned(groups, num_updates, **settings), num_updates, world)
+
+
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("num_updates", [1, 2, 3])
-def test_weights_of_each_minibatch_sum_to_one_over_all_ranks(agg: str, num_updates: int) -> None:
-    settings = AlgorithmConfig(loss_agg=agg)
-    total = torch.zeros(num_updates, dtype=torch.float64)
-    for mine in (GROUPS[:1], GROUPS[1:], []):
-        c = collected(GROUPS, mine)
-        plan = prepare.plan(c, settings, num_updates)
-        for number, batch in enumerate(prepare.batches(c, plan, num_updates)):
-            total[number] += batch.weights.double().sum()
-    assert total.tolist() == pytest.approx([1.0] * num_updates)
+def test_weights_of_each_minibatch_sum_to_one(agg: str, num_updates: int) -> None:
+    sums = [float(batch.weights.double().sum()) for batch in batches(GROUPS, num_updates, loss_agg=agg)]
+    assert sums == pytest.approx([1.0] * num_updates)
 
 
 def test_a_sample_without_score_is_in_no_batch_and_no_baseline() -> None:
-    plan = prepare.plan(collected(GROUPS), AlgorithmConfig(norm_std=False), 1)
+    plan = planned(GROUPS, norm_std=False)
     assert plan.keys == ((4, 0), (4, 1), (7, 0), (7, 1), (9, 0), (9, 1))
     assert plan.advantages == (0.5, -0.5, 0.25, -0.25, 0.5, -0.5)
     assert not plan.stale
-    assert prepare.plan(collected(GROUPS, version=1), AlgorithmConfig(), 1).stale
+    assert planned(GROUPS, version=1).stale
+
+
+def test_each_minibatch_is_balanced_by_itself() -> None:
+    lengths = [[900, 100, 700], [300, 500, 200], [600, 400, 800], [50, 1000, 450]]
+    groups = [group(ticket, [(n, float(i)) for i, n in enumerate(row)]) for ticket, row in enumerate(lengths)]
+    plan = planned(groups, num_updates=2, num_ranks=3)
+    assert plan.lengths == tuple(n + 3 for row in lengths for n in row)
+    assert plan.minibatches == (0,) * 6 + (1,) * 6
+    slowest = total = 0
+    prompt = balance.workload(3, 64)  # computed once for the samples of a ticket on a rank
+    for number in range(2):
+        rows = [row for row, m in enumerate(plan.minibatches) if m == number]
+        loads = [prompt * len({plan.keys[r][0] for r in rows if plan.trainers[r] == rank}) for rank in range(3)]
+        for row in rows:
+            loads[plan.trainers[row]] += balance.workload(plan.lengths[row], 64) - prompt
+        assert all(loads) and max(loads) < 1.25 * sum(loads) / 3
+        slowest, total = slowest + max(loads), total + sum(loads)
+    assert plan.balance == pytest.approx(3 * slowest / total)
+    assert planned(groups).balance == 1.0
+
+
+def test_who_trains_a_sample_does_not_depend_on_who_made_it() -> None:
+    made = collected(GROUPS)
+    elsewhere = replace(made, outcomes=tuple(outcome(g, g.ticket % 3) for g in GROUPS))
+    plans = [plan_of(c, AlgorithmConfig(), num_ranks=3) for c in (made, elsewhere)]
+    assert plans[0].holders != plans[1].holders
+    assert plans[0].trainers == plans[1].trainers and set(plans[0].trainers) == {0, 1, 2}
 
 
 def test_columns_of_a_packed_batch() -> None:
-    c = collected(GROUPS[:1])
-    (batch,) = prepare.batches(c, prepare.plan(c, AlgorithmConfig(norm_std=False), 1), 1)
+    (batch,) = batches(GROUPS[:1], norm_std=False)
     assert batch.starts.tolist() == [0, 5, 11]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
     assert batch.loss_mask.tolist() == [False] * 3 + [True] * 2 + [False] * 3 + [True] * 3
     assert batch.advantages.tolist() == [0, 0, 0, 0.5, 0.5, 0, 0, 0, -0.5, -0.5, -0.5]
     assert batch.weights[batch.loss_mask].tolist() == pytest.approx([0.2] * 5)
+
+
+def test_columns_travel_unchanged() -> None:
+    packed = pack([*(s for g in GROUPS for s in g.samples)])
+    for name, column in exchange.decode(exchange.encode(packed)).items():
+        assert torch.equal(column, getattr(packed, name)) and column.dtype == getattr(packed, name).dtype, name
 
 
 @given(order=st.permutations(range(4)))
@@ -80,8 +130,7 @@ def test_select_is_pack_of_the_selected(order: list[int]) -> None:
 
 
 def test_nothing_at_all_is_legal() -> None:
-    c = collected([])
-    plan = prepare.plan(c, AlgorithmConfig(), 2)
-    assert plan.keys == () and not plan.stale
-    assert [b.num_tokens for b in prepare.batches(c, plan, 2)] == [0, 0]
+    plan = planned([], num_updates=2)
+    assert plan.keys == () and not plan.stale and plan.balance == 1.0
+    assert [b.num_tokens for b in batches([], 2)] == [0, 0]
     assert pack([]).select([]).num_segments == 0

@@ -11,9 +11,8 @@ from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
-from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.fingerprint import checksum, fingerprint
 from spmd_rl.sync import probe
-from spmd_rl.sync.fingerprint import checksum, fingerprint
 from tests.models import tiny
 
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
@@ -38,7 +37,9 @@ class Policy:
                 at = batch.loss_mask.nonzero()[:, 0]
                 ids, positions = batch.token_ids[None], batch.position_ids[None]
                 logits = self.model(ids, position_ids=positions, packing=Packing.of(batch.starts)).logits[0]
-                out[at] = token_logprobs(logits[at - 1], batch.token_ids[at], temperature)[0]
+                out[at] = torch.log_softmax(logits[at - 1].float() / temperature, -1)[
+                    range(len(at)), batch.token_ids[at]
+                ]
         return out, torch.zeros_like(out)
 
     def awake(self):
@@ -192,7 +193,7 @@ class Hidden(Stale):
     """Keeps its tensors to itself: only the probe can tell."""
 
     def held(self):
-        return None
+        return ((name, None) for name, _ in super().held())
 
 
 def test_the_probe_alone_finds_stale_weights(llama, world):

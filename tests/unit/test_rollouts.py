@@ -305,3 +305,19 @@ def test_length_bias(world: World) -> None:
 
     assert mean("ticket") == pytest.approx(3 / 7)
     assert mean("arrival") > 3 / 7 + 0.1
+
+
+def test_remax_draws_one_greedy_answer_that_is_no_member_of_the_group(world: World) -> None:
+    asked = []
+    engine = FakeEngine(lambda r: asked.append((r.order[:2], r.temperature)) or 3)
+    cfg = settings(answers_per_ticket=2)
+    cfg.algorithm.advantage = "remax"
+    collected = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world).collect(1)
+    assert {temperature for (_, answer), temperature in asked if answer == 4} == {0.0}
+    assert {temperature for (_, answer), temperature in asked if answer < 4} == {1.0}
+    for o in collected.outcomes:
+        assert [(a.answer, a.greedy) for a in o.answers] == [(n, n == 4) for n in range(5)]
+    sampled = [a.score for o in collected.outcomes for a in o.answers if not a.greedy]
+    assert collected.metrics()["critic/score/mean"] == pytest.approx(sum(sampled) / len(sampled))
+    for group in collected.groups:
+        assert len({s.verdict.score for s in group.samples if not s.greedy}) == 2, "the baseline is no variance"

@@ -186,7 +186,7 @@ def test_workers_are_processes_without_torch(node):
         ("sidecar_toys:Nothing", "has no class Nothing"),
         ("sidecar_toys:Path", "neither `score` nor"),
         ("sidecar_toys:CannotBuild", "the model is not there"),
-        ("sidecar_toys:NeedsSandbox", "`sandbox` service"),
+        ("sidecar_toys:NeedsEmbed", "`embed` service"),
         ("sidecar_toys:DiesAtBuild", "its worker dies"),
     ],
 )

@@ -177,7 +177,30 @@ def test_store_operations_per_ticket_do_not_grow_with_replicas(replicas: int, ac
     books = [tickets(store, "s", round, replicas) for _ in range(replicas)]
     for place in range(64):
         books[place % replicas].resolve(place, True)
-    assert 64 < store.calls <= 7 * 64
+    assert 64 < store.calls <= 8 * 64
+
+
+def test_a_crowd_behind_a_long_answer_does_not_walk_the_whole_way_each() -> None:
+    """The first ticket is resolved last, and others just then: each starts to move the frontier before the next."""
+    goal, crowd, store = 512, 32, Counting()
+    round = Round(Cursor(), goal, extra=0, limit=goal)
+    books = [tickets(store, "s", round, crowd) for _ in range(crowd)]
+    late = [(books[i], place) for i, place in enumerate([0, *range(goal - crowd + 1, goal)])]
+    for place in range(1, goal - crowd + 1):
+        books[0].resolve(place, True)
+    begin = store.calls
+
+    def interrupted(keys: list[str]) -> bool:
+        if late:
+            book, place = late.pop()
+            book.resolve(place, True)
+        return store.__getattr__("check")(keys)
+
+    store.check = interrupted
+    book, place = late.pop(0)
+    book.resolve(place, True)
+    assert all(book.ended() for book in books)
+    assert store.calls - begin < 8 * goal, "every replica looked at every place"
 
 
 def test_a_look_at_the_store_is_not_taken_more_often_than_a_share_of_all() -> None:

@@ -46,6 +46,8 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "clip_cov": CLIP,
     "kl_cov": ("kl_cov_coef",),
 }
+CHOICES = {"clip_cov": ("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), "kl_cov": ("kl_cov_ratio",)}
+"""Losses that choose tokens over the global batch, and the keys that only the choice reads."""
 LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
     "token-mean": (),
     "seq-mean-token-mean": (),
@@ -126,8 +128,8 @@ class AlgorithmConfig:
     """n of these n-grams, in tokens."""
     overlong_coef: float = 0.0
     """DAPO's soft punishment of answers near the token limit `rollout.max_new_tokens`: what the longest lose."""
-    overlong_tokens: int = 0
-    """Tokens before the limit over which that punishment rises."""
+    overlong_tokens: int | None = None
+    """Tokens before the limit over which that punishment rises. Default: a quarter of the limit."""
     norm_mean_type: str = "none"
     """Scores less their mean over `batch`, `group` or the run so far (`running`); `none`."""
     norm_std_type: str = "none"
@@ -215,7 +217,7 @@ class AlgorithmConfig:
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1))
         at_least(self, clip_low=0, clip_high=0, dual_clip=1, kimi_tau=0, kl_cov_coef=0, entropy_coef=0, sft_coef=0)
         at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, pass_k=1, loss_agg_length=1)
-        at_least(self, overlong_coef=0, overlong_tokens=0, format_penalty=0, repetition_coef=0, repetition_ngram=1)
+        at_least(self, overlong_coef=0, overlong_tokens=1, format_penalty=0, repetition_coef=0, repetition_ngram=1)
         at_least(self, error_max_len_threshold=1)
         above(self, sapo_tau_pos=0, sapo_tau_neg=0, advantage_clip=0, reward_clip=0, value_clip=0)
         above(self, target_kl=0, kl_horizon=0, difficulty_high_threshold=self.difficulty_low_threshold)
@@ -223,6 +225,8 @@ class AlgorithmConfig:
         log_band = self.loss == "gmpo"  # its band is of the logarithm
         require(log_band or self.clip_low <= 1, f"clip_low: must be between 0 and 1, not {self.clip_low}")
         require(self.target_kl is None or self.uses_reference, "target_kl: needs kl_coef or kl_reward_coef above 0")
+        plain = self.norm_mean_type == self.norm_std_type == "none"
+        require(plain or not self.uses_greedy, "norm_mean_type: remax has its baseline, leave both norms at none")
         critics = ", ".join(name for name in ADVANTAGES if needs_critic(name))
         for key, said in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
             require(self.uses_critic or not said, f"{key}: there is no critic; only advantage={critics} has one")
@@ -231,6 +235,11 @@ class AlgorithmConfig:
     def uses_reference(self) -> bool:
         """Whether a frozen reference is loaded."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def uses_greedy(self) -> bool:
+        """Whether each prompt gets a greedy answer beside its samples, as a baseline."""
+        return self.advantage == "remax"
 
     @property
     def uses_critic(self) -> bool:

@@ -25,6 +25,11 @@ class DataConfig:
     """Generator seed (reasoning_gym only)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Generator parameters (reasoning_gym only)."""
+    domains: dict[str, str] = field(default_factory=dict)
+    """Other names for the rows' domains or ROLL's tags: `{deepmath_103k: math, RLVR: general}`."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. Exact: of the
+    first n tickets each domain has its share to within one. Default: as they come."""
     format: str = "{question}"
     """The user message; `{question}` stands for the problem's text. Rows with `messages` are taken as they are."""
     system: str | None = None
@@ -36,6 +41,9 @@ class DataConfig:
         above(self, holdout=0)
         require(self.holdout < 1, f"holdout: must be less than 1, not {self.holdout}")
         at_least(self, size=1)
+        for domain, share in self.mix.items():
+            require(0 <= share < float("inf"), f"mix.{domain}: must be at least 0, not {share}")
+        require(not self.mix or any(self.mix.values()), "mix: one share must be above 0")
         require("{question}" in self.format, f"format: must contain {{question}}, is {self.format!r}")
 
 

@@ -7,7 +7,7 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 DTYPES = ("bfloat16", "float32")
 SCHEDULES = ("constant", "linear", "cosine")
-ENGINES = ("native",)
+ENGINES = ("native", "vllm")
 
 
 @dataclass
@@ -91,13 +91,13 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """`native`"""
+    """`native`: embedded, needs nothing. `vllm`: vLLM in the process of each rank."""
     tp: int = 1
-    """Ranks that hold one copy of the engine."""
+    """Tensor-parallel ranks that hold one copy of the engine; replica r is ranks r tp to (r + 1) tp - 1."""
     max_running: int = 64
     """Requests decoded side by side in a replica."""
     kv_tokens: int = 32768
-    """Tokens of KV cache in a replica."""
+    """Tokens of KV cache in a replica; `vllm` rounds up to whole blocks."""
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES)

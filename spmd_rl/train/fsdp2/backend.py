@@ -1,152 +1,44 @@
-"""`FSDP2Backend`: a role's model sharded over all ranks, with AdamW; or frozen and forward-only.
+"""`FSDP2Backend`: the policy, or its frozen reference: a causal language model on `FSDP2Role`."""
 
-Parameters are float32 shards, gathered in the compute dtype layer by layer. Per-token weights are global, so each
-rank's gradient is a term of one sum, and the gradient is the same however the batch is spread over ranks and cut into
-micro-batches. Left out: meshes of more than one axis, sharded loading.
-"""
-
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import PolicyConfig, TrainConfig
-from spmd_rl.dist import World
-from spmd_rl.errors import RunFailed
-from spmd_rl.model.attention import Packing
-from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.gather import Gather
-from spmd_rl.train.fsdp2.optimizer import Optimizer
-from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
-from spmd_rl.train.schedule import learning_rate
-
-ROUND_TOKENS = 128
-"""Tokens and targets of a forward are filled up to a multiple of this."""
+from spmd_rl.train.fsdp2.role import FSDP2Role, filled_up
 
 
-class FSDP2Backend:
+class FSDP2Backend(FSDP2Role):
     """See `train.base.TrainBackend`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        train: TrainConfig,
-        dtype: torch.dtype,
-        policy: PolicyConfig | None = None,
-        total_updates: int = 1,
-    ) -> None:
-        """[all] Take over `model` (float32, whole, on any device). Without `policy` it is frozen: `update` is refused.
-
-        dtype: compute dtype, bfloat16 or float32. total_updates: where `policy.schedule` ends.
-        """
-        self._world, self._train, self._policy = world, train, policy
-        self._dtype, self._total_updates = dtype, total_updates
-        self._updates = self._skipped_in_a_row = 0
-        self._model = model.requires_grad_(policy is not None)
-        recompute = train.activation_checkpointing and policy is not None
-        shard.shard(model, world.mesh(dp=world.size), dtype, recompute)
-        self._optimizer = Optimizer(model, policy) if policy is not None else None
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """[all] See `FSDP2Role`."""
+        self._head = TokenHead(model.get_output_embeddings())
+        model.set_output_embeddings(self._head)
+        super().__init__(model, *args, **kwargs)
         self._gather: Gather | None = None
-        self._offloads = train.offload and world.device.type != "cpu"
-        if self._offloads:
-            self._leave()
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """See `TrainBackend`."""
-        bins = plan(batch, self._train.tokens_per_microbatch)
-        count = self._agree_on_count("logprobs", len(bins))
-        logprobs, entropy = (torch.zeros(batch.num_tokens, device=batch.token_ids.device) for _ in range(2))
-        for i in range(count):
-            real = i < len(bins)
-            micro = batch.select(bins[i]) if real else dummy(batch)
-            with self._world.collective(f"logprobs: micro-batch {i + 1}/{count}"):  # [all]
-                values = self._forward(micro, temperature)
-            if real:
-                places = token_index(batch, bins[i])[micro.loss_mask]
-                logprobs[places], entropy[places] = (v.to(places.device) for v in values)
-            self._world.progress()
-        shard.reshard(self._model)
+        logprobs, entropy = self._evaluate("logprobs", batch, partial(self._forward, temperature=temperature), 2)
         return logprobs, entropy
 
     def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
-        """See `TrainBackend`. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
-        assert self._optimizer is not None and self._policy is not None, "a frozen role has no update"
-        self._optimizer.to(self._world.device)
-        sums, count = self._accumulate(batch, loss, temperature)
-        sums["grad_square"] = self._optimizer.local_grad_square()
-        sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
-        norm = math.sqrt(sums.pop("grad_square"))
-        lr = learning_rate(
-            self._updates,
-            peak=self._policy.lr,
-            schedule=self._policy.schedule,
-            warmup=self._policy.warmup_steps,
-            total=self._total_updates,
-        )
-        skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
-        if not skipped:
-            self._optimizer.step(lr, norm)
-        self._optimizer.zero_grad()
-        self._count(skipped)
-        total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
-        means = {name: value / num_tokens for name, value in sums.items()}
-        means |= {"loss": total, "grad_norm": norm, "lr": lr}
-        return means | {"skipped": float(skipped), "num_microbatches": float(count)}
-
-    def _accumulate(self, batch: Batch, loss: Loss, temperature: float) -> tuple[dict[str, float], int]:
-        """[all] Gradients; this rank's sums of the loss, its quantities and its tokens; the number of micro-batches."""
-        bins = plan(batch, self._train.tokens_per_microbatch)
-        count = max(1, self._agree_on_count("update", len(bins)))
-        sums: dict[str, Tensor | float] = {}
-        for i in range(count):
-            real = i < len(bins)
-            micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
-            with self._world.collective(f"update: micro-batch {i + 1}/{count}"):
-                logprobs, entropy = self._forward(micro, temperature)
-                per_token, quantities = loss(logprobs, entropy, micro)
-                total = (per_token * micro.weights[micro.loss_mask]).sum()
-                total.backward()
-            columns = {"loss": total, "num_tokens": torch.ones_like(logprobs), **quantities}
-            for name, values in columns.items():
-                sums[name] = sums.get(name, 0.0) + (values.detach().double().sum() if real else 0.0)
-            self._world.progress()
-        return {name: float(value) for name, value in sums.items()}, count
+        """See `TrainBackend`."""
+        return self._update(batch, partial(self._forward, temperature=temperature), loss)
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy at each token of the loss mask: float32 [N] each."""
-        micro = micro.to(self._world.device)
-        targets = micro.loss_mask.nonzero().squeeze(-1)
-        assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
-        ids, positions, starts = rounded(micro.token_ids, micro.position_ids, micro.starts, ROUND_TOKENS)
-        output = self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            packing=Packing.of(starts),
-            # the vocabulary's projection runs only where a target is predicted
-            logits_to_keep=F.pad(targets - 1, (0, -len(targets) % ROUND_TOKENS)),
-            use_cache=False,
-        )
-        return token_logprobs(output.logits[0][: len(targets)], micro.token_ids[targets], temperature)
-
-    def _agree_on_count(self, what: str, count: int) -> int:
-        counts = {"count": float(count)}
-        agreed = self._world.reduce(f"{what}: number of micro-batches", counts, op="max")  # [all]
-        return int(agreed["count"])
-
-    def _count(self, skipped: bool) -> None:
-        self._updates += 1
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row >= self._policy.max_skipped_updates:
-            raise RunFailed(f"the gradient was not finite in {self._skipped_in_a_row} updates in a row")
+        self._head.targets = filled_up(micro.token_ids[micro.loss_mask])
+        self._head.temperature = temperature
+        logprobs, entropy = self._outputs(micro).unbind(-1)
+        return logprobs, entropy
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainBackend`: bitwise what the forward pass computes with."""
@@ -157,50 +49,3 @@ class FSDP2Backend:
         for name, tensor in self._gather.whole(parameters):
             self._world.progress()
             yield name, tensor
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """See `TrainBackend`. The optimizer's state comes when `update` or `state_dict` first wants it."""
-        if self._offloads:
-            self._model.to(self._world.device)
-        yield
-        if self._offloads:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._model.to("cpu")
-        if self._optimizer is not None:
-            self._optimizer.to(torch.device("cpu"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `TrainBackend`: the live tensors, so that a load in place needs no copy."""
-        shard.reshard(self._model)
-        state: dict[str, Any] = {"model": {name: p.detach() for name, p in self._model.named_parameters()}}
-        if self._optimizer is not None:
-            self._optimizer.to(self._world.device)
-            state["optimizer"] = self._optimizer.state_dict()
-        return state
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `TrainBackend`. ValueError if the names are not those of this model."""
-        for part, mine in self.state_dict().items():
-            if mine.keys() != state[part].keys():
-                odd = sorted(mine.keys() ^ state[part].keys())
-                raise ValueError(f"the checkpoint's {part} is of another model: {odd[0]}")
-            for name, tensor in mine.items():
-                tensor.copy_(state[part][name])
-        if self._optimizer is not None:
-            self._optimizer.load_step(state["optimizer"])
-
-    def counters(self) -> dict[str, int]:
-        """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""
-        return {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
-
-    def load_counters(self, counters: Mapping[str, int]) -> None:
-        """The inverse."""
-        self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
-
-    def close(self) -> None:
-        """See `TrainBackend`."""
-        self._model, self._optimizer = nn.Module(), None

@@ -7,23 +7,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from spmd_rl.config.schema import PolicyConfig
+from spmd_rl.config.schema import CriticConfig, PolicyConfig
 from spmd_rl.train.fsdp2.shard import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """AdamW on a model's trainable parameters; settings from `policy`."""
+    """AdamW on a model's trainable parameters; settings from `policy` or `critic`."""
 
-    def __init__(self, model: nn.Module, policy: PolicyConfig) -> None:
+    def __init__(self, model: nn.Module, settings: PolicyConfig | CriticConfig) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._max_norm = policy.max_grad_norm
+        self._max_norm = settings.max_grad_norm
         self._adamw = AdamW(
             self._parameters.values(),
-            lr=policy.lr,
-            betas=(policy.betas[0], policy.betas[1]),
-            weight_decay=policy.weight_decay,
+            lr=settings.lr,
+            betas=(settings.betas[0], settings.betas[1]),
+            weight_decay=settings.weight_decay,
             fused=True,
         )
         for p in self._parameters.values():  # torch makes it in the first step: too late for a checkpoint before it

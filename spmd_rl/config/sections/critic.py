@@ -1,0 +1,39 @@
+"""The critic of PPO and its optimizer: `critic`."""
+
+from dataclasses import dataclass, field
+from os.path import expanduser
+
+from spmd_rl.config.sections.models import DTYPES, SCHEDULES
+from spmd_rl.config.values import above, at_least, one_of, require
+
+
+@dataclass
+class CriticConfig:
+    """The model that learns to foresee scores, and its optimizer (AdamW); only `algorithm.advantage=gae` trains one."""
+
+    model: str | None = None
+    """Its start, a Hugging Face causal LM directory whose head is replaced by a value. Default: the policy's."""
+    dtype: str | None = None
+    """Compute dtype. Default: the policy's."""
+    lr: float = 5e-5
+    """Peak learning rate."""
+    schedule: str = "constant"
+    """`constant`, `linear` or `cosine` decay to 0 at `steps`, after the warm-up."""
+    warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    max_grad_norm: float = 1.0
+    """Global L2 norm to which gradients are clipped."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's moment decays."""
+    max_skipped_updates: int = 3
+    """So many non-finite gradients in a row stop the run."""
+
+    def __post_init__(self) -> None:
+        self.model = self.model and expanduser(self.model)
+        one_of(self, dtype=DTYPES, schedule=SCHEDULES)
+        at_least(self, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
+        above(self, max_grad_norm=0)
+        two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")

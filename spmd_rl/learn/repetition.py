@@ -1,0 +1,22 @@
+"""The one penalty that needs an answer's tokens: the rank that holds the answer computes it, and tells the others."""
+
+import torch
+
+from spmd_rl.algo.shaping import repetition_penalty
+from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.dist import World
+from spmd_rl.learn.binding import bind
+from spmd_rl.learn.scores import Key
+from spmd_rl.rollout import Collected
+from spmd_rl.types import concat
+
+
+def penalties(collected: Collected, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
+    """[all] What each sample of the groups that train loses for repeating itself; of an agent, over all its turns."""
+    penalty = bind(repetition_penalty, settings)
+    mine = []
+    for sample in (sample for group in collected.groups for sample in group.samples):
+        ids = torch.tensor(concat([turn.token_ids for turn in sample.turns], "i"), dtype=torch.int64)
+        mine.append([*sample.key, penalty(ids)])
+    told = world.gather("prepare: repetition", mine)
+    return {(ticket, answer): value for record in told for ticket, answer, value in record}

@@ -1,0 +1,154 @@
+"""A run of steps: replicas on virtual clocks around one store, ordered by what happens next."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+
+from spmd_rl.rollout.accept import tickets
+from spmd_rl.rollout.claims import claim
+from spmd_rl.rollout.rounds import Cursor, Part, Round, plan_round, slots
+from spmd_rl.rollout.simulation.replica import Replica
+from spmd_rl.rollout.simulation.scene import Scene
+from spmd_rl.rollout.simulation.store import CountingStore
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did."""
+
+    long: bool
+    """It waited for every ticket that it needed."""
+    seconds: float
+    """of generation and scoring"""
+    used: tuple[int, ...]
+    """tickets that no later step will see"""
+    trained: tuple[int, ...]
+    """those of them that qualify"""
+    num_stale: int
+    """answers of these begun by an older policy"""
+    bubble: float
+    """mean idle share of the replicas"""
+    tokens: float
+    """computed, whether they are used or not"""
+    operations: int
+    """of the store, without looks"""
+    looks: int
+
+
+class Cluster:
+    """A run under one policy. Its cursor, its tickets and what a step uses are the scheduler's own."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.now = 0.0
+        self.store = CountingStore()
+        self._scene = scene
+        self._replicas = [Replica(scene, self.store) for _ in range(scene.replicas)]
+        self.cursor = Cursor()
+        self._carried: frozenset[Part] = frozenset()
+
+    def steps(self) -> Iterator[Step]:
+        """Steps without end."""
+        for number in count(1):
+            yield self._step(number)
+            self.now += self._scene.train_seconds
+
+    def _step(self, number: int) -> Step:
+        scene, store, replicas = self._scene, self.store, self._replicas
+        round = plan_round(self.cursor, scene.settings, self._carried)
+        name, room = f"step{number}", slots(scene.settings, len(replicas), scene.max_running)
+        books = [tickets(store, name, round, len(replicas), lambda: self.now) for _ in replicas]
+        began, before = self.now, self._counters()
+        for index, (replica, book) in enumerate(zip(replicas, books, strict=True)):
+            replica.begin(self.now, number, book, claim(scene.settings.claim, book, index, len(replicas)), room)
+        self._play(round, f"{name}/unqualified")
+        places = books[0].used([book.end_mark() for book in books], {p for book in books for p in book.counted})
+        used = {round.order.ticket(place) for place in places}
+        trained = {ticket for ticket in used if scene.qualifies(ticket)}
+        num_stale = sum(replica.num_stale(trained, number) for replica in replicas)
+        self._carried = frozenset(part for replica in replicas for part in replica.close(used))
+        self.cursor = self.cursor.after(used)
+        for index, book in enumerate(books):
+            book.forget(shared=index == 0)
+        busy, tokens, operations, looks = (b - a for a, b in zip(before, self._counters(), strict=True))
+        seconds = self.now - began
+        idle = 1 - busy / seconds / len(replicas)
+        step = (round.long, seconds, tuple(sorted(used)), tuple(sorted(trained)), num_stale, idle)
+        return Step(*step, tokens, operations, looks)
+
+    def _counters(self) -> tuple[float, float, int, int]:
+        engines = [replica.engine for replica in self._replicas]
+        computed = sum(engine.busy for engine in engines), sum(engine.tokens for engine in engines)
+        return *computed, self.store.operations, self.store.looks
+
+    def _play(self, round: Round, unqualified: str) -> None:
+        """From event to event, until every replica knows that the step has ended."""
+        replicas, over, stuck = self._replicas, False, 0
+        agenda = Agenda(replicas)
+        waiting: list[tuple[int, int]] = []
+        while agenda.live:
+            time, index = agenda.next()
+            if time == inf:  # nothing runs: they find out, each in its time, what may start now
+                stuck += 1
+                assert stuck < 9, "no replica knows how the step goes on"
+                agenda.look(agenda.live, self.now)
+                continue
+            self.now = time
+            if replicas[index].turn(time):
+                agenda.drop(index)
+                if not over:
+                    over = True
+                    agenda.look(agenda.live, time)
+                continue
+            allowed = min(round.limit, round.goal + round.extra + int(self.store.peek(unqualified)))
+            place = replicas[index].waits_for
+            if over or (place is not None and place < allowed):
+                replicas[index].look_after(time)
+            elif place is not None:
+                heappush(waiting, (place, index))
+            if replicas[index].running:
+                stuck = 0
+            agenda.plan(index)
+            while waiting and waiting[0][0] < allowed:
+                agenda.look([heappop(waiting)[1]], time)
+        self.now = max(replica.ended_at for replica in replicas)
+
+
+class Agenda:
+    """Which replica has something to do next."""
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        self.live = set(range(len(replicas)))
+        """those that do not know of the step's end yet"""
+        self._replicas = replicas
+        self._due = [replica.due for replica in replicas]
+        self._heap = [(time, index) for index, time in enumerate(self._due)]
+        heapify(self._heap)
+
+    def next(self) -> tuple[float, int]:
+        """(when, which replica); `inf` if none has."""
+        while self._heap:
+            time, index = heappop(self._heap)
+            if index in self.live and time == self._due[index]:
+                self._due[index] = inf
+                return time, index
+        return inf, -1
+
+    def plan(self, index: int) -> None:
+        """The replica has changed."""
+        due = self._replicas[index].due
+        if due != self._due[index]:
+            self._due[index] = due
+            heappush(self._heap, (due, index))
+
+    def look(self, indices: Iterable[int], event: float) -> None:
+        """Replicas that see at their next look what was written at `event`."""
+        for index in indices:
+            if index in self.live:
+                self._replicas[index].look_after(event)
+                self.plan(index)
+
+    def drop(self, index: int) -> None:
+        """The replica has nothing more to do in this step."""
+        self.live.remove(index)

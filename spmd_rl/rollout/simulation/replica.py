@@ -1,0 +1,128 @@
+"""One replica on a virtual clock: the loop of `rollouts.Rollouts`, from event to event instead of step by step."""
+
+from collections import deque
+from math import ceil, inf
+
+from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
+from spmd_rl.rollout.pump import MAX_IDLE_SECONDS
+from spmd_rl.rollout.rounds import Part
+from spmd_rl.rollout.simulation.engine import Engine
+from spmd_rl.rollout.simulation.scene import Scene
+from spmd_rl.rollout.simulation.store import CountingStore
+from spmd_rl.rollout.tickets import StepTickets
+
+STORE_SECONDS = 1e-4
+"""A store operation; so much later another replica may have claimed the next ticket."""
+
+
+class Replica:
+    """Between two events it only looks at the store; looks that could see nothing new are counted, not made."""
+
+    def __init__(self, scene: Scene, store: CountingStore) -> None:
+        self.engine = Engine(scene.speed, scene.max_running)
+        self.running: dict[Part, int] = {}
+        """parts under way -> answers that have not ended"""
+        self.finished: list[Part] = []
+        """parts whose verdicts are in, as they came"""
+        self.look = self.ended_at = 0.0
+        """when it has to look at the store next; when it knew the step's end"""
+        self._scene, self._store = scene, store
+        self._verdicts: deque[tuple[float, Part]] = deque()
+        self._carried: dict[tuple[Part, int], float] = {}
+        self._begun: dict[Part, int] = {}
+        self._looked = 0.0
+
+    def begin(self, now: float, step: int, book: StepTickets, claims: Claim, slots: int) -> None:
+        """A step begins. What was carried goes on."""
+        self._step, self._book, self._claims, self._slots = step, book, claims, slots
+        self._looked = self.look = now
+        self.engine.advance(now)
+        for request, num_tokens in self._carried.items():
+            self.engine.add(request, num_tokens)
+        for part in self.finished:
+            self._report(part)
+
+    @property
+    def due(self) -> float:
+        """When it has something to do."""
+        return min(self.engine.next_end(), self.look, self._verdicts[0][0] if self._verdicts else inf)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks at the store: those of a turn, or a share of all replicas' looks."""
+        turn = self.engine.step_seconds if self.engine.num_requests else MAX_IDLE_SECONDS
+        return max(self._book.pause, turn) + 1e-6  # a rounding error must not put it before the pause is over
+
+    @property
+    def waits_for(self) -> int | None:
+        """The place that must be allowed before it can start what it has reserved."""
+        return self._claims.waits_for if isinstance(self._claims, StoreClaim) else None
+
+    def look_after(self, event: float) -> None:
+        """Look as soon as it would have seen what another replica has just written."""
+        missed = max(0, ceil((event - self._looked) / self.interval) - 1)
+        self.look = min(self.look, self._looked + (missed + 1) * self.interval)
+
+    def turn(self, now: float) -> bool:
+        """All that happens now. Whether this replica knows that the step has ended."""
+        for part, _ in self.engine.advance(now):
+            self.running[part] -= 1
+            if self.running[part] == 0:
+                self._verdicts.append((now + self._scene.verdict_seconds, part))
+        news = self.look <= now
+        while self._verdicts and self._verdicts[0][0] <= now:
+            news = True
+            _, part = self._verdicts.popleft()
+            del self.running[part]
+            self.finished.append(part)
+            self._report(part)
+        if not news and (self.waits_for is not None or isinstance(self._claims, StaticClaim)):
+            return False  # an answer has ended, which others do not see and which lets nothing start here
+        self.look = inf
+        if self._ended(now):
+            self.ended_at = now
+            return True
+        self._claim(now)
+        return False
+
+    def num_stale(self, trained: set[int], step: int) -> int:
+        """Answers to these tickets that were begun before the step."""
+        parts = [part for part in self.finished if part.ticket in trained and self._begun[part] < step]
+        return sum(len(self._scene.answers(part)) for part in parts)
+
+    def close(self, used: set[int]) -> list[Part]:
+        """The step has ended: what it did not use is aborted or, if the settings say so, carried; what is carried."""
+        self._carried = self.engine.stop()
+        assert not any(part.ticket in used for part in self.running), "a used ticket is still under way"
+        if not self._scene.settings.carry:
+            for under_way in (self._carried, self._verdicts, self.running, self.finished):
+                under_way.clear()
+        self.finished = [part for part in self.finished if part.ticket not in used]
+        carried = [*self.running, *self.finished]
+        self._begun = {part: self._begun[part] for part in carried}
+        return carried
+
+    def _claim(self, now: float) -> None:
+        room = (self._slots - self.engine.num_requests) // self._scene.per_part
+        parts = self._claims.next(min(room, self._book.round.parts))
+        for part in parts:
+            answers = self._scene.answers(part)
+            self.running[part], self._begun[part] = len(answers), self._step
+            for answer, num_tokens in answers.items():
+                self.engine.add((part, answer), num_tokens)
+        if parts:
+            self.look = now + STORE_SECONDS  # for more
+
+    def _report(self, part: Part) -> None:
+        place = self._book.round.places[part.ticket]
+        if self._book.pool(place, part.number, b"") is not None:
+            self._book.resolve(place, self._scene.qualifies(part.ticket))
+
+    def _ended(self, now: float) -> bool:
+        before = self._store.looks
+        ended = self._book.ended()
+        if self._store.looks > before:
+            kinds = 1 if self.waits_for is None else 2  # at the step's end, and at what may start
+            self._store.looks += kinds * max(0, ceil((now - self._looked) / self.interval) - 1)
+            self._looked = now
+        return ended

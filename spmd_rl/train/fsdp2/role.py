@@ -1,0 +1,208 @@
+"""`FSDP2Role`: a module sharded over all ranks, with AdamW; or frozen and forward-only. Policy and critic build on it.
+
+Parameters are float32 shards, gathered in the compute dtype layer by layer. Per-token weights are global, so each
+rank's gradient is a term of one sum, and the gradient is the same however the batch is spread over ranks and cut into
+micro-batches. Left out: what a forward computes (`backend.py`, `critic.py`), meshes of more than one axis, sharded
+loading.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
+from spmd_rl.dist import World
+from spmd_rl.errors import RunFailed
+from spmd_rl.model.attention import Packing
+from spmd_rl.train.base import Metrics
+from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
+from spmd_rl.train.schedule import learning_rate
+from spmd_rl.train.sharing import fold
+
+ROUND_TOKENS = 128
+"""Tokens and targets of a forward are filled up to a multiple of this."""
+
+Forward = Callable[[Batch], tuple[Tensor, ...]]
+"""[all] Of a micro-batch on the device: float32 [N] each, at the tokens of the loss mask."""
+PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""From what a forward gives, and the micro-batch, to the loss per token and named quantities: see `train.base.Loss`."""
+
+
+def filled_up(rows: Tensor) -> Tensor:
+    """[N] -> [N rounded up], zeros at the end: kernels are kept per shape."""
+    return F.pad(rows, (0, -len(rows) % ROUND_TOKENS))
+
+
+class FSDP2Role:
+    """What `train.base.Role` asks for, except `update`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        train: TrainConfig,
+        dtype: torch.dtype,
+        optimizer: PolicyConfig | CriticConfig | None = None,
+        total_updates: int = 1,
+    ) -> None:
+        """[all] Take over `model` (float32, whole, on any device). Without `optimizer` it is frozen: no update.
+
+        dtype: compute dtype, bfloat16 or float32. total_updates: where the learning rate's schedule ends.
+        """
+        self._world, self._train, self._settings = world, train, optimizer
+        self._dtype, self._total_updates = dtype, total_updates
+        self._updates = self._skipped_in_a_row = 0
+        self.hidden_size = model.config.get_text_config().hidden_size
+        self._model = model.requires_grad_(optimizer is not None)
+        recompute = train.activation_checkpointing and optimizer is not None
+        shard.shard(model, world.mesh(dp=world.size), dtype, recompute)
+        self._optimizer = Optimizer(model, optimizer) if optimizer is not None else None
+        self._offloads = train.offload and world.device.type != "cpu"
+        if self._offloads:
+            self._leave()
+
+    @torch.no_grad()
+    def _evaluate(self, what: str, batch: Batch, forward: Forward, num_columns: int) -> list[Tensor]:
+        """[all] The outputs of `forward` over the whole batch: float32 [T] each, 0 outside of the loss mask."""
+        bins = plan(batch, self._train.tokens_per_microbatch)
+        count = self._agree_on_count(what, len(bins))
+        columns = [torch.zeros(batch.num_tokens, device=batch.token_ids.device) for _ in range(num_columns)]
+        for i in range(count):
+            real = i < len(bins)
+            micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
+            with self._world.collective(f"{what}: micro-batch {i + 1}/{count}"):  # [all]
+                outputs = forward(micro)
+            if real:
+                places = token_index(batch, bins[i])[micro.loss_mask.to(batch.token_ids.device)]
+                for column, output in zip(columns, outputs, strict=True):
+                    column[places] = output.to(column.device)
+            self._world.progress()
+        shard.reshard(self._model)
+        return columns
+
+    def _update(self, batch: Batch, forward: Forward, loss: PerToken) -> Metrics:
+        """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
+        assert self._optimizer is not None and self._settings is not None, "a frozen role has no update"
+        self._optimizer.to(self._world.device)
+        sums, count = self._accumulate(batch, forward, loss)
+        sums["grad_square"] = self._optimizer.local_grad_square()
+        sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
+        norm = math.sqrt(sums.pop("grad_square"))
+        lr = learning_rate(
+            self._updates,
+            peak=self._settings.lr,
+            schedule=self._settings.schedule,
+            warmup=self._settings.warmup_steps,
+            total=self._total_updates,
+        )
+        skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
+        if not skipped:
+            self._optimizer.step(lr, norm)
+        self._optimizer.zero_grad()
+        self._count(skipped)
+        total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
+        means = {name: value / num_tokens for name, value in sums.items()}
+        means |= {"loss": total, "grad_norm": norm, "lr": lr}
+        return means | {"skipped": float(skipped), "num_microbatches": float(count)}
+
+    def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
+        """[all] Gradients; this rank's sums of the loss, its quantities and its tokens; the number of micro-batches."""
+        bins = plan(batch, self._train.tokens_per_microbatch)
+        count = max(1, self._agree_on_count("update", len(bins)))
+        sums: dict[str, Tensor | float] = {}
+        for i in range(count):
+            real = i < len(bins)
+            micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
+            with self._world.collective(f"update: micro-batch {i + 1}/{count}"):
+                per_token, quantities = loss(*forward(micro), micro)
+                total = (per_token * micro.weights[micro.loss_mask]).sum()
+                total.backward()
+            columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
+            for name, values in columns.items():
+                sums[name] = sums.get(name, 0.0) + (values.detach().double().sum() if real else 0.0)
+            self._world.progress()
+        return {name: float(value) for name, value in sums.items()}, count
+
+    def _outputs(self, micro: Batch) -> Tensor:
+        """[all] What the output embedding makes of the hidden states that predict the tokens of the loss mask: [N, ..].
+
+        It gets these alone, in order, filled up by `filled_up`.
+        """
+        targets = micro.loss_mask.nonzero().squeeze(-1)
+        assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
+        folded = rounded(fold(micro), ROUND_TOKENS)
+        output = self._model(
+            input_ids=folded.token_ids[None],
+            position_ids=folded.position_ids[None],
+            packing=Packing.of(folded.starts, folded.parents),
+            # the output's projection runs only where a target is predicted
+            logits_to_keep=filled_up(folded.places[targets - 1]),
+            use_cache=False,
+        )
+        return output.logits[0][: len(targets)]
+
+    def _agree_on_count(self, what: str, count: int) -> int:
+        counts = {"count": float(count)}
+        agreed = self._world.reduce(f"{what}: number of micro-batches", counts, op="max")  # [all]
+        return int(agreed["count"])
+
+    def _count(self, skipped: bool) -> None:
+        self._updates += 1
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= self._settings.max_skipped_updates:
+            raise RunFailed(f"the gradient was not finite in {self._skipped_in_a_row} updates in a row")
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """See `Role`. The optimizer's state comes when `update` or `state_dict` first wants it."""
+        if self._offloads:
+            self._model.to(self._world.device)
+        yield
+        if self._offloads:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._model.to("cpu")
+        if self._optimizer is not None:
+            self._optimizer.to(torch.device("cpu"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Role`: the live tensors, so that a load in place needs no copy."""
+        shard.reshard(self._model)
+        state: dict[str, Any] = {"model": {name: p.detach() for name, p in self._model.named_parameters()}}
+        if self._optimizer is not None:
+            self._optimizer.to(self._world.device)
+            state["optimizer"] = self._optimizer.state_dict()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Role`. ValueError if the names are not those of this model."""
+        for part, mine in self.state_dict().items():
+            if mine.keys() != state[part].keys():
+                odd = sorted(mine.keys() ^ state[part].keys())
+                raise ValueError(f"the checkpoint's {part} is of another model: {odd[0]}")
+            for name, tensor in mine.items():
+                tensor.copy_(state[part][name])
+        if self._optimizer is not None:
+            self._optimizer.load_step(state["optimizer"])
+
+    def counters(self) -> dict[str, int]:
+        """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""
+        return {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """The inverse."""
+        self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
+
+    def close(self) -> None:
+        """See `Role`."""
+        self._model, self._optimizer = nn.Module(), None

@@ -1,0 +1,142 @@
+"""Samples change ranks: the gradient does not, whoever made them, and nothing is lost on the way."""
+
+from array import array
+
+import pytest
+import torch
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.dist import World
+from spmd_rl.learn import exchange, policy_loss, prepare
+from spmd_rl.rollout.collected import Collected
+from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests.dist.harness import run_ranks
+from tests.dist.test_train_parity import backend, forward
+from tests.models import tiny
+from tests.unit.test_prepare import outcome, plan_of
+
+NUM_UPDATES = 2
+LAYOUTS = {
+    "dealt": lambda ticket, size: ticket % size,
+    "the last rank holds all": lambda ticket, size: size - 1,
+    "first ranks of replicas of two": lambda ticket, size: ticket % max(1, size // 2) * 2 % size,
+}
+
+
+def group(ticket: int) -> Group:
+    """Four answers of one or two turns, from a few tokens to some eighty."""
+    samples = []
+    for answer in range(4):
+        generator = torch.Generator().manual_seed(10 * ticket + answer)
+        turns = []
+        for _ in range(1 + (ticket + answer) % 2):
+            blank, n = torch.randint(1, 6, (2,), generator=generator).tolist()
+            n += 70 * (ticket == 2 and answer == 1)
+            ids = torch.randint(0, 256, (blank + n,), generator=generator).tolist()
+            logprobs = (-5.5 + torch.randn(n, generator=generator)).tolist()
+            prompt_ids, token_ids, versions = (array("i", x) for x in (ids[:blank], ids[blank:], [ticket] * n))
+            turns.append(Turn(prompt_ids, token_ids, array("f", logprobs), versions, "stop"))
+        score = 0.5 * ((ticket + 3 * answer) % 4)
+        samples.append(Sample(ticket, answer, tuple(turns), Verdict("ok", score)))
+    return Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "toy", ""), ticket, tuple(samples))
+
+
+GROUPS = [group(ticket) for ticket in range(6)]
+
+
+def harvest(world: World, layout: str) -> Collected:
+    """What this rank would hold after a rollout."""
+    rank_of = {g.ticket: LAYOUTS[layout](g.ticket, world.size) for g in GROUPS}
+    mine = tuple(g for g in GROUPS if rank_of[g.ticket] == world.rank)
+    return Collected(1, mine, (), tuple(outcome(g, rank_of[g.ticket], 9) for g in GROUPS), 0.0, 0, 0)
+
+
+def dealt(world: World, layout: str, num_ranks: int) -> tuple[prepare.Plan, list[Batch]]:
+    """`num_ranks=1`: everything goes to rank 0, the reference."""
+    collected = harvest(world, layout)
+    plan = plan_of(collected, AlgorithmConfig(), NUM_UPDATES, num_ranks)
+    world.agree("plan", plan.columns())
+    return plan, exchange.deal(collected, plan, NUM_UPDATES, world)
+
+
+def samples_of(batch: Batch) -> dict[str, list]:
+    """Each sample's columns, by its key."""
+    bounds, held = batch.starts.tolist(), {}
+    columns = (batch.token_ids, batch.position_ids, batch.loss_mask, batch.rollout_logprobs, batch.versions)
+    columns += (batch.advantages, batch.weights)
+    for s, key in enumerate(batch.keys.tolist()):
+        held[str(tuple(key))] = [column[bounds[s] : bounds[s + 1]].tolist() for column in columns]
+    return held
+
+
+def travel(world: World) -> dict:
+    """What arrives on this rank under each layout, and how balanced it is."""
+    seen = {}
+    for layout in LAYOUTS:
+        plan, batches = dealt(world, layout, world.size)
+        seen[layout] = {"held": [samples_of(batch) for batch in batches], "balance": plan.balance}
+    seen["reference"] = [samples_of(batch) for batch in dealt(world, "dealt", 1)[1]]
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_sample_arrives_once_and_unchanged(size: int) -> None:
+    results = run_ranks(size, travel)
+    wanted = results[0].pop("reference")
+    assert [len(held) for held in wanted] == [12, 12]
+    for layout in LAYOUTS:
+        for number in range(NUM_UPDATES):
+            shares = [seen[layout]["held"][number] for seen in results]
+            assert all(shares), "a rank trains nothing"
+            assert sum(len(share) for share in shares) == 12
+            assert {key: columns for share in shares for key, columns in share.items()} == wanted[number]
+        # who made a sample does not decide who trains it
+        assert [seen[layout] for seen in results] == [seen["dealt"] for seen in results]
+        assert results[0][layout]["balance"] >= 1
+
+
+def gradients(world: World, path: str) -> dict[str, float]:
+    """Worst relative L2 error of each layout's gradients against those of everything on rank 0."""
+    loss = policy_loss.bind_loss(AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+    mine = backend(world, path, budget=60)
+    wanted: list[dict[str, torch.Tensor]] = []
+    errors = {}
+    for name, layout, num_ranks in (("reference", "dealt", 1), *((n, n, world.size) for n in LAYOUTS)):
+        for number, batch in enumerate(dealt(world, layout, num_ranks)[1]):
+            batch.old_logprobs = batch.rollout_logprobs
+            mine._accumulate(batch, forward(mine), loss)
+            got = {key: p.grad.full_tensor() for key, p in mine._model.named_parameters()}
+            mine._optimizer.zero_grad()
+            if name == "reference":
+                wanted.append(got)
+                assert all(float(g.norm()) > 0 for g in got.values())
+            else:
+                worst = max(float((got[k] - g).norm() / g.norm()) for k, g in wanted[number].items())
+                errors[f"{name}, {number}"] = worst
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_gradient_is_that_of_the_unbalanced_batch(size: int, tmp_path) -> None:
+    path = tiny("qwen2", tmp_path)
+    for errors in run_ranks(size, gradients, str(path)):
+        assert len(errors) == NUM_UPDATES * len(LAYOUTS)
+        assert max(errors.values()) < 1e-6, errors
+
+
+def rows(world: World) -> list:
+    """Uneven rows, nothing at all from rank 1, nothing at all for the last rank."""
+    last = world.size - 1
+    plan = [[0 if at == 1 or to == last else 1 + at + 2 * to for to in range(world.size)] for at in range(world.size)]
+    sent = plan[world.rank]
+    mine = torch.cat([torch.full((n, 3), 10 * world.rank + to, dtype=torch.uint8) for to, n in enumerate(sent)])
+    got = world.exchange("rows", mine, sent, [row[world.rank] for row in plan])
+    assert got.shape[1:] == (3,) and got.dtype == torch.uint8
+    return [[plan[at][world.rank] for at in range(world.size)], got[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_exchange_of_uneven_rows(size: int) -> None:
+    for rank, (counts, got) in enumerate(run_ranks(size, rows)):
+        assert got == [10 * at + rank for at, n in enumerate(counts) for _ in range(n)]

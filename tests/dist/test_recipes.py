@@ -1,0 +1,147 @@
+"""Every recipe from collected samples to the gradient, with a real backend: the same at 1, 2 and 4 ranks.
+
+Two updates a step, micro-batches smaller than a rank's share, and old logprobs moved away from the current ones, so
+that ratios are not 1.
+"""
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl.config.load import CONFIGS, load
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.dist import World
+from spmd_rl.learn import Learner
+from spmd_rl.rollout.collected import Collected, Outcome, answer_outcome
+from spmd_rl.train import build_roles
+from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests.dist.harness import run_ranks
+from tests.models import tiny
+from tests.unit.test_config_load import DOORS
+
+pytestmark = pytest.mark.timeout(900)  # three worlds train every recipe in the first test's setup
+RECIPES = [path.stem for path in sorted((CONFIGS / "algorithm").glob("*.yaml"))]
+HERE = [name for name in RECIPES if ("algorithm", name) not in DOORS]
+OPTIONS = {
+    "masks": ["algorithm.max_len_mask=true", "algorithm.difficulty_mask=true", "algorithm.error_max_len_clip=true",
+              "algorithm.error_max_len_threshold=9", "algorithm.difficulty_high_threshold=0.6",
+              "algorithm.difficulty_loss_weight=true", "algorithm.length_loss_weight=true"],
+    "scores": ["algorithm.norm_mean_type=running", "algorithm.norm_std_type=batch", "algorithm.reward_clip=1.5",
+               "algorithm.reward_scale=2", "algorithm.format_penalty=0.5", "algorithm.repetition_coef=0.5",
+               "algorithm.repetition_ngram=1", "algorithm.advantage_clip=0.9"],
+    "terms": ["algorithm.entropy_coef=0.01", "algorithm.sft_coef=0.1", "algorithm.kl_coef=0.1", "algorithm.target_kl=1",
+              "algorithm.correction.level=sequence", "algorithm.correction.mask_low=0.01",
+              "algorithm.loss=segment_clip"],
+    "token_kl": ["algorithm.kl_reward_coef=0.1", "algorithm.kl_reward_estimator=k2", "algorithm.gamma=0.9"],
+}  # fmt: skip
+"""What no recipe turns on."""
+TAME = [
+    f"algorithm.{key}"
+    for key in ("pass_k=2", "dual_clip=1.2", "clip_cov_ratio=0.1", "clip_cov_low=0", "kl_cov_ratio=0.1")
+]
+"""Defaults are for larger batches."""
+CASES = {name: [f"algorithm={name}"] for name in HERE} | OPTIONS
+
+
+def settings(path: str, *overrides: str) -> RlvrConfig:
+    """A learner's settings; nothing is clipped by the norm, so that moments are gradients."""
+    common = [f"policy.model={path}/model", f"reference.model={path}/other", "policy.dtype=float32"]
+    common += ["policy.max_grad_norm=1e9", "train.tokens_per_microbatch=50", "train.updates_per_step=2"]
+    return load(
+        "rlvr",
+        RlvrConfig,
+        [*common, "rollout.answers_per_prompt=4", "rollout.max_new_tokens=24", *TAME, *overrides],
+    )
+
+
+def group(ticket: int, generator: torch.Generator) -> Group:
+    """Four sampled answers of one or two turns and a greedy one; one without a score."""
+    samples = []
+    for answer in range(5):
+        turns = []
+        for _ in range(1 + (ticket + answer) % 2):
+            blank, n = (int(torch.randint(2, high, (1,), generator=generator)) for high in (6, 12))
+            ids = torch.randint(0, 256, (blank + n,), generator=generator).tolist()
+            logprobs = (-5.5 + 0.3 * torch.randn(n, generator=generator)).tolist()
+            parts = (array("i", ids[:blank]), array("i", ids[blank:]), array("f", logprobs), array("i", [0] * n))
+            turns.append(Turn(*parts, "length" if n == 11 else "stop"))
+        verdict = Verdict("ok", float(torch.randint(0, 2, (1,), generator=generator)))
+        verdict = Verdict("timeout") if (ticket, answer) == (2, 3) else verdict
+        samples.append(Sample(ticket, answer, tuple(turns), verdict))
+    return Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "toy", ""), ticket, tuple(samples))
+
+
+def harvest(world: World, step: int, greedy: bool) -> Collected:
+    """Six groups, dealt over the ranks; the greedy answers only where someone asks for them."""
+    generator = torch.Generator().manual_seed(step)
+    groups = [group(6 * step + i, generator) for i in range(6)]
+    if not greedy:
+        groups = [Group(g.prompt, g.ticket, g.samples[:4]) for g in groups]
+    outcomes = []
+    for g in groups:
+        answers = tuple(answer_outcome(s, g.ticket % world.size, step) for s in g.samples)
+        outcomes.append(Outcome(g.ticket, "toy", None, answers, ""))
+    mine = tuple(g for g in groups if g.ticket % world.size == world.rank)
+    return Collected(step, mine, (), tuple(outcomes), 0.0, 0, 0)
+
+
+def train(world: World, path: str) -> dict[str, dict[str, float]]:
+    """One step of each case. Rank 0 saves the optimizer's first moments, which are sums of both updates' gradients."""
+    metrics = {}
+    for name, overrides in CASES.items():
+        cfg = settings(path, *overrides)
+        roles = build_roles(cfg, world)
+        learner = Learner(cfg, *roles, world)
+        batches = learner.prepare(harvest(world, 1, cfg.algorithm.uses_greedy))
+        for batch in batches:
+            batch.old_logprobs += 0.4 * torch.sin(batch.token_ids.float() + batch.position_ids) * batch.loss_mask
+        metrics[name] = learner.update(batches)
+        wholes = {}
+        for role in filter(None, (roles.policy, roles.critic)):
+            moments = role.state_dict()["optimizer"].items()
+            wholes |= {f"{len(wholes)} {key}": m.full_tensor() for key, m in moments if key.endswith("exp_avg")}
+        if world.rank == 0:
+            torch.save(wholes, Path(path) / f"{name}-{world.size}.pt")
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def by_size(tmp_path_factory):
+    """Metrics of each case and the directory of the moments, at each world size."""
+    path = tmp_path_factory.mktemp("recipes")
+    tiny("qwen2", path / "model")
+    tiny("qwen2", path / "other", seed=1)
+    return path, {size: run_ranks(size, train, str(path), timeout=280) for size in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_the_same_at_every_world_size(by_size, name: str) -> None:
+    path, results = by_size
+    wanted = torch.load(path / f"{name}-1.pt")
+    assert all(float(m.norm()) > 0 for m in wanted.values())
+    for size in (2, 4):
+        got = torch.load(path / f"{name}-{size}.pt")
+        errors = {key: float((got[key] - m).norm() / m.norm()) for key, m in wanted.items()}
+        assert max(errors.values()) < 1e-5, (size, max(errors.items(), key=lambda item: item[1]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_report_the_same(by_size, name: str) -> None:
+    _, results = by_size
+    reference = results[1][0][name]
+    for size in (2, 4):
+        ranks = [metrics[name] for metrics in results[size]]
+        assert all(metrics == ranks[0] for metrics in ranks)
+        for key in set(reference) - {"actor/balance", "actor/backward_steps", "critic/backward_steps"}:
+            assert ranks[0][key] == pytest.approx(reference[key], rel=1e-4, abs=1e-6), key
+
+
+def test_each_recipe_is_another_one(by_size) -> None:
+    path, _ = by_size
+    prints = {name: float(torch.cat([m.flatten() for m in torch.load(path / f"{name}-1.pt").values()]).norm())
+              for name in CASES}  # fmt: skip
+    for a in CASES:
+        same = [b for b in CASES if a < b and abs(prints[a] / prints[b] - 1) < 1e-6]
+        assert not same, (a, same)

@@ -1,0 +1,94 @@
+"""The partition against brute force and plain dealing, and as a property: every sample once, no matter how they tie."""
+
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.learn.balance import assign, partition, workload
+
+
+def loads(costs, num_parts) -> list[int]:
+    """Sum of each part."""
+    sums = [0] * num_parts
+    for cost, part in zip(costs, partition(costs, num_parts), strict=True):
+        sums[part] += cost
+    return sums
+
+
+def heaviest_by_hand(costs, num_parts) -> int:
+    """The lightest heaviest part of all partitions there are."""
+    best = sum(costs)
+    for parts in product(range(num_parts), repeat=len(costs)):
+        best = min(
+            best, max(sum(c for c, p in zip(costs, parts, strict=True) if p == part) for part in range(num_parts))
+        )
+    return best
+
+
+@given(costs=st.lists(st.integers(1, 60), max_size=7), num_parts=st.integers(1, 4))
+def test_close_to_the_best_partition_there_is(costs, num_parts) -> None:
+    """Within the bound that is proven for this method (Michiels et al., ISAAC 2003)."""
+    best = heaviest_by_hand(costs, num_parts)
+    assert best <= max(loads(costs, num_parts)) <= (4 / 3 - 1 / (3 * num_parts)) * best
+
+
+def test_the_example_of_karmarkar_and_karp() -> None:
+    """Differences of 8, 7, 6, 5, 4 over two parts leave 2, where greedy leaves 4."""
+    assert sorted(loads([8, 7, 6, 5, 4], 2)) == [14, 16]
+
+
+@given(costs=st.lists(st.integers(1, 10**12), max_size=60), num_parts=st.integers(1, 9))
+def test_every_item_once_and_parts_in_the_order_of_their_first_item(costs, num_parts) -> None:
+    parts = partition(costs, num_parts)
+    assert len(parts) == len(costs)
+    firsts = list(dict.fromkeys(parts))
+    assert firsts == list(range(len(firsts))) and len(firsts) <= num_parts
+    if len(costs) <= num_parts:
+        assert len(firsts) == len(costs)  # nobody waits while another has two
+    total, longest = sum(costs), max(costs, default=0)
+    assert max(loads(costs, num_parts)) <= total / num_parts + longest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_tail_is_spread_better_than_by_dealing(seed: int) -> None:
+    draw = Random(seed)
+    costs = [workload(int(draw.lognormvariate(6, 1)) + 1, 576) for _ in range(64)]
+    dealt = max(sum(costs[part::8]) for part in range(8))
+    floor = max(sum(costs) / 8, max(costs))  # a single sample cannot be cut
+    assert max(loads(costs, 8)) <= 1.01 * floor < dealt
+
+
+@pytest.mark.parametrize(("length", "times"), [(24576, 2.0), (10 * 24576, 11.0)])
+def test_attention_counts(length: int, times: float) -> None:
+    """At width 2048 a sequence of 24,576 tokens costs as much in attention as in all else."""
+    assert workload(length, 2048) == pytest.approx(times * 24576 * length)
+
+
+def test_tickets_stay_whole_where_that_is_faster_and_are_split_where_ranks_would_idle() -> None:
+    samples = [(ticket, 40, 40 + 12) for ticket in range(8) for _ in range(8)]
+    ranks, loads = assign(samples, 2, 576)
+    assert all(len({r for r, (t, _, _) in zip(ranks, samples, strict=True) if t == ticket}) == 1 for ticket in range(8))
+    assert loads[0] == loads[1] == 4 * (8 * workload(52, 576) - 7 * workload(40, 576))
+    ranks, loads = assign(samples[:16], 8, 576)  # two tickets, eight ranks
+    assert sorted(ranks.count(rank) for rank in range(8)) == [2] * 8
+    assert max(loads) < 8 * workload(52, 576) - 7 * workload(40, 576)
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.integers(1, 50)), max_size=40),
+    num_ranks=st.integers(1, 5),
+)
+def test_loads_are_what_the_ranks_compute(samples, num_ranks) -> None:
+    prompts = {ticket: prompt for ticket, prompt, _ in samples}
+    samples = sorted((ticket, prompts[ticket], prompts[ticket] + rest) for ticket, _, rest in samples)
+    ranks, loads = assign(samples, num_ranks, 64)
+    for rank in range(num_ranks):
+        mine = [item for item, r in zip(samples, ranks, strict=True) if r == rank]
+        shared = sum(
+            (len([1 for t, _, _ in mine if t == ticket]) - 1) * workload(prompts[ticket], 64)
+            for ticket in {t for t, _, _ in mine}
+        )
+        assert loads[rank] == sum(workload(total, 64) for _, _, total in mine) - shared

@@ -1,0 +1,106 @@
+"""A hundred thousand frames that nobody would send: an error or nothing comes back, and nothing grows."""
+
+import asyncio
+import random
+import resource
+import time
+
+import pytest
+import zmq
+
+from spmd_rl import sidecar, wire
+from spmd_rl.types import AnswerInfo, Verdict
+from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
+
+CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
+FRAMES = 100_000
+GROWTH = 16 << 20
+
+
+@pytest.fixture
+def node(monkeypatch):
+    yield from private_node(monkeypatch)
+
+
+def valid_frames() -> list[bytes]:
+    question = wire.pack(wire.Question(prompt(), "answer", AnswerInfo(3, "stop")))
+    verdict = Verdict("ok", 0.5, {"a": 1.0}, "d")
+    pool = wire.Pool("a:B", {"x": [1, {"y": None}]}, 2)
+    messages = [
+        *(
+            wire.Ping(),
+            wire.Pong("h", {"a": 1}),
+            wire.Drop([1, 2]),
+            wire.Error("e"),
+            wire.Started(1),
+            wire.Ready("each"),
+        ),
+        *(wire.Failed("f"), wire.Start(1, "ipc://x", {"a": pool}), wire.Warm(1, "a", pool)),
+        wire.Scores([wire.Score(1, "toy", 1.0, question)] * 3),
+        wire.Verdicts([wire.Judged(1, verdict)]),
+        wire.Work([wire.Job(1, 1.0, question)]),
+        wire.Done(1, wire.pack(verdict)),
+    ]
+    return [wire.encode(message) for message in messages]
+
+
+def fuzzed(seed: int, count: int):
+    """Random bytes, and valid frames with bytes changed, cut out, doubled, or lengths that lie."""
+    rng, valid = random.Random(seed), valid_frames()
+    for _ in range(count):
+        kind = rng.randrange(5)
+        frame = bytearray(rng.choice(valid))
+        if kind == 0:
+            frame = bytearray(bytes([wire.VERSION]) * rng.randrange(2) + rng.randbytes(rng.randrange(200)))
+        elif kind == 1:
+            for _ in range(rng.randrange(1, 5)):
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+        elif kind == 2:
+            at = rng.randrange(len(frame))
+            del frame[at : at + rng.randrange(1, 9)]
+        elif kind == 3:
+            at = rng.randrange(1, len(frame) + 1)
+            frame[at:at] = rng.choice(valid)[1:]
+        else:
+            at = rng.randrange(1, len(frame))
+            frame[at : at + 1] = rng.choice([b"\xdd\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xdf\xff\xff\xff\xff"])
+        yield bytes(frame)
+
+
+def test_codecs():
+    refused = 0
+    for i, frame in enumerate(fuzzed(1, FRAMES)):
+        if i == FRAMES // 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            CODECS[i % len(CODECS)].decode(frame)
+        except wire.WireError:
+            refused += 1
+    assert refused > FRAMES // 2
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < GROWTH
+
+
+@pytest.mark.parametrize("count", [5_000, pytest.param(FRAMES, marks=pytest.mark.slow)])
+def test_a_host_lives_on(node, count):
+    with sidecar.connect(rewards("Number", workers=1), node) as scorer:
+        host = host_of(scorer)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.setsockopt(zmq.RCVTIMEO, 10_000)
+            stranger.connect(node.address)
+            errors, before = 0, 0
+            for i, frame in enumerate(fuzzed(2, count)):
+                if i == count // 10:
+                    before = host.memory_info().rss
+                stranger.send(frame)
+                while stranger.poll(0):
+                    errors += isinstance(wire.TO_CLIENT.decode(stranger.recv()), wire.Error)
+            stranger.send(wire.encode(wire.Ping()))
+            while not isinstance(reply := wire.TO_CLIENT.decode(stranger.recv()), wire.Pong):
+                errors += isinstance(reply, wire.Error)
+            assert errors > count // 2
+            time.sleep(0.1)
+            assert host.is_running() and host.memory_info().rss - before < GROWTH
+        answers = [f"answer {i}" for i in range(50)]
+        assert asyncio.run(ask(scorer, answers)) == numbers(answers)
+        assert host_of(scorer).pid == host.pid
