@@ -1,8 +1,9 @@
 """Mathematics: is the final answer equal to the ground truth? Compared symbolically by the math-verify library.
 
 The final answer is the last `\\boxed{...}` after the last think block, or else the last line (`#### 18`, `so x = 3/4`).
-Integers, decimals, fractions, expressions, sets and intervals; units and prose around a number on the last line are
-fine. Leaves out partial credit, and ground truths that are not mathematics.
+Integers, decimals, fractions, percentages, expressions, equations, sets, intervals, yes and no. A unit, or a word after
+a number, may be missing on one side, but two units must be the same; none is converted. Plain numbers and equal texts
+are compared at once, what the library cannot read (`\\mathbb{Z}_8`) as text. Leaves out partial credit.
 
     reward.math.target=rewards.math_verify:MathReward
 """
@@ -11,15 +12,54 @@ import logging
 import re
 import signal
 import threading
+from cmath import isfinite
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
-from math_verify import parse, verify
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Derivative, Expr, Float, Symbol
+from sympy.concrete.expr_with_limits import ExprWithLimits
+from sympy.core.function import AppliedUndef
 
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off; ours is on
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limits are off; ours is on
+# Units are ours to see: the library takes the `m` of m^n - m and the `t` of sec t for some. And of a bare text it must
+# read all or nothing: by default it takes any number out of what it cannot read.
+PLAIN = NormalizationConfig(True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False)
+BARE = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=PLAIN),)
+
+MAX_CHARS = 500
+"""Longer than this, and than twice the truth, is no final answer, and would take too long to read."""
+WORDS = frozenset({"yes", "no", "true", "false"})
+NO_UNITS = re.compile(
+    r"\b(and|or|if|mod|where|when|for|with|is|to|pi|sin|cos|tan|cot|sec|csc|log|exp|sqrt|choose|times|over|percent|"
+    r"dozen|hundred|thousand|million|billion|trillion|half|third|quarter)s?\b"
+)
+"""Words after a number that change its value or say that it is not all."""
+UNITS = {
+    "m": "meter metre", "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
+    "g": "gram", "kg": "kilogram", "s": "second sec", "h": "hour hr", "min": "minute", "ft": "feet foot",
+    "in": "inch inche", "l": "liter litre", "lb": "pound", "^\\circ": "degree",
+}  # fmt: skip
+SHORT = {long: short for short, names in UNITS.items() for long in names.split()}
+WRAP = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s*\{([^{}]*)\}")
+SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
+DELIMITERS = re.compile(r"\\[\[\]()]|\\?\$|^\*\*|\*\*$|^#+|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
+NUMBER = r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})"
+SIMPLE = re.compile(rf"({NUMBER}|[-+]?\d{{1,40}}/\d{{1,40}})|([-+]?)\\frac\{{(-?\d{{1,40}})\}}\{{(\d{{1,40}})\}}")
+WORD_UNIT = re.compile(rf"(?P<core>{NUMBER}) (?P<unit>[A-Za-z]{{2,}}(?: [A-Za-z]+)*)(?P<power>\^\S+)?")
+TEXT_UNIT = re.compile(
+    r"(?P<core>.*[\w})])\\(?:text|mathrm|textrm|mbox)\{\s*(?P<unit>[A-Za-z]+(?:[ /.][A-Za-z]+)*)\s*\}(?P<power>\^\S+)?"
+)
+PROSE = re.compile(r"[A-Za-z]{2,} [A-Za-z]")
+ASSIGNED = re.compile(r"\\?[A-Za-z]\w*(?:\([a-z]\))?=([^=]+)")
+LEAD = re.compile(r".*\banswer\b.*?(?:\bis\b|\bare\b|:)[\s:*]*(?=\S)", re.IGNORECASE)
+DISPLAY = re.compile(r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)+?)(?:\\\]|\$\$)\.?\s*\Z", re.DOTALL)
 
 
 class MathReward:
@@ -28,21 +68,38 @@ class MathReward:
     def __init__(self, seconds: float = 5.0) -> None:
         """`seconds`: limit of one comparison, some of which would never end; beyond it the verdict is `timeout`."""
         self._seconds = seconds
-        self._gold = lru_cache(maxsize=4096)(parse_final)  # the answers of a group share theirs
+        self._read = lru_cache(maxsize=4096)(read)  # the answers of a group share their truth, and often more
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Compare the final answer with `prompt.ground_truth`. An error if that cannot be parsed."""
+        """Compare the final answer with `prompt.ground_truth`. An error if that holds nothing to compare with."""
+        truth = prompt.ground_truth
+        if not re.search(r"\w|\\", truth):
+            raise ValueError(f"ground truth {truth!r} is not mathematics")
         final, boxed = final_answer(answer)
-        try:
-            with time_limit(self._seconds):
-                if not (gold := self._gold(prompt.ground_truth, True)):
-                    raise ValueError(f"ground truth {prompt.ground_truth!r} is not mathematics")
-                parsed = parse_final(final, boxed)
-                equal = bool(parsed) and verify(gold, parsed, timeout_seconds=None)
-        except TimeUp:
-            return Verdict("timeout", detail=f"not compared within {self._seconds:g} s")
-        parts = {"correct": float(equal), "boxed": float(boxed)}
-        return Verdict("ok" if parsed else "wrong_format", float(equal), parts)
+        equal = quick(truth, final)
+        if equal is None:
+            if len(final) > max(MAX_CHARS, 2 * len(truth)):
+                return Verdict("wrong_format", 0.0, {"correct": 0.0, "boxed": float(boxed)})
+            try:
+                with time_limit(self._seconds):
+                    equal = self._compare(truth, final, boxed)
+            except TimeUp:
+                return Verdict("timeout", detail=f"not compared within {self._seconds:g} s")
+        parts = {"correct": float(equal or False), "boxed": float(boxed)}
+        return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts)
+
+    def _compare(self, truth: str, final: str, boxed: bool) -> bool | None:
+        """By the library; None if there is no mathematics in the answer."""
+        (truth, unit), (bare, other) = split_unit(tidy(truth)), split_unit(tidy(final))
+        gold = self._read(truth, True)
+        mine = gold and (boxed or not PROSE.search(bare)) and self._read(bare, True)
+        if gold and not mine and not boxed:
+            mine, other = self._read(final, False), ""
+        if not final or (gold and not mine):
+            return None
+        if not mine or not fit(unit, other) or differ(gold[0], mine[0]):
+            return False
+        return verify(gold, mine, allow_set_relation_comp=True, timeout_seconds=None)
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
@@ -54,7 +111,12 @@ class MathReward:
             ("18", "First \\boxed{17}, no: \\boxed{18}.\nHope that helps!", 1.0),
             ("1/2", "\\boxed{\\frac{2}{4}}", 1.0),
             ("{1, 2, 3}", "\\boxed{\\{3, 1, 2\\}}", 1.0),
+            ("(0, 1]", "\\boxed{[0, 1]}", 0.0),
             ("(x+1)^2", "$x^2 + 2x + 1$", 1.0),
+            ("5 \\text{ km}", "\\boxed{5}", 1.0),
+            ("5 \\text{ km}", "\\boxed{5 \\text{ m}}", 0.0),
+            ("Yes", "\\boxed{\\text{yes}}", 1.0),
+            ("\\mathbb{Z}_8", "\\boxed{ \\mathbb{Z}_{8} }", 1.0),
             ("18", "I do not know", 0.0),
         ):
             yield Prompt("0" * 32, (Message("user", "?"),), "math", truth), answer, score
@@ -67,7 +129,10 @@ def final_answer(text: str) -> tuple[str, bool]:
         return "", False
     *_, after = text.rpartition("\\boxed{")
     if after == text:
-        return text.strip().rpartition("\n")[2], False
+        display = DISPLAY.search(text[-2 * MAX_CHARS :])
+        last = display[1] if display else text.strip().rpartition("\n")[2]
+        last = re.sub(r"\.?\s*I hope (?:it|this) is correct\.?$", "", last)
+        return (last if len(last) > 2 * MAX_CHARS else LEAD.sub("", last)).strip(), False
     depth = 1
     for end, char in enumerate(after):
         depth += (char == "{") - (char == "}")
@@ -76,10 +141,96 @@ def final_answer(text: str) -> tuple[str, bool]:
     return "", True
 
 
-def parse_final(text: str, is_bare: bool) -> list:
+def quick(truth: str, final: str) -> bool | None:
+    """The verdict where it is plain to see: one text, yes or no, two numbers. None: it takes mathematics."""
+    truth, final = tidy(truth), tidy(final)
+    if not final:
+        return None
+    if truth == final or unwrapped(truth) == unwrapped(final):
+        return True
+    if unwrapped(truth).lower() in WORDS:
+        said = [word.lower() for word in re.findall(r"^[A-Za-z]+|[A-Za-z]+$", unwrapped(final))]
+        return next((word == unwrapped(truth).lower() for word in said if word in WORDS), False)
+    (truth, unit), (final, other) = split_unit(truth), split_unit(final)
+    if ("=" in truth) != ("=" in final):  # x = 5 is 5; but x = 5 is not y = 5
+        truth, final = (match[1] if (match := ASSIGNED.fullmatch(text)) else text for text in (truth, final))
+    gold, mine = number(truth), number(final)
+    if gold is None or mine is None:
+        return None
+    if not fit(unit, other):
+        return False
+    if "%" in (unit, other) and unit != other:  # 25% is 0.25 as well as 25
+        share, plain = (gold, mine) if unit == "%" else (mine, gold)
+        return plain in (share, share / 100)
+    if gold.denominator == mine.denominator == 1 or gold == mine:
+        return gold == mine
+    # One may be the other rounded: the library's to say.
+    return None if abs(gold - mine) < max(abs(gold), abs(mine), 1) / 100 else False
+
+
+def differ(gold: Any, mine: Any) -> bool:
+    """Whether two expressions differ in value at a point: proof enough, and cheaper than failing to simplify."""
+    for part in (gold, mine):
+        if not isinstance(part, Expr) or isinstance(part, Symbol) or part.has(AppliedUndef, ExprWithLimits, Derivative):
+            return False
+    names = sorted({symbol.name for symbol in gold.free_symbols | mine.free_symbols})
+    point = {name: Float(0.6180339887 + 0.1414213562 * place) for place, name in enumerate(names)}
+    try:
+        x, y = (complex(e.subs([(s, point[s.name]) for s in e.free_symbols]).doit().evalf(15)) for e in (gold, mine))
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return False
+    return isfinite(x) and isfinite(y) and abs(x - y) > 1e-4 * max(abs(x), abs(y))
+
+
+def number(text: str) -> Fraction | None:
+    """An integer, decimal or simple fraction as it stands."""
+    if not (match := SIMPLE.fullmatch(text)):
+        return None
+    plain, sign, above, below = match.groups()
+    try:
+        value = Fraction(plain) if plain else Fraction(int(above), int(below))
+    except ZeroDivisionError:
+        return None
+    return -value if sign == "-" else value
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """A tidy text without its unit, and that in one spelling; "" if there is none."""
+    if text.endswith("%"):
+        return text[:-1], "%"
+    match = WORD_UNIT.fullmatch(text) or TEXT_UNIT.fullmatch(text)
+    if not match or NO_UNITS.search(match["unit"].lower()):
+        return text, ""
+    unit = match["unit"] if match["unit"] in UNITS else match["unit"].lower().rstrip("s")
+    return match["core"], SHORT.get(unit, unit) + (match["power"] or "").replace("{", "").replace("}", "")
+
+
+def fit(unit: str, other: str) -> bool:
+    """Whether one of the units is missing or both are the same."""
+    return not unit or not other or unit == other
+
+
+def tidy(text: str) -> str:
+    """The same mathematics without delimiters, spaces and commas that mean nothing, and in one spelling."""
+    text = DELIMITERS.sub("", text.strip().replace("\N{MINUS SIGN}", "-"))
+    text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
+    text = re.sub(r"([\^_])\{(\w|\\circ)\}", r"\1\2", SPACES.sub(" ", text))
+    text = re.sub(r"(?<!\w) | (?!\w)", "", text)
+    text = re.sub(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda m: m[0].replace(",", ""), text)
+    return text.rstrip(".,;") if text.strip(".,;") else text
+
+
+def unwrapped(text: str) -> str:
+    """A tidy text without `\\text{...}` and the like."""
+    return " ".join(WRAP.sub(r" \1 ", text).split())
+
+
+def read(text: str, bare: bool) -> list:
     """What math-verify makes of a bare expression (a box's content, a ground truth) or of a line of prose."""
-    bare = parse(f"\\boxed{{{text}}}", fallback_mode="no_fallback", parsing_timeout=None) if is_bare else []
-    return bare or parse(re.sub(r"^#+\s*", "", text), fallback_mode="no_fallback", parsing_timeout=None)
+    text = re.sub(r"(?<=\d)i\b", " i", text)  # else 2i is twice a variable, and 2 i imaginary
+    if bare:
+        return parse(f"\\boxed{{{text}}}", BARE, fallback_mode="no_fallback", parsing_timeout=None)
+    return parse(re.sub(r"^#+\s*", "", text), fallback_mode="no_fallback", parsing_timeout=None)
 
 
 class TimeUp(BaseException):

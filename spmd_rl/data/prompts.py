@@ -9,13 +9,14 @@ done is the rollout's cursor.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from unicodedata import normalize
 
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.data import reasoning_gym
+from spmd_rl.data.mix import Mix
 from spmd_rl.data.rows import Row, read_rows
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError
@@ -25,13 +26,22 @@ from spmd_rl.types import Message, Prompt
 class Prompts:
     """`train` and `eval` never share a content. `eval` may be empty; whether that matters is the caller's to say."""
 
-    def __init__(self, train: Sequence[Prompt], eval: Sequence[Prompt] = (), num_dropped: int = 0) -> None:
+    def __init__(
+        self,
+        train: Sequence[Prompt],
+        eval: Sequence[Prompt] = (),
+        num_dropped: int = 0,
+        mix: Mapping[str, float] | None = None,
+    ) -> None:
+        """`mix`: relative shares of the domains of `train`. UserError if it does not fit them."""
         assert train, "no training prompt"
-        self.train = tuple(train)
+        self._mix = _fitting(mix, train) if mix else None
+        self.train = tuple(prompt for prompt in train if not mix or mix[prompt.domain] > 0)
         self.eval = tuple(eval)
         self.num_dropped = num_dropped
         """Rows left out: copies of a problem already there, and training rows that also stand in `data.eval`."""
-        self._orders: dict[tuple[int, int], list[int]] = {}
+        self._decks = {domain: _Deck([p for p in self.train if p.domain == domain]) for domain in mix or ()}
+        self._deck = _Deck(self.train)
 
     @classmethod
     def load(cls, cfg: DataConfig) -> "Prompts":
@@ -52,12 +62,19 @@ class Prompts:
         # By hash: the first n of `eval` are then a fair sample, and stay the same ones when the source grows.
         eval = [_dress(held_out[content], content, cfg) for content in sorted(held_out)]
         dressed = [_dress(row, content, cfg) for content, row in train.items()]
-        return cls(dressed, eval, num_rows - len(train) - len(held_out))
+        if unknown := sorted(set(cfg.domains) - {row.domain for row in (*train.values(), *held_out.values())}):
+            raise UserError(f"data.domains: no row has the domain or tag {unknown[0]!r}")
+        return cls(dressed, eval, num_rows - len(train) - len(held_out), cfg.mix)
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
-        """(epoch, prompt) of a ticket: all prompts once an epoch, in an order of the epoch's own, without end."""
-        epoch, place = divmod(ticket, len(self.train))
-        return epoch, self.train[self._order(seed, epoch)[place]]
+        """(epoch, prompt) of a ticket: all prompts once an epoch, in an order of the epoch's own, without end.
+
+        With a mix, each domain has epochs of its own.
+        """
+        if self._mix is None:
+            return self._deck.deal(ticket, seed)
+        domain, place = self._mix.ticket(ticket)
+        return self._decks[domain].deal(place, seed)
 
     def fingerprint(self) -> str:
         """32 hex digits over every prompt in order: what ranks compare, since each has loaded for itself."""
@@ -68,13 +85,37 @@ class Prompts:
         digest.update(b"%d" % len(self.eval))
         return digest.hexdigest()
 
+
+class _Deck:
+    """Prompts, dealt without end: all of them once an epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._orders: dict[tuple[int, int], list[int]] = {}
+
+    def deal(self, number: int, seed: int) -> tuple[int, Prompt]:
+        """(epoch, prompt)"""
+        epoch, place = divmod(number, len(self._prompts))
+        return epoch, self._prompts[self._order(seed, epoch)[place]]
+
     def _order(self, seed: int, epoch: int) -> list[int]:
-        """Indices of `train`, by the hash of (seed, epoch, id)."""
+        """Indices of the prompts, by the hash of (seed, epoch, id)."""
         if (seed, epoch) not in self._orders:
-            keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self.train]
+            keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self._prompts]
             kept = list(self._orders.items())[-1:]  # the epoch before: replicas straddle the border
             self._orders = dict([*kept, ((seed, epoch), sorted(range(len(keys)), key=keys.__getitem__))])
         return self._orders[seed, epoch]
+
+
+def _fitting(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
+    """The mix, if it has a share for each domain and prompts for each share."""
+    domains = {prompt.domain for prompt in train}
+    if strange := sorted(domains - set(mix)):
+        raise UserError(f"data.mix: prompts have domain {strange[0]!r}, which has no share; 0 leaves them out")
+    if empty := sorted(domain for domain, share in mix.items() if share > 0 and domain not in domains):
+        known = ", ".join(sorted(domains))
+        raise UserError(f"data.mix.{empty[0]}: no training prompt has this domain (there are: {known})")
+    return Mix(mix)
 
 
 def content_id(messages: Iterable[Message]) -> str:
@@ -128,4 +169,5 @@ def _dress(row: Row, content: str, cfg: DataConfig) -> Prompt:
         messages = row.problem
     if cfg.system is not None and all(m.role != "system" for m in messages):
         messages = (Message("system", cfg.system), *messages)
-    return Prompt(row.id or content, messages, row.domain, row.ground_truth, row.extra)
+    domain = cfg.domains.get(row.domain, row.domain)
+    return Prompt(row.id or content, messages, domain, row.ground_truth, row.extra)

@@ -16,6 +16,8 @@ from spmd_rl.types import Message
 DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
 """GSM8K ends each worked solution with `#### n`."""
+UNTRUE = ("instruction_id_list", "test", "test_cases")
+"""Rows with one of these (IFEval, HumanEval and KodCode, LiveCodeBench) are judged by it and need no truth."""
 THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
@@ -70,11 +72,24 @@ def parse_row(line: bytes, where: str) -> Row:
         raise _Broken(f"not an object but {_kind(data)}")
     problem = _problem(data)
     ground_truth = _ground_truth(data)
-    domain = _text(data, "domain") if "domain" in data else DEFAULT_DOMAIN
+    domain = _domain(data)
     own_id = data.pop("id", None)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
         raise _Broken(f"`id` is {_kind(own_id)}, not text or a whole number")
+    if own_id is not None and isinstance(tag := data.get("tag"), str):
+        own_id = f"{tag}/{own_id}"  # ROLL counts each source's rows from 1
     return Row(where, problem, ground_truth, domain, None if own_id is None else _whole(str(own_id), "id"), data)
+
+
+def _domain(data: dict[str, Any]) -> str:
+    """`domain`, else ROLL's `tag` (which stays in the row), else what the row is judged by."""
+    if "domain" in data:
+        return _text(data, "domain")
+    if data.get("tag") is not None:
+        return _text(dict(data), "tag")
+    if "instruction_id_list" in data:
+        return "ifeval"
+    return "code" if data.get("test") or data.get("test_cases") else DEFAULT_DOMAIN
 
 
 def _problem(data: dict[str, Any]) -> str | tuple[Message, ...]:
@@ -83,7 +98,8 @@ def _problem(data: dict[str, Any]) -> str | tuple[Message, ...]:
         return _messages(data.pop("messages"))
     for name in ("prompt", "question"):
         if name in data:
-            return _text(data, name)
+            # HumanEval's prompt is the head of the function that its tests call.
+            return _text(dict(data) if "entry_point" in data else data, name)
     raise _Broken("needs `question`, `prompt` or `messages`")
 
 
@@ -113,6 +129,8 @@ def _ground_truth(data: dict[str, Any]) -> str:
     """`ground_truth`, else `answer`, of which only what follows a last `####` counts; the whole stays in the row."""
     name = "ground_truth" if "ground_truth" in data else "answer"
     if name not in data:
+        if any(data.get(key) for key in UNTRUE):
+            return ""
         raise _Broken("needs `ground_truth` or `answer`")
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):

@@ -1,0 +1,71 @@
+"""Multiple choice: is the letter the right one? `ground_truth` is a letter, or several (`AC`, `A, C`).
+
+The letter stands in the last box, or after `answer is`, `answer:`, `option` or `choice`, or alone at the start of the
+last line; only capitals count outside a box. With `extra["choices"]`, a list of texts, the right text alone is as good.
+Leaves out guesses: an answer in which no letter is the answer is `wrong_format`.
+
+    reward.choice.target=rewards.choice:ChoiceReward
+"""
+
+import re
+from collections.abc import Iterator
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+LETTERS = "ABCDEFGHIJ"
+ONE = r"\(?\b(?:[B-HJ]|[AI](?! (?!and\b|or\b|because\b|since\b|as\b|is\b)[a-z]))\b(?!')\)?"
+"""`A city` and `I think` are not letters."""
+SEVERAL = rf"{ONE}(?:(?: ?, ?| ?& ?|,? and |,? or ){ONE})*"
+NAMED = r"(?i:answer|option|choice)(?i:s?)(?: (?i:letters?))?(?: (?i:is|are|would be))?"
+SAID = re.compile(rf"\b{NAMED}\s*[:=]?[\s*\"'$\\(]*(?:(?i:option|choice) )?({SEVERAL})")
+ALONE = re.compile(rf"[\s*\"'$#]*({SEVERAL})(?:[.):*\"'$\s]|$)")
+WRAP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|rm|bf)\b|[{}$\\]")
+
+
+class ChoiceReward:
+    """1.0 for exactly the right letters, else 0.0; `wrong_format` (0.0) if none is given."""
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Compare the letters of the answer with `prompt.ground_truth`. An error if that has none."""
+        truth = prompt.ground_truth.upper()
+        gold = set(re.findall(rf"[{LETTERS}]", truth))
+        if not gold or re.search(rf"[^{LETTERS}\s,()&.]", truth):
+            raise ValueError(f"ground truth {prompt.ground_truth!r} is not a letter from {LETTERS[0]} to {LETTERS[-1]}")
+        chosen = letters(answer, tuple(map(str, prompt.extra.get("choices", ()))))
+        correct = float(chosen == gold)
+        return Verdict("ok" if chosen else "wrong_format", correct, {"correct": correct})
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with their scores."""
+        for truth, answer, score in (
+            ("B", "\\boxed{B}", 1.0),
+            ("(B)", "Not A. So \\boxed{\\text{(B) Paris}}.", 1.0),
+            ("B", "It is hot.\nThe answer is (B), not (A).", 1.0),
+            ("B", "<think>The answer is B.</think>**Answer: A**", 0.0),
+            ("B", "B. Paris", 1.0),
+            ("AC", "The answers are A and C.", 1.0),
+            ("AC", "\\boxed{A}", 0.0),
+            ("B", "Paris, the capital of France", 1.0),
+            ("A", "A city in France", 0.0),
+        ):
+            extra = {"choices": ["Rome", "Paris, the capital of France"]}
+            yield Prompt("0" * 32, (Message("user", "?"),), "choice", truth, extra), answer, score
+
+
+def letters(answer: str, choices: tuple[str, ...] = ()) -> set[str]:
+    """The letters an answer gives; empty if thinking never ended or none is given."""
+    *_, text = answer.rpartition("</think>")
+    if "<think>" in text:
+        return set()
+    boxes = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    final = WRAP.sub("", boxes[-1]).strip() if boxes else text.strip().rpartition("\n")[2].strip()
+    for place, choice in enumerate(choices[: len(LETTERS)]):
+        if final.strip("*. ").casefold() == choice.strip("*. ").casefold():
+            return {LETTERS[place]}
+    if boxes:
+        compact = re.fullmatch(rf"[{LETTERS}{LETTERS.lower()}]+", final)
+        found = compact or ALONE.match(final) or SAID.match(final)
+        return set(re.findall(rf"[{LETTERS}]", found[0].upper() if compact else found[1])) if found else set()
+    found = [*SAID.finditer(text)][-1:] or [match for match in [ALONE.match(final)] if match]
+    return set(re.findall(rf"[{LETTERS}]", found[0][1])) if found else set()

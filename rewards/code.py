@@ -1,0 +1,155 @@
+"""Code: does the program in the answer pass the problem's tests? It runs in the sandbox, never in this process.
+
+The program is the last fenced Python block after the last think block. `prompt.extra` says what is tested:
+
+| shape | keys |
+|---|---|
+| HumanEval | `test` (defines `check`), `entry_point`, `prompt` (what stands before the answer) |
+| KodCode | `test`: pytest-style functions, which import `from solution` |
+| asserts | `case_type` `assert`, `pytest`, `check_based`; `test_cases`: `[{"assert_code": ..., "entry_point": ...}]` |
+| stdin and stdout | `test_cases`: `[{"stdin": ..., "expected_stdout": ...}]` (or `input`, `output`) |
+| function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
+
+A program that runs too long, prints too much or crashes is wrong: 0.0. One that waits without end while it hardly uses
+the processor is a `timeout`, since a crowded machine looks the same. Leaves out other languages, and libraries beyond
+Python's own.
+
+    reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, RunLimits, Sandbox, Verdict
+
+
+class CodeReward:
+    """1.0 if all tests pass, else 0.0, or with `partial` the share that does; `wrong_format` without a program."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        partial: bool = False,
+        seconds: int = 4,
+        total_seconds: float = 9.0,
+        memory_mb: int = 512,
+    ) -> None:
+        """`seconds`: processor time for one program (all its tests, or one input). `total_seconds`: wall time for the
+        answer; `reward.<domain>.timeout` must be longer."""
+        self._sandbox = sandbox
+        self._partial = partial
+        self._limits = RunLimits(cpu_seconds=seconds, wall_seconds=total_seconds, memory_bytes=memory_mb << 20)
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Run the program against its tests. An error if the row has none, or if they are at fault."""
+        if (code := program(answer)) is None:
+            return Verdict("wrong_format", 0.0, {"passed": 0.0})
+        if pairs := stdin_cases(prompt.extra):
+            passed = self._run(code, pairs)
+        else:
+            tests, prelude, entry = test_sources(prompt.extra, code)
+            passed = list(self._sandbox.check(code, tests, prelude, entry, self._limits).passed)
+        if not passed:
+            return Verdict("timeout", detail=f"not through after {self._limits.wall_seconds:g} s")
+        share = sum(passed) / len(passed)
+        return Verdict("ok", share if self._partial else float(share == 1.0), {"passed": share})
+
+    def _run(self, code: str, pairs: list[tuple[str, str]]) -> list[bool]:
+        """Which inputs give the right output; those after the first endless one count as wrong. Empty: no time left."""
+        passed, end = [False] * len(pairs), time.monotonic() + self._limits.wall_seconds
+        for i, (stdin, expected) in enumerate(pairs):
+            limits = replace(self._limits, wall_seconds=max(0.1, end - time.monotonic()))
+            result = self._sandbox.run(code, stdin, limits)
+            if result.end == "wall":
+                return []
+            passed[i] = result.end == "exit" and result.code == 0 and same_output(result.stdout, expected)
+            if result.end == "cpu" or not (passed[i] or self._partial):
+                break
+        return passed
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with their scores, in each shape."""
+        right, wrong = (f"Here:\n```python\ndef add(a, b):\n    return a {sign} b\n```" for sign in "+-")
+        echo = "<think>```python\n1\n```</think>\n```python\nprint(sum(map(int, input().split())))\n```"
+        calls = [{"stdin": "[1]\n[2]", "expected_stdout": "[1, 2]"}, {"stdin": "1\n2", "expected_stdout": "3"}]
+        human = {"prompt": "def add(a, b):\n    ''' Sum. '''\n", "entry_point": "add"}
+        for extra, answer, score in (
+            (human | {"test": "def check(candidate):\n    assert candidate(1, 2) == 3"}, right, 1.0),
+            (human | {"test": "def check(candidate):\n    assert candidate(1, 2) == 3"}, wrong, 0.0),
+            ({"test": "from solution import add\ndef test_add():\n    assert add(1, 2) == 3"}, right, 1.0),
+            ({"case_type": "assert", "test_cases": [{"assert_code": "assert add(2, 2) == 4"}]}, wrong, 0.0),
+            ({"case_type": "input", "test_cases": '[{"stdin": "1 2", "expected_stdout": "3.0"}]'}, echo, 1.0),
+            ({"case_type": "input", "test_cases": [{"input": "1 2", "output": "4"}]}, echo, 0.0),
+            ({"test_case_function": "add", "test_cases": calls}, right, 1.0),
+            ({"test_case_function": "add", "test_cases": calls}, "I would add them.", 0.0),
+        ):
+            yield Prompt("0" * 32, (Message("user", "?"),), "code", "", extra), answer, score
+
+
+def program(answer: str) -> str | None:
+    """The last block fenced as Python after the last think block, or else the last without a language."""
+    parts = answer.rpartition("</think>")[2].split("```")
+    blocks = [part.partition("\n") for part in parts[1:-1:2]]
+    for languages in (("python", "py", "python3"), ("",)):
+        if found := [code for language, _, code in blocks if language.strip().lower() in languages]:
+            return found[-1]
+    return None
+
+
+def _cases(extra: Mapping[str, Any]) -> tuple[list[Any], str]:
+    cases, function = extra.get("test_cases", ()), extra.get("test_case_function") or ""
+    return list(json.loads(cases) if isinstance(cases, str) else cases), "" if function == "None" else function
+
+
+def stdin_cases(extra: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(input, output) pairs, if the row is of that shape."""
+    cases, function = _cases(extra)
+    if "test" in extra or function or extra.get("case_type", "input") in ("assert", "pytest", "check_based"):
+        return []
+    return [(case.get("stdin", case.get("input")), case.get("expected_stdout", case.get("output"))) for case in cases]
+
+
+def test_sources(extra: Mapping[str, Any], code: str) -> tuple[list[str], str, str]:
+    """(tests, prelude, entry) as `Sandbox.check` takes them."""
+    cases, function = _cases(extra)
+    if "test" in extra:
+        cases, prelude = [extra], extra.get("prompt", "") if extra.get("entry_point") else ""
+    elif function:
+        call = f"Solution().{function}" if re.search(r"^class Solution\b", code, re.MULTILINE) else function
+        sources = []
+        for case in cases:
+            lines = case.get("stdin", case.get("input")).strip().split("\n")
+            expected = json.loads(case.get("expected_stdout", case.get("output")))
+            sources.append(f"assert same({call}(*{[json.loads(line) for line in lines]!r}), {expected!r})")
+        return sources, "", "" if "." in call else call
+    else:
+        cases = [case if isinstance(case, dict) else {"assert_code": case} for case in cases]
+        prelude = cases[0].get("import_prefix", "") if cases else ""
+    sources, entry = [], cases[0].get("entry_point", "") if cases else ""
+    for case in cases:
+        source = case["test"] if "test" in case else case["assert_code"]
+        sources.append(f"{source}\ncheck({entry})" if entry and "def check(" in source else source)
+    return sources, prelude, entry
+
+
+def same_output(actual: str, expected: str) -> bool:
+    """Line by line equal but for space at the ends; numbers may be written otherwise (`3.0` for `3`)."""
+    left, right = ([line.split() for line in text.strip().split("\n")] for text in (actual, expected))
+    return len(left) == len(right) and all(
+        len(a) == len(b) and all(x == y or _number(x) == _number(y) is not None for x, y in zip(a, b, strict=True))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _number(word: str) -> Decimal | None:
+    try:
+        number = Decimal(word[:100])
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() and len(word) <= 100 else None

@@ -1,0 +1,81 @@
+"""Several rewarders as one: the weighted sum of their scores.
+
+A part is any rewarder, with `target`, `args` and `weight` (default 1). Its score becomes `parts["<part>"]`, and its own
+parts `parts["<part>.<term>"]`. If a part fails (`timeout`, `error`, `rejected`), the whole is that failure and never a
+lower score. Parts are asked in their order, and none after one that failed: put a costly one last.
+
+    reward.math.target=rewards.composite:CompositeReward
+    reward.math.args.parts.correct={target: rewards.math_verify:MathReward}
+    reward.math.args.parts.form={target: rewards.format:FormatReward, args: {form: boxed}, weight: 0.1}
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+
+class CompositeReward:
+    """`wrong_format` if a part says so, else `ok`; the score is the sum of weight times score of the parts."""
+
+    def __init__(
+        self, parts: Mapping[str, Mapping[str, Any]], services: Mapping[str, Callable[[], Any]] | None = None
+    ) -> None:
+        """`parts`: by name, `{target: module:Class, args: {...}, weight: 1.0}`. `services`: made for parts that ask."""
+        if not parts:
+            raise ValueError("parts: there must be at least one")
+        self._parts = {name: build(name, part, services or {}) for name, part in parts.items()}
+        self._weights = {name: float(part.get("weight", 1.0)) for name, part in parts.items()}
+        if not any(inspect.iscoroutinefunction(part.score) for part in self._parts.values()):
+            self.score = self._score_now  # without one that waits, answers are better judged one by one
+
+    async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Ask the parts, each with the same answer."""
+        verdicts = {}
+        for name, part in self._parts.items():
+            verdict = part.score(prompt, answer, info)
+            verdicts[name] = await verdict if inspect.isawaitable(verdict) else verdict
+            if not verdicts[name].scored:
+                break
+        return self._sum(verdicts)
+
+    def _score_now(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """The same where no part is `async`."""
+        verdicts = {}
+        for name, part in self._parts.items():
+            verdicts[name] = part.score(prompt, answer, info)
+            if not verdicts[name].scored:
+                break
+        return self._sum(verdicts)
+
+    def _sum(self, verdicts: Mapping[str, Verdict]) -> Verdict:
+        terms: dict[str, float] = {}
+        for name, verdict in verdicts.items():
+            if not verdict.scored:
+                return Verdict(verdict.status, detail=f"{name}: {verdict.detail}")
+            terms |= {name: verdict.score} | {f"{name}.{term}": value for term, value in verdict.parts.items()}
+        status = "wrong_format" if any(v.status == "wrong_format" for v in verdicts.values()) else "ok"
+        return Verdict(status, sum(self._weights[name] * v.score for name, v in verdicts.items()), terms)
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """For the parts at the top of this file."""
+        for answer, score in (("\\boxed{4}", 1.1), ("4", 1.0), ("\\boxed{5}", 0.1), ("5", 0.0)):
+            yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "composite", "4"), answer, score
+
+
+def build(name: str, part: Mapping[str, Any], services: Mapping[str, Callable[[], Any]]) -> Any:
+    """The rewarder of a part. ValueError for a key that means nothing, a target that cannot be had or cannot score."""
+    if unknown := set(part) - {"target", "args", "weight"}:
+        raise ValueError(f"parts.{name}.{min(unknown)}: known are target, args and weight")
+    module, _, class_name = str(part.get("target", "")).partition(":")
+    if not module or not class_name:
+        raise ValueError(f"parts.{name}.target: must be module:Class, not {part.get('target')!r}")
+    constructor = getattr(importlib.import_module(module), class_name, None)
+    if not hasattr(constructor, "score"):
+        raise ValueError(f"parts.{name}.target: {module} has no class {class_name} with a `score`")
+    wanted = [key for key in inspect.signature(constructor).parameters if key in services]
+    args = part.get("args") or {}
+    return constructor(**{key: services[key]() for key in wanted if key not in args}, **args)

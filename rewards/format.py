@@ -1,0 +1,46 @@
+"""The form of an answer, as a term of a reward: 1.0 for an answer that matches a pattern from end to end, else 0.0.
+
+reward.math.target=rewards.composite:CompositeReward
+reward.math.args.parts.form={target: rewards.format:FormatReward, args: {form: think_answer}, weight: 0.2}
+"""
+
+import re
+from collections.abc import Iterator
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+TEXT = r"(?:(?!</?think>|</?answer>).)*"
+"""Anything but another tag."""
+FORMS = {
+    "boxed": r".*\\boxed\s*\{.+\}.*",
+    "think": rf"\s*<think>{TEXT}</think>\s*\S{TEXT}",
+    "think_boxed": rf"\s*<think>{TEXT}</think>{TEXT}\\boxed\s*\{{.+\}}{TEXT}",
+    "think_answer": rf"\s*<think>{TEXT}</think>\s*<answer>{TEXT}</answer>\s*",
+    "answer": rf"{TEXT}<answer>{TEXT}</answer>\s*",
+}
+
+
+class FormatReward:
+    """1.0 or 0.0; both are `ok`, since the form is all that is asked about."""
+
+    def __init__(self, form: str = "think_answer", pattern: str | None = None) -> None:
+        """`form`: a name in `FORMS`. `pattern`: a regular expression instead, in which `.` is any character."""
+        if pattern is None and form not in FORMS:
+            raise ValueError(f"form={form}: known are {', '.join(FORMS)}")
+        self._pattern = re.compile(FORMS[form] if pattern is None else pattern, re.DOTALL)
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Match the whole answer."""
+        score = float(self._pattern.fullmatch(answer) is not None)
+        return Verdict("ok", score, {"well_formed": score})
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with their scores."""
+        for answer, score in (
+            ("<think>2 + 2</think>\n<answer>4</answer>", 1.0),
+            ("<think>2 + 2</think>4", 0.0),
+            ("<answer>4</answer>", 0.0),
+            ("<think><think>2 + 2</think><answer>4</answer>", 0.0),
+        ):
+            yield Prompt("0" * 32, (Message("user", "?"),), "format", ""), answer, score

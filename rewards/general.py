@@ -1,0 +1,126 @@
+"""Short open answers: is the final one the ground truth, word for word or nearly?
+
+The final answer is the last box, `<answer>` tag or what follows the last `answer is`, after the last think block, or
+else the last line. `match` says how it is compared: `exact`, `normalised` (case, punctuation and articles aside), `f1`
+(of words) or `rouge_l` (longest common subsequence of words, F measure); `grade` what a match is worth:
+
+| grade | right, marked | right | marked | neither |
+|---|---|---|---|---|
+| `match` | 0 to 1, as the match has it | | | |
+| `loose` | 1 | 1 | -1 | -1 |
+| `soft` | 1 | 0.5 | -0.5 | -1 |
+| `strict` | 1 | -1 | -1 | -1 |
+
+Right is a match of at least `threshold`, marked an answer in a box, a tag or after `answer is`. Normalisation and F1:
+Rajpurkar et al. 2016 (SQuAD), section 6.1; ROUGE-L: Lin 2004, section 3.1; grades in the manner of CrossThink.
+Leaves out meaning: for that there is `judge`.
+
+    reward.general.target=rewards.general:GeneralReward reward.general.args.match=f1
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+MAX_WORDS = 500
+"""Of a longer text only so many words at the end are compared."""
+MARKED = re.compile(
+    r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}|<answer>(.*?)</answer>|\banswer\s*(?:is|:)[\s:*]*([^\n]+)",
+    re.DOTALL | re.IGNORECASE,
+)
+GRADES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
+
+
+class GeneralReward:
+    """How well the final answer matches the ground truth; `wrong_format` if there is no final answer."""
+
+    def __init__(self, match: str = "normalised", grade: str = "match", threshold: float = 1.0) -> None:
+        """`match`: a name in `MATCHES`. `grade`: `match`, or a name in `GRADES`, where `threshold` makes it right."""
+        if match not in MATCHES:
+            raise ValueError(f"match={match}: known are {', '.join(MATCHES)}")
+        if grade != "match" and grade not in GRADES:
+            raise ValueError(f"grade={grade}: known are match, {', '.join(GRADES)}")
+        self._match, self._grade, self._threshold = MATCHES[match], grade, threshold
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Compare with `prompt.ground_truth`."""
+        final, marked = final_answer(answer)
+        match = self._match(prompt.ground_truth, final) if final else 0.0
+        score = match
+        if self._grade != "match":
+            score = GRADES[self._grade][2 * (match < self._threshold) + (not marked)]
+        return Verdict("ok" if final else "wrong_format", score, {"match": match, "marked": float(marked)})
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with their scores."""
+        for truth, answer, score in (
+            ("Western blot", "Therefore, the answer is the western blot.", 1.0),
+            ("Western blot", "<think>Western blot?</think> \\boxed{ELISA}", 0.0),
+            ("Thin client / Fat server", "<answer>thin client, fat server</answer>", 1.0),
+            ("Bishop", "It moves diagonally.\nbishop", 1.0),
+            ("Bishop", "<think>bishop", 0.0),
+        ):
+            yield Prompt("0" * 32, (Message("user", "?"),), "general", truth), answer, score
+
+
+def final_answer(answer: str) -> tuple[str, bool]:
+    """What counts of an answer, and whether it was marked. Empty if thinking never ended."""
+    *_, text = answer.rpartition("</think>")
+    if "<think>" in text:
+        return "", False
+    found = [match for match in MARKED.finditer(text) if any(match.groups())]
+    if found:
+        return next(group for group in found[-1].groups() if group).strip(), True
+    return text.strip().rpartition("\n")[2], False
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words, without LaTeX's text commands, punctuation and articles."""
+    text = re.sub(r"\\(?:text|textbf|mathrm)\b", " ", text).casefold()
+    found = re.findall(r"\w+", text)
+    return [word for word in found if word not in ("a", "an", "the")][-MAX_WORDS:] or found[-MAX_WORDS:]
+
+
+def exact(truth: str, final: str) -> float:
+    """1.0 for the same text, space around it aside."""
+    return float(truth.strip() == final.strip())
+
+
+def normalised(truth: str, final: str) -> float:
+    """1.0 for the same words; of texts without any, for the same text."""
+    return float(words(truth) == words(final)) if words(truth) else exact(truth, final)
+
+
+def f1(truth: str, final: str) -> float:
+    """Harmonic mean of the shares of the one's words that the other has."""
+    gold, mine = words(truth), words(final)
+    return _harmonic(sum((Counter(gold) & Counter(mine)).values()), len(gold), len(mine))
+
+
+def rouge_l(truth: str, final: str) -> float:
+    """The same of their longest common subsequence."""
+    gold, mine = words(truth), words(final)
+    lengths = [0] * (len(mine) + 1)
+    for word in gold:
+        before = 0
+        for place, other in enumerate(mine, 1):
+            before, lengths[place] = (
+                lengths[place],
+                before + 1 if word == other else max(lengths[place - 1 : place + 1]),
+            )
+    return _harmonic(lengths[-1], len(gold), len(mine))
+
+
+def _harmonic(common: int, num_gold: int, num_mine: int) -> float:
+    return 2 * common / (num_gold + num_mine) if common else 0.0
+
+
+MATCHES: dict[str, Callable[[str, str], float]] = {
+    "exact": exact,
+    "normalised": normalised,
+    "f1": f1,
+    "rouge_l": rouge_l,
+}

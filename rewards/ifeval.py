@@ -1,0 +1,267 @@
+"""Instruction following as in IFEval: does the answer keep to each instruction that a program can check?
+
+`prompt.extra` holds the data set's own `instruction_id_list` (of the 25 names in `CHECKERS`) and `kwargs`, one mapping
+an instruction. Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", section 2 and table 1;
+`strict` takes the answer as it is, `loose` any of eight forms of it (section 2.2): without its first line, its last
+line, both or neither, each with or without asterisks. What the paper leaves to NLTK, nupunkt's sentences and our own
+words decide here, so counts may differ by a little where abbreviations abound.
+
+Only what follows a think block is checked. Leaves out other families of checks (RLVR-IFEval's functions).
+
+    pip install 'spmd-rl[ifeval]'
+    reward.ifeval.target=rewards.ifeval:IfevalReward
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from langdetect import DetectorFactory, LangDetectException, detect
+from nupunkt import sent_tokenize
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+DetectorFactory.seed = 0  # it draws lots, else
+RELATIONS: dict[str, Callable[[int, int], bool]] = {"less than": int.__lt__, "at least": int.__ge__}
+
+
+class IfevalReward:
+    """1.0 if all instructions are followed, else 0.0, or with `partial` the share that is."""
+
+    def __init__(self, loose: bool = False, partial: bool = False) -> None:
+        """`loose`: an instruction is followed if it is in any of the eight forms of the answer."""
+        self._loose, self._partial = loose, partial
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Run each check. ValueError for an instruction that is not one of the 25, or without what it needs."""
+        *_, text = answer.rpartition("</think>")
+        text = "" if "<think>" in text else text
+        texts = forms(text) if self._loose else [text]
+        followed = [
+            any(form.strip() and check(name, form, kwargs) for form in texts)
+            for name, kwargs in instructions(prompt.extra)
+        ]
+        share = sum(followed) / len(followed)
+        return Verdict("ok", share if self._partial else float(share == 1.0), {"followed": share})
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with their scores."""
+        no_comma = ("punctuation:no_comma", {})
+        words = ("length_constraints:number_words", {"relation": "at least", "num_words": 3})
+        for asked, answer, score in (
+            ([no_comma], "Roses are red and violets blue.", 1.0),
+            ([no_comma], "Roses are red, violets blue.", 0.0),
+            ([no_comma, words], "<think>one, two, three</think>Roses are red.", 1.0),
+            ([no_comma, words], "Red roses.", 0.0),
+            ([("detectable_format:json_format", {})], '```json\n{"roses": "red"}\n```', 1.0),
+        ):
+            names, kwargs = ([pair[i] for pair in asked] for i in (0, 1))
+            extra = {"instruction_id_list": names, "kwargs": kwargs}
+            yield Prompt("0" * 32, (Message("user", "Write a poem."),), "ifeval", "", extra), answer, score
+
+
+def instructions(extra: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The checks a row asks for, with what each needs (a null means that it does not)."""
+    names, kwargs = extra.get("instruction_id_list"), extra.get("kwargs")
+    if not names or not isinstance(kwargs, Sequence) or len(names) != len(kwargs):
+        raise ValueError("needs `instruction_id_list` and `kwargs`, lists of the same length")
+    pairs = []
+    for name, given in zip(names, kwargs, strict=True):
+        if name not in CHECKERS:
+            raise ValueError(f"unknown instruction {name!r}")
+        pairs.append((name, {key: value for key, value in (given or {}).items() if value is not None}))
+    return pairs
+
+
+def check(name: str, text: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a text follows an instruction. ValueError for missing or wrong `kwargs`."""
+    try:
+        return bool(CHECKERS[name](text, **kwargs))
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{name}: cannot be checked with {dict(kwargs)}: {error}") from error
+
+
+def forms(text: str) -> list[str]:
+    """The eight forms of the loose criterion."""
+    lines = text.split("\n")
+    cuts = ["\n".join(part).strip() for part in (lines, lines[1:], lines[:-1], lines[1:-1])]
+    return [text, *cuts[1:], *(cut.replace("*", "") for cut in cuts)]
+
+
+def _language(text: str, language: str) -> bool:
+    try:
+        return detect(text) == language
+    except LangDetectException:
+        return True  # as the original has it: what has no language breaks no rule
+
+
+def _parts(text: str, separator: str) -> list[str] | None:
+    """The parts between separators, empty ones at the ends left out; None if there is an empty one elsewhere."""
+    parts = [part.strip() for part in re.split(separator, text)]
+    return [part for part in parts if part] if all(parts[1:-1]) else None
+
+
+def keyword_existence(text: str, keywords: Sequence[str]) -> bool:
+    """Each keyword stands somewhere, in any case."""
+    return all(keyword.lower() in text.lower() for keyword in keywords)
+
+
+def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    """A keyword stands less often than, or at least, so many times."""
+    return RELATIONS[relation](text.lower().count(keyword.strip().lower()), frequency)
+
+
+def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    """None of these stands as a word of its own."""
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    """The same as `keyword_frequency`, of a character."""
+    return RELATIONS[let_relation](text.lower().count(letter.lower()), let_frequency)
+
+
+def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    """Fewer than, or at least, so many sentences."""
+    return RELATIONS[relation](len(sent_tokenize(text)), num_sentences)
+
+
+def number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Exactly so many paragraphs with `***` between them."""
+    paragraphs = _parts(text, r"\*\*\*")
+    return paragraphs is not None and len(paragraphs) == num_paragraphs
+
+
+def number_words(text: str, num_words: int, relation: str) -> bool:
+    """Fewer than, or at least, so many words."""
+    return RELATIONS[relation](len(re.findall(r"\w+", text)), num_words)
+
+
+def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """So many paragraphs with blank lines between them, of which one begins with this word."""
+    paragraphs = text.split("\n\n")
+    if sum(bool(part.strip()) for part in paragraphs) != num_paragraphs or nth_paragraph > len(paragraphs):
+        return False
+    words = paragraphs[nth_paragraph - 1].split()
+    return bool(words) and re.split(r"[.,?!'\"]", words[0].lstrip("'\""))[0].lower() == first_word.lower()
+
+
+def number_placeholders(text: str, num_placeholders: int) -> bool:
+    """At least so many `[placeholders]`."""
+    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+
+
+def postscript(text: str, postscript_marker: str) -> bool:
+    """A postscript after this marker; spaces may stand between the letters of `P.S.` and `P.P.S`."""
+    known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(known.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None
+
+
+def number_bullet_lists(text: str, num_bullets: int) -> bool:
+    """Exactly so many lines that begin with `* ` or `-`."""
+    return len(re.findall(r"^\s*(?:\*[^*].*|-.*)$", text, re.MULTILINE)) == num_bullets
+
+
+def constrained_response(text: str) -> bool:
+    """One of the three answers allowed."""
+    return any(f"My answer is {answer}." in text for answer in ("yes", "no", "maybe"))
+
+
+def number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    """At least so many *highlighted* or **highlighted** pieces of a line."""
+    single = re.findall(r"\*([^\n*]*)\*", text)
+    double = re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(piece.strip()) for piece in single + double) >= num_highlights
+
+
+def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    """At least so many sections, each headed by the word and a number."""
+    return len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
+
+
+def json_format(text: str) -> bool:
+    """All of it is JSON, perhaps in a fence."""
+    fenced = re.fullmatch(r"```(?:json|Json|JSON)?(.*?)(?:```)?", text.strip(), re.DOTALL)
+    try:
+        json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def title(text: str) -> bool:
+    """A <<title>>."""
+    return any(found.strip("<> ") for found in re.findall(r"<<[^\n]+>>", text))
+
+
+def two_responses(text: str) -> bool:
+    """Two different answers with `******` between them."""
+    parts = _parts(text, r"\*{6}")
+    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
+
+
+def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    """It begins with the request, word for word."""
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def end_checker(text: str, end_phrase: str) -> bool:
+    """It ends with this phrase."""
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quotation(text: str) -> bool:
+    """It stands in double quotation marks."""
+    return re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None
+
+
+def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    """Fewer than, or at least, so many words in capitals."""
+    words = re.findall(r"[^\W_]+(?:['.&-][^\W_]+)*", text)
+    return RELATIONS[capital_relation](sum(word.isupper() for word in words), capital_frequency)
+
+
+def english_capital(text: str) -> bool:
+    """English in capitals alone."""
+    return text.isupper() and _language(text, "en")
+
+
+def english_lowercase(text: str) -> bool:
+    """English without a capital."""
+    return text.islower() and _language(text, "en")
+
+
+def no_comma(text: str) -> bool:
+    """Not a single comma."""
+    return "," not in text
+
+
+CHECKERS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": keyword_existence,
+    "keywords:frequency": keyword_frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "language:response_language": _language,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:number_words": number_words,
+    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullet_lists,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_checker,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:english_capital": english_capital,
+    "change_case:english_lowercase": english_lowercase,
+    "punctuation:no_comma": no_comma,
+}
