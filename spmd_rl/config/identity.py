@@ -35,14 +35,15 @@ T = TypeVar("T")
 def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Of a tree of settings, those that change samples or gradients, by dotted key.
 
-    All but `HARMLESS`, `reward.<domain>.workers` and `steps`. Where a learning rate decays, `steps` is its horizon and
-    changes every gradient: it counts, unless every `schedule` is `constant`.
+    All but `HARMLESS`, where and by how many processes rewarders run, and `steps`. Where a learning rate decays,
+    `steps` is its horizon and changes every gradient: it counts, unless every `schedule` is `constant`.
     """
     settings = dict(flatten(tree))
 
     def counts(key: str) -> bool:
-        workers = key.startswith("reward.") and key.endswith(".workers") and ".args." not in key
-        return key != "steps" and key.split(".")[0] not in HARMLESS and not workers
+        endings = (".workers", ".cpus", ".sandbox")
+        where = key.startswith("reward.") and key.endswith(endings) and ".args." not in key
+        return key != "steps" and key.split(".")[0] not in HARMLESS and not where
 
     kept = {key: value for key, value in settings.items() if counts(key)}
     if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):

@@ -105,7 +105,7 @@ def idle_settings(cfg: Any, usual: Any) -> Iterator[str]:
     `usual`, the settings of a line that says nothing."""
     unasked = [dict(flatten(plain(settings))) for settings in (usual, type(cfg)())]
     for key, value in flatten(plain(cfg)):
-        if key.startswith("reward.") and key.endswith(".workers") and cfg.debug and value != 1:
+        if key.startswith("reward.") and key.endswith((".workers", ".cpus")) and cfg.debug and value not in (1, None):
             yield f"{key}: has no effect while debug is true"
         for idle, reason, when in IDLE:
             if f"{key}.".startswith(f"{idle}.") and when(cfg) and all(value != d.get(key) for d in unasked):

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINES", "Capacity", "Engine", "build"]
 
-ENGINES = {"native": "spmd_rl.engine.native"}
+ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
 """name -> the module whose `build(cfg, world)` makes it; imported only when chosen."""
 
 
 def build(cfg: RlvrConfig, world: "World") -> Engine:
-    """The engine of this rank, without weights yet: it refuses requests until the first publish."""
+    """[all] The engine of this rank, without weights yet: it refuses requests until the first publish."""
     if cfg.engine.name not in ENGINES:
         raise UserError(f"engine.name: unknown engine '{cfg.engine.name}'; known: {', '.join(sorted(ENGINES))}")
     return importlib.import_module(ENGINES[cfg.engine.name]).build(cfg, world)

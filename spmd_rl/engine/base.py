@@ -26,7 +26,10 @@ class Capacity:
 
 
 class Engine(Protocol):
-    """One replica's engine, in the rank's own process. Nothing here meets other ranks at TP=1."""
+    """One replica's engine, in the rank's own process. Nothing here meets other ranks at `engine.tp=1`.
+
+    Above, the ranks of a replica make the same calls in the same order, and meet in `step`.
+    """
 
     @property
     def capacity(self) -> Capacity:
@@ -60,8 +63,8 @@ class Engine(Protocol):
         """
         ...
 
-    def held(self) -> Iterator[tuple[str, Tensor]] | None:
-        """The weights as the engine holds them, under the names given to `load`; None where they are not plain."""
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The weights as the engine holds them, under the names given to `load`; None for one not plain and whole."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:

@@ -52,6 +52,17 @@ def build_model(
     return model.to(device).eval()
 
 
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers by Hugging Face name; tied ones once, under the first name."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            weights[name] = tensor
+    return weights
+
+
 def model_directory(path: str | Path) -> Path:
     """`path` with `~` resolved; UserError unless it looks like a model directory with safetensors."""
     folder = Path(path).expanduser()

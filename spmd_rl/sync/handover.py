@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from spmd_rl.sync.fingerprint import fingerprint
+from spmd_rl.model.fingerprint import fingerprint
 
 
 class Handover:

@@ -14,8 +14,9 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
 
-PROMPTS = tuple(array("i", range(begin, begin + 4)) for begin in range(32, 64, 4))
-"""Eight at once, since a decode step of few rows costs what one row costs. Ids any vocabulary has."""
+PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(32, 64, 4)))
+"""Ids any vocabulary has. The first, longer than an engine's KV block, would meet its own keys of the last publish in a
+stale prefix cache. Several at once, since a decode step of few rows costs what one row costs."""
 NEW_TOKENS = 2
 """The second token reads what the first one stored."""
 

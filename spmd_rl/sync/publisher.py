@@ -4,18 +4,19 @@
     track.add(publish(version=step))  # [all]
 
 In process and tensor by tensor: gathered, fingerprinted, copied by the engine's own loader; then every tensor that the
-engine holds is fingerprinted again, all ranks compare, and the trainer judges a probe that the engine generates.
+engine keeps plain is fingerprinted again, all ranks compare, and the trainer judges a probe that the engine generates.
 Nothing a rank finds makes it leave alone: findings are gathered, and all ranks stop with the same line.
 """
 
 import time
 from itertools import pairwise
 
+from spmd_rl.batch import Batch
 from spmd_rl.dist import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
+from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.sync import probe
-from spmd_rl.sync.fingerprint import fingerprint
 from spmd_rl.sync.handover import Handover
 from spmd_rl.train.base import Metrics, TrainBackend
 
@@ -33,15 +34,20 @@ class Publisher:
         `publish/gather_seconds` (the trainer), `publish/copy_seconds` (the engine's loader), `publish/hash_seconds`
         and `publish/probe_seconds`; `publish/probe_abs_diff`, the mean absolute difference of the probe's logprobs.
         """
-        with self._world.phase("publish"), self._policy.awake(), self._engine.awake():
+        with self._world.phase("publish"):
             clock = [time.perf_counter()]
-            handover = Handover(self._policy.weights(), self._world.device, self._world.progress)
-            fault = self._load(handover, version)  # [all]
-            clock.append(time.perf_counter())
-            fault = fault or self._compare(handover)
-            clock.append(time.perf_counter())
-            self._decide("publish: weights", version, fault, handover.digest())  # [all]
-            abs_diff = self._probe(version, probe.LIMITS[handover.dtype])  # [all]
+            with self._engine.awake():
+                with self._policy.awake():
+                    handover = Handover(self._policy.weights(), self._world.device, self._world.progress)
+                    fault = self._load(handover, version)  # [all]
+                clock.append(time.perf_counter())
+                fault = fault or self._compare(handover)
+                clock.append(time.perf_counter())
+                self._decide("publish: weights", version, fault, handover.digest())  # [all]
+                answers, fault = probe.ask(self._engine, version)
+            # From here on the engine may sleep: the trainer's weights never meet its KV cache on the device.
+            with self._policy.awake():
+                abs_diff = self._judge(answers, fault, version, probe.LIMITS[handover.dtype])  # [all]
             clock.append(time.perf_counter())
             load_seconds, compare_seconds, probe_seconds = (b - a for a, b in pairwise(clock))
             metrics = {
@@ -66,22 +72,18 @@ class Publisher:
         return fault or (f"{handover.doubled[0]} was handed over twice" if handover.doubled else "")
 
     def _compare(self, handover: Handover) -> str:
-        """Whether the engine holds, under every name, the bytes handed over; what differs, or nothing."""
-        held = self._engine.held()
-        if held is None:
-            return ""
+        """Whether the engine holds, under every name, the bytes handed over where it can show them; the first fault."""
         missing = dict(handover.fingerprints)
-        for name, tensor in held:
+        for name, tensor in self._engine.held():
             expected = missing.pop(name, None)
             if expected is None:
                 return f"{name} was not handed over"
-            if fingerprint(tensor.to(self._world.device)) != expected:
+            if tensor is not None and fingerprint(tensor.to(self._world.device)) != expected:
                 return f"the engine holds other bytes of {name} than it was given"
         return f"the engine holds no {next(iter(missing))}" if missing else ""
 
-    def _probe(self, version: int, limit: float) -> float:
-        """[all] Mean absolute difference between the engine's and the trainer's logprobs of a short generation."""
-        batch, fault = probe.ask(self._engine, version)
+    def _judge(self, batch: Batch, fault: str, version: int, limit: float) -> float:
+        """[all] Mean absolute difference between the engine's and the trainer's logprobs of the probe's answers."""
         batch = batch.to(self._world.device)
         logprobs, _ = self._policy.logprobs(batch, temperature=1.0)  # [all]
         difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()

@@ -1,11 +1,13 @@
 """Prompts and who judges their answers: `data`, `reward`."""
 
+import re
 from dataclasses import dataclass, field
 from os.path import expanduser
 from typing import Any
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
 
+CPUS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
@@ -57,6 +59,9 @@ class RewardConfig:
     """Constructor arguments."""
     workers: int = 1
     """Processes per node."""
+    cpus: str | None = None
+    """Processors of a node that these processes keep to, as `0-3,8`: a slow domain cannot crowd out another, nor the
+    ranks. Default: those that the run itself may use."""
     timeout: float = 10.0
     """Seconds until a score becomes a `timeout` verdict."""
     sandbox: str = "auto"
@@ -69,6 +74,13 @@ class RewardConfig:
         at_least(self, workers=1)
         above(self, timeout=0)
         one_of(self, sandbox=SANDBOXES)
+        require(self.cpus is None or bool(CPUS.fullmatch(self.cpus)), f"cpus: must be like 0-3,8, not {self.cpus!r}")
+
+    @property
+    def cpu_numbers(self) -> list[int]:
+        """The processors that `cpus` names."""
+        ends = [list(map(int, part.split("-"))) for part in self.cpus.split(",")] if self.cpus else []
+        return sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)})
 
 
 @dataclass

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.native.attention import Decode, Prefill, Shelf
 from spmd_rl.engine.native.kv import BLOCK, KVPool
-from spmd_rl.engine.native.module import weights_of
 from spmd_rl.engine.native.sampling import sample, uniform
 from spmd_rl.engine.native.scheduler import Prefix, Row, Scheduler
 from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.model.build import weights_of
 from spmd_rl.types import Completion, FinishReason, Request
 
 PREFILL_TOKENS = 4096

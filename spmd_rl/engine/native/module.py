@@ -29,17 +29,6 @@ def empty_module(
     return module.eval().requires_grad_(False)
 
 
-def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by Hugging Face name; tied ones once, under the first name."""
-    seen: set[int] = set()
-    weights = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            weights[name] = tensor
-    return weights
-
-
 def _check(config: PreTrainedConfig) -> None:
     layers = getattr(config, "layer_types", None) or ["full_attention"]
     foreign = sorted(set(layers) - {"full_attention"})

@@ -1,0 +1,40 @@
+"""vLLM in the rank's own process: the engine for throughput, one replica over `engine.tp` neighbouring ranks.
+
+Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this room leans on.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.engine.base import Engine
+from spmd_rl.engine.vllm.guest import hosted
+
+if TYPE_CHECKING:
+    from spmd_rl.dist import World
+
+__all__ = ["build"]
+
+
+def build(cfg: RlvrConfig, world: "World") -> Engine:
+    """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
+    with world.collective("engine: start vllm"), hosted():  # [all] it forms groups over the whole world
+        from spmd_rl.engine.vllm.engine import VllmEngine
+        from spmd_rl.engine.vllm.start import start
+        from spmd_rl.engine.vllm.weights import expected_shapes
+
+        shapes = expected_shapes(cfg.policy.model, cfg.policy.trust_remote_code)
+        sleeps = cfg.train.offload and world.device.type != "cpu"
+        llm = start(
+            cfg.policy.model,
+            getattr(torch, cfg.policy.dtype),
+            world.device,
+            tp=cfg.engine.tp,
+            max_running=cfg.engine.max_running,
+            kv_tokens=cfg.engine.kv_tokens,
+            local_rank=world.local_rank,
+            sleeps=sleeps,
+            trust=cfg.policy.trust_remote_code,
+        )
+        return VllmEngine(llm, shapes, sleeps=sleeps)

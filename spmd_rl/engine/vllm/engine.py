@@ -1,0 +1,223 @@
+"""`VllmEngine`: the real vLLM behind `Engine`, in this rank's process, request by request and step by step.
+
+    engine = VllmEngine(start(path, ...), expected_shapes(path))
+    engine.load(model.named_parameters(), version=0)
+    engine.add(Request("a", prompt_ids, max_new_tokens=12, temperature=1.0, seed=7))
+    while engine.num_unfinished:
+        for completion in engine.step(): ...
+
+Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
+Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py`), tokenizers, top-k and top-p.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from vllm import SamplingParams
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from spmd_rl.engine.base import Capacity
+from spmd_rl.engine.vllm.start import stop
+from spmd_rl.engine.vllm.weights import Intake, held_weights, repack_heads
+from spmd_rl.errors import RunFailed
+from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.types import Completion, FinishReason, Request
+
+TEMPERATURES = (0.01, 2.0)
+"""What vLLM draws at, beside 0. It would raise a lower one to this, and report logprobs of what nobody asked for."""
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """A request under way, with what it has."""
+
+    request: Request
+    token_ids: array = field(default_factory=lambda: array("i"))
+    logprobs: array = field(default_factory=lambda: array("f"))
+    versions: array = field(default_factory=lambda: array("i"))
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason)
+
+
+class VllmEngine:
+    """An `Engine` over a vLLM that `start` has started."""
+
+    def __init__(self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False) -> None:
+        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
+        self._llm, self._shapes, self._sleeps = llm, shapes, sleeps
+        config = llm.vllm_config
+        kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
+        max_tokens = config.model_config.max_model_len
+        self.capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, max_tokens)
+        self._num_ids = config.model_config.get_vocab_size()
+        self._rows: dict[str, _Row] = {}
+        self._aborted: list[Completion] = []
+        self._version: int | None = None
+        self._num_added = 0
+        self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
+        self._seal: dict[str, bytes] = {}
+        self._lost = ""
+        self._num_awake = 0
+        self._cache_sleeps = False
+        if sleeps:
+            self._sleep()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose completion has not been handed out."""
+        return len(self._rows) + len(self._aborted)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or too hot or cold."""
+        assert self._version is not None, "no weights loaded in this process"
+        if self._lost:
+            raise RunFailed(self._lost)
+        assert request.id not in self._rows, f"request {request.id} is under way already"
+        num_tokens = len(request.prompt_ids) + request.max_new_tokens
+        if not request.prompt_ids or request.max_new_tokens < 1:
+            raise ValueError(f"request {request.id}: needs at least one prompt token and one new token")
+        if num_tokens > self.capacity.max_tokens:
+            raise ValueError(f"request {request.id}: {num_tokens} tokens exceed {self.capacity.max_tokens}")
+        low, high = TEMPERATURES
+        if request.temperature != 0 and not low <= request.temperature <= high:
+            raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
+        prompt = {
+            "type": "token",
+            "prompt_token_ids": request.prompt_ids.tolist(),
+            "cache_salt": f"version {self._version}",
+        }
+        if self._cache_sleeps:
+            self._llm.wake_up(["kv_cache"])
+            self._cache_sleeps = False
+        self._num_added += 1
+        if self._first is None:
+            self._first = request.id
+        self._llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
+        self._rows[request.id] = _Row(request)
+
+    def _sampling(self, request: Request) -> SamplingParams:
+        return SamplingParams(
+            temperature=request.temperature,
+            seed=request.seed % 2**63,  # vLLM reads -1 as none, and some of its runners keep signed words
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],  # else vLLM refuses the request
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
+        rows = [self._rows.pop(id) for id in dict.fromkeys(ids) if id in self._rows]
+        self._llm.abort_request([row.request.id for row in rows])
+        self._aborted += [row.completion("abort") for row in rows]
+
+    def step(self) -> list[Completion]:
+        """Admit what fits, compute one token for each running request, return those that ended."""
+        ended, self._aborted = self._aborted, []
+        if not self._rows:
+            return ended
+        for output in self._llm.step():
+            row = self._rows[output.request_id]
+            if row.request.id == self._first:
+                self._first = ""
+                if output.num_cached_tokens:
+                    raise RunFailed(f"the engine served keys and values older than version {self._version}")
+            if reason := self._extend(row, output.outputs[0]):
+                del self._rows[row.request.id]
+                ended.append(row.completion(reason))
+        return ended
+
+    def _extend(self, row: _Row, new: CompletionOutput) -> FinishReason | None:
+        """Append new tokens; the reason to stop, if there is one."""
+        for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
+            logprob = logprobs[token].logprob
+            if not math.isfinite(logprob):
+                raise RunFailed(f"the engine computed a logprob of {logprob} for request {row.request.id}")
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(self._version)
+        assert new.finish_reason in (None, "stop", "length"), f"{row.request.id} ended by {new.finish_reason}"
+        return new.finish_reason
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over all weights. RunFailed names what is missing, unknown, doubled or misshapen.
+
+        `weights` is read to its end in any case: other ranks may be gathering it with us.
+        """
+        assert self.num_unfinished == 0, "load() with requests under way"
+        self._version = None
+        intake = Intake(weights, self._shapes)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": intake})
+        repack_heads(self._model)
+        if faults := [*filter(None, [self._lost]), *intake.end()]:
+            raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
+        assert self._llm.reset_prefix_cache(), "a cached key would outlive its weights"
+        self._version, self._first = version, None
+        self._seal = self._fingerprints()
+
+    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
+        config = self._llm.vllm_config
+        if config.parallel_config.tensor_parallel_size > 1:
+            return ((name, None) for name in self._shapes)
+        return held_weights(self._model, self._shapes, config.model_config.dtype)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Weights on the device; nests. Where it sleeps outside, the KV cache follows with the first request.
+
+        If anything that stood when the weights had been loaded is not as it was, the next `add` or `load` is RunFailed.
+        """
+        if self._num_awake == 0:
+            if self._sleeps:
+                self._llm.wake_up(["weights"])
+            self._lost = self._lost or self._broken_seal()
+        self._num_awake += 1
+        try:
+            yield
+        finally:
+            self._num_awake -= 1
+            if self._sleeps and self._num_awake == 0:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        """Weights to host memory, bit by bit; the KV cache is given up."""
+        self._llm.sleep(level=1)
+        self._cache_sleeps = True
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._llm.model_executor.driver_worker.model_runner.get_model()
+
+    def _fingerprints(self) -> dict[str, bytes]:
+        """Of what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
+        tensors = dict(self._model.named_buffers())
+        if self._sleeps:
+            tensors |= dict(self._model.named_parameters())
+        return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+
+    def _broken_seal(self) -> str:
+        """What is not as it was when the weights had been loaded, or nothing."""
+        found = self._fingerprints() if self._seal else {}
+        lost = [name for name in self._seal if found.get(name) != self._seal[name]]
+        return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
+
+    def close(self) -> None:
+        """Free everything; idempotent. The default process group stays."""
+        if self._llm is not None:
+            stop(self._llm)
+        self._llm = None
+        self._rows.clear()
+        self._aborted.clear()
+        self._version = None

@@ -1,0 +1,130 @@
+"""Start vLLM's engine in this process, on the process groups that are there, and take it down again.
+
+The executor is vLLM's own for ranks that somebody else launched (`external_launcher`). What it would read from
+torchrun's environment it is told instead, so that it runs under plain Python too. Left out: requests, weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+from vllm import _custom_ops  # noqa: F401  loads the kernels, among them one that `_memory_unbound` holds back
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+CPU_BLOCK = 32
+"""Tokens of a KV block on the CPU, where vLLM's own 128 would round short prompts up fourfold and share none."""
+BLOCK = 16
+"""The same elsewhere, unless the attention kernel wants another."""
+
+ALWAYS = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "generation_config": "vllm",  # not the model's: it would stop and sample as that says
+    "distributed_executor_backend": "external_launcher",
+    "disable_custom_all_reduce": True,
+    "enable_prefix_caching": True,
+    "async_scheduling": False,
+    "logprobs_mode": "processed_logprobs",
+    "seed": 0,
+    "disable_log_stats": True,
+}
+
+
+def start(
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tp: int,
+    max_running: int,
+    kv_tokens: int,
+    local_rank: int,
+    sleeps: bool = False,
+    trust: bool = False,
+) -> LLMEngine:
+    """[all] vLLM with unset weights; replica r is ranks [r * tp, (r + 1) * tp) of the default group."""
+    cpu = device.type == "cpu"
+    block = CPU_BLOCK if cpu else BLOCK
+    num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
+    config = EngineArgs(
+        model=str(path),
+        trust_remote_code=trust,
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel_size=tp,
+        max_num_seqs=max_running,
+        num_gpu_blocks_override=num_blocks,
+        enable_sleep_mode=sleeps,
+        **ALWAYS,
+        **_lengths(path, (num_blocks - 1) * block, trust, cpu),
+    ).create_engine_config()
+    # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
+    config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
+
+    class Executor(ExecutorWithExternalLauncher):
+        """Knows its place without torchrun's variables.
+
+        The address is not used, as the default group stands. On the CPU its last part names the shared memory through
+        which ranks would reduce, spinning, in files that outlive them and that another job's ranks would share. Ranks
+        that disagree on it reduce over gloo instead.
+        """
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"env://:{dist.get_rank()}", dist.get_rank(), local_rank
+
+    if cpu:  # else a C++ compiler must be there, for a function that counts ranks nobody asked for
+        type(current_platform).simple_compile_backend = "eager"
+    with _memory_unbound():
+        llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
+    # At exit, or when it is collected, it would end the default process group, which is not its own.
+    if (finalizer := getattr(llm.engine_core, "_finalizer", None)) is not None:
+        finalizer.detach()
+    return llm
+
+
+def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
+    """How long a request may be, and how its prompt is computed."""
+    config = AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=trust)
+    max_tokens = min(config.max_position_embeddings, kv_tokens)
+    if not cpu:
+        return {"max_model_len": max_tokens}
+    # A seeded generator that sampled for part of a prompt can only be wound back on an accelerator.
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, max_tokens)}
+    return {"max_model_len": max_tokens, "block_size": CPU_BLOCK, "enforce_eager": True, **whole}
+
+
+@contextmanager
+def _memory_unbound() -> Iterator[None]:
+    """Keep vLLM on the CPU from binding all memory of this process, the trainer's too, to one NUMA node."""
+    ops = torch.ops._C
+    bind = getattr(ops, "init_cpu_memory_env", None)
+    if bind is not None:
+        ops.init_cpu_memory_env = lambda nodes: None
+    yield
+    if bind is not None:
+        ops.init_cpu_memory_env = bind
+
+
+def _bytes_per_token(config) -> int:
+    model, parallel = config.model_config, config.parallel_config
+    heads = model.get_num_kv_heads(parallel) * model.get_head_size()
+    return 2 * model.get_num_layers(parallel) * heads * model.dtype.itemsize
+
+
+def stop(llm: LLMEngine) -> None:
+    """Free what the engine holds and leave its groups; the default group stays. Meets nobody."""
+    llm.model_executor.shutdown()
+    if not dist.is_initialized():
+        return
+    with suppress(AssertionError):  # an older group is gone already
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+    parallel_state._WORLD = parallel_state._NODE_COUNT = None

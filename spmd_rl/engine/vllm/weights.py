@@ -1,0 +1,84 @@
+"""The weights on their way into vLLM's loader, and as it holds them afterwards.
+
+vLLM fuses projections that read the same input, and on the CPU packs every matrix in a layout of its own. What it keeps
+plain can be compared bit by bit with what it was given; for the rest the probe must speak (`sync/probe.py`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from spmd_rl.model.build import weights_of
+
+
+def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Size]:
+    """Hugging Face name -> shape of each weight, from `path/config.json` alone; tied ones under the first."""
+    config = AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=trust)
+    with torch.device("meta"), no_init_weights():
+        module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    module.tie_weights()
+    return {name: weight.shape for name, weight in weights_of(module).items()}
+
+
+class Intake:
+    """Weights on their way to vLLM: each name that it expects, once, in the right shape. Iterate once, then `end`."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
+        self._weights, self._shapes = iter(weights), shapes
+        self._missing = dict(shapes)
+        self._faults: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            shape = self._missing.pop(name, None)
+            if shape is None:
+                self._faults.append(
+                    f"{name} came twice" if name in self._shapes else f"{name} is unknown to the engine"
+                )
+            elif shape != tensor.shape:
+                self._faults.append(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(shape)}")
+            else:
+                # vLLM keeps it until its layer is whole; the trainer's own is good only until the next.
+                yield name, tensor.clone()
+
+    def end(self) -> list[str]:
+        """Read what vLLM left, for the sake of the ranks that gather with us; all that was wrong."""
+        for _ in self:
+            pass
+        return self._faults + [f"{name} is missing" for name in self._missing]
+
+
+def repack_heads(model: nn.Module) -> None:
+    """Let output heads take up the embedding they are tied to: a reload passes over a layer that no name belongs to.
+
+    On the CPU a head computes with a packed copy, which would stay the one of before. Elsewhere this does nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def held_weights(
+    model: nn.Module, shapes: Mapping[str, torch.Size], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor | None]]:
+    """vLLM's own tensor for each Hugging Face name, where it keeps it plain and whole; else None. At tp=1.
+
+    The rows of a fused projection lie in the order in which vLLM's model class lists its parts.
+    """
+    fused = {
+        part: (one, parts) for one, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, shape in shapes.items():
+        *stem, module, kind = name.split(".")
+        one, parts = fused.get(module, (module, [module]))
+        begin = sum(shapes[".".join([*stem, part, kind])][0] for part in parts[: parts.index(module)])
+        tensor = parameters.get(".".join([*stem, one, kind]))
+        whole = tensor is not None and tensor.dtype == dtype and tensor.shape[1:] == shape[1:]
+        rows = tensor[begin : begin + shape[0]] if whole else None
+        yield name, rows if rows is not None and rows.shape == shape else None

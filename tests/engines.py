@@ -1,0 +1,47 @@
+"""Real vLLM engines for tests, in this process. Skips where vLLM cannot be imported.
+
+    with vllm_engine(tiny("llama", path, **VLLM_SIZES)) as engine: ...
+
+Starting one takes seconds: share it across the tests of a module.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig
+from spmd_rl.dist import solo
+from spmd_rl.engine import build
+
+VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
+"""For `tiny`: vLLM's attention on the CPU knows no smaller heads."""
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@contextmanager
+def vllm_engine(
+    path: Path | str, dtype: str = "float32", max_running: int = 8, kv_tokens: int = 2048
+) -> Iterator[object]:
+    """A started engine without weights, at world 1, over the default group that is there or one of its own."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cfg = RlvrConfig(
+        policy=PolicyConfig(model=str(path), dtype=dtype),
+        engine=EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens),
+    )
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with solo() as world:
+            engine = build(cfg, world)
+            yield engine
+            engine.close()
+    finally:
+        if own:
+            dist.destroy_process_group()
