@@ -7,14 +7,16 @@ here.
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from spmd_rl.errors import UserError, one_line
 
-SERVICES = frozenset({"sandbox", "http", "embed"})
-"""Constructor parameters of these names stand for services that a sidecar provides. None is built yet."""
+SERVICES = frozenset({"sandbox", "http", "url", "embed"})
+"""Constructor parameters of these names stand for services that a sidecar provides (`sidecar/services.py`)."""
+UNPROVIDED: Mapping[str, Callable[[], Any]] = {"sandbox": lambda: None, "http": lambda: None}
+"""Stands for services where a plug-in is only built to see whether it can be."""
 REWARDER = ("score", "score_batch")
 """What a rewarder offers: one of these."""
 
@@ -29,16 +31,42 @@ def import_target(key: str, target: str) -> type:
     return found
 
 
-def build_target(section: str, target: str, args: Mapping[str, Any], verbs: tuple[str, ...] = REWARDER) -> Any:
-    """An instance of what `<section>.target` names, with `<section>.args`. UserError, in one line, if it cannot be."""
+def build_target(
+    section: str,
+    target: str,
+    args: Mapping[str, Any],
+    verbs: tuple[str, ...] = REWARDER,
+    services: Mapping[str, Callable[[], Any]] = UNPROVIDED,
+) -> Any:
+    """An instance of what `<section>.target` names, with `<section>.args` and the services it asks for by name.
+
+    `services` makes those, as far as there are any; a parameter `services` gets them unmade. UserError, in one line,
+    if the instance cannot be had.
+    """
     key = f"{section}.target"
     constructor = import_target(key, target)
     if not any(hasattr(constructor, verb) for verb in verbs):
         raise UserError(f"{key}: {target} has neither {' nor '.join(f'`{verb}`' for verb in verbs)}")
-    if missing := sorted(_required(constructor) & SERVICES - set(args)):
+    wanted = {name: required for name, required in _parameters(constructor) if name in SERVICES and name not in args}
+    if missing := [name for name, required in wanted.items() if required and name not in services]:
+        if missing[0] == "url":
+            raise UserError(f"{section}.args.url: not given; or name {section}.devices for a server of its own")
         raise UserError(f"{key}: {target} needs the `{missing[0]}` service, which this version does not have")
+    provided = {name: services[name]() for name in wanted if name in services}
+    if "services" in dict(_parameters(constructor)):
+        provided["services"] = services  # for parts of its own
     with _foreign(f"{key}: {target} cannot be built with {section}.args={dict(args)}"):
-        return constructor(**args)
+        return constructor(**args, **provided)
+
+
+def start_target(section: str, target: str, built: Any) -> None:
+    """Let a plug-in load what is heavy: its `start()`, if it has one, called where it will work and nowhere else.
+
+    UserError, in one line, if it raises.
+    """
+    if hasattr(built, "start"):
+        with _foreign(f"{section}.target: {target} cannot start"):
+            built.start()
 
 
 @contextmanager
@@ -50,9 +78,10 @@ def _foreign(line: str) -> Iterator[None]:
         raise UserError(f"{line}: {one_line(error)}") from error
 
 
-def _required(constructor: type) -> set[str]:
+def _parameters(constructor: type) -> list[tuple[str, bool]]:
+    """Names, and whether each must be given."""
     try:
         parameters = inspect.signature(constructor).parameters.values()
     except (TypeError, ValueError):
-        return set()
-    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+        return []
+    return [(parameter.name, parameter.default is parameter.empty) for parameter in parameters]

@@ -116,6 +116,8 @@ class Sample:
     answer: int
     turns: tuple[Turn, ...]
     verdict: Verdict
+    greedy: bool = False
+    """Drawn at temperature 0: a baseline for the others, never trained on."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -162,6 +164,87 @@ class Rewarder(Protocol):
     @classmethod
     def examples(cls) -> Iterable[tuple[Prompt, str, float]]:
         """Gold and wrong answers with the score each must get; a test runs them."""
+        ...
+
+
+RunEnd = Literal["exit", "signal", "cpu", "wall", "output"]
+"""How untrusted code ended: by itself, by a signal, or over its limit of processor time, wall time or output."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """What one run in a `Sandbox` may use. Hard: the kernel keeps them, whatever the code does."""
+
+    cpu_seconds: int = 4
+    """Processor time of each process."""
+    wall_seconds: float = 9.0
+    memory_bytes: int = 512 << 20
+    """Address space of each process beyond the interpreter's own."""
+    disk_bytes: int = 16 << 20
+    """All files together, in memory and gone after the run; 0: no file can be written."""
+    processes: int = 1
+    """1: no other can be started (up to 64 threads can). More: so many, threads included, each with its own memory."""
+    output_bytes: int = 1 << 20
+    """Of stdout and of stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How one run of untrusted code went."""
+
+    end: RunEnd
+    code: int
+    """Exit status if it ended by `exit`, signal number if by `signal`, else 0."""
+    stdout: str
+    stderr: str
+    seconds: float
+    """Wall time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """How tests went that were run against untrusted code."""
+
+    end: RunEnd
+    """Of the untrusted code; `exit` too if it was still there when the tests were through."""
+    passed: tuple[bool, ...]
+    """One for each test; empty if the tests did not get through in time."""
+    detail: str = ""
+    """Why the first failing test failed: one line."""
+
+
+class Sandbox(Protocol):
+    """Where untrusted Python runs: a system of its own without host files, network, environment or other processes.
+
+    RuntimeError from a method means that the sandbox or the tests failed, which says nothing about the code. Both
+    methods block. See `sidecar/sandbox/` for what is kept out and how.
+    """
+
+    def run(self, code: str, stdin: str = "", limits: RunLimits = ...) -> RunResult:
+        """Run a program. What it printed is its own word; compare it with what it could not see."""
+        ...
+
+    def check(
+        self, code: str, tests: Sequence[str], prelude: str = "", entry: str = "", limits: RunLimits = ...
+    ) -> CheckResult:
+        """Run tests, which the code cannot see, against the names that it defines.
+
+        `tests`: sources; each is one test, or as many as it defines pytest-style functions. They run in a box of
+        their own, where a name that they do not define, or import `from solution`, stands for the code's. `prelude`:
+        trusted source that both run first. `entry`: a name that is the code's although `prelude` has it too.
+        """
+        ...
+
+
+class Http(Protocol):
+    """JSON over HTTP, for a rewarder's `async def score`: the constructor parameter `http`."""
+
+    async def post(self, url: str, body: Any, headers: Mapping[str, str] = ...) -> Any:
+        """The reply's JSON. Repeated, with growing pauses, where the server is not there or too busy (429, 5xx).
+
+        TimeoutError: no reply in time. ConnectionError: none after all attempts. ValueError: the server refused the
+        request (another status), or its reply is too long or no JSON.
+        """
         ...
 
 

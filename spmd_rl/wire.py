@@ -146,6 +146,8 @@ class Ready(_Struct, tag="ready"):
 
     style: str = ""
     """Worker only: `each`, `async` or `batch`."""
+    max_batch: Annotated[int, msgspec.Meta(ge=1)] = BATCH_ITEMS
+    """Worker only: the most questions that it wants at once."""
 
 
 class Failed(_Struct, tag="failed"):
@@ -167,6 +169,33 @@ class Pool(_Struct):
     target: str
     args: dict[str, Any]
     workers: int
+    sandbox: str = "auto"
+    """Which sandbox the rewarder gets if it asks for one."""
+    cpus: list[int] = []
+    """Processors that the workers keep to; none: whatever the host may use."""
+    start_seconds: float = 300.0
+    """Until a worker must have built its rewarder."""
+    url: str = ""
+    """Of the domain's own server, if the host starts one."""
+
+
+class Server(_Struct):
+    """A server of a domain's own."""
+
+    command: list[str]
+    """`{port}` in it stands for the port."""
+    devices: str
+    """As in CUDA_VISIBLE_DEVICES; empty: none."""
+    start_seconds: float
+    """Until it must answer."""
+
+
+class Keep(_Struct, tag="keep"):
+    """Host to a keeper: start this, and see that it runs."""
+
+    domain: str
+    server: Server
+    port: int
 
 
 class Start(_Struct, tag="start"):
@@ -176,6 +205,7 @@ class Start(_Struct, tag="start"):
     """Pid that the host must not outlive."""
     address: str
     pools: dict[str, Pool]
+    servers: dict[str, Server] = {}
 
 
 class Warm(_Struct, tag="warm"):
@@ -233,5 +263,7 @@ TO_CLIENT = Codec(Verdicts, Pong, Error)
 TO_WORKER = Codec(Work)
 FROM_WORKER = Codec(Started, Ready, Failed, Done)
 TO_ZYGOTE = Codec(Warm)
+TO_KEEPER = Codec(Keep)
+FROM_KEEPER = Codec(Ready, Failed)
 STARTING_HOST = Codec(Start)
 FROM_HOST = Codec(Ready, Failed)

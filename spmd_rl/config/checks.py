@@ -14,7 +14,7 @@ from typing import Any
 from spmd_rl.config.identity import saved_config
 from spmd_rl.config.idle import files, no_critic, no_reference
 from spmd_rl.errors import UserError
-from spmd_rl.targets import build_target
+from spmd_rl.targets import UNPROVIDED, build_target
 
 ONLY_DATA_PARALLEL = ("fsdp2",)
 """Backends without tensor, pipeline, context or expert parallelism."""
@@ -137,10 +137,13 @@ def check_rewards(cfg: Any) -> None:
         if reward.timeout >= cfg.journal.stall_seconds and not cfg.debug:
             told = f"journal.stall_seconds={cfg.journal.stall_seconds:g}"
             raise UserError(f"reward.{domain}.timeout: {reward.timeout:g} s of legal waiting, but {told} ends the run")
+        if reward.devices is not None and cfg.debug:
+            raise UserError(f"reward.{domain}.devices: debug starts no server; give reward.{domain}.args.url")
     if local_rank() != 0:
         return
     for domain, reward in cfg.reward.domains.items():
-        build_target(f"reward.{domain}", reward.target, reward.args)
+        services = UNPROVIDED if reward.devices is None else {**UNPROVIDED, "url": lambda: "http://127.0.0.1/v1"}
+        build_target(f"reward.{domain}", reward.target, reward.args, services=services)
 
 
 def check_run(cfg: Any) -> None:

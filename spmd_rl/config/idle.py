@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd_rl.config.keys import flatten, plain
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES
+from spmd_rl.config.sections.data import RewardConfig
 
 GENERATORS = ("reasoning_gym:",)
 """Prefixes of `data.train` that name a generator, not files."""
@@ -104,6 +105,9 @@ def idle_settings(cfg: Any, usual: Any) -> Iterator[str]:
     """One line for each setting without effect that somebody asked for: it is neither the schema's default nor as in
     `usual`, the settings of a line that says nothing."""
     unasked = [dict(flatten(plain(settings))) for settings in (usual, type(cfg)())]
+    for domain, reward in cfg.reward.domains.items():
+        if reward.devices is None and reward.server != RewardConfig.server:
+            yield f"reward.{domain}.server: has no effect while reward.{domain}.devices is null"
     for key, value in flatten(plain(cfg)):
         if key.startswith("reward.") and key.endswith((".workers", ".cpus")) and cfg.debug and value not in (1, None):
             yield f"{key}: has no effect while debug is true"

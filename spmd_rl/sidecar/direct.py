@@ -6,8 +6,9 @@ Leaves out deadlines and isolation: a rewarder that hangs or dies takes the run 
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
+from spmd_rl.sidecar.services import services
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target
+from spmd_rl.targets import build_target, start_target
 from spmd_rl.types import AnswerInfo, Prompt, Verdict
 
 if TYPE_CHECKING:
@@ -19,9 +20,13 @@ class Direct:
 
     def __init__(self, rewards: "RewardsConfig") -> None:
         self._rewarders = {
-            domain: build_target(f"reward.{domain}", reward.target, reward.args)
+            domain: build_target(
+                f"reward.{domain}", reward.target, reward.args, services=services(domain, reward.sandbox)
+            )
             for domain, reward in rewards.domains.items()
         }
+        for domain, rewarder in self._rewarders.items():
+            start_target(f"reward.{domain}", rewards.domains[domain].target, rewarder)
         self.outstanding = 0
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:

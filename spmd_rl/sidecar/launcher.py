@@ -15,8 +15,8 @@ from spmd_rl.sidecar.host import clean
 if TYPE_CHECKING:  # a host starts without Hydra
     from spmd_rl.config.schema import RewardsConfig
 
-START_SECONDS = 180.0
-"""Until the host must have one worker ready in each pool."""
+START_SECONDS = 30.0
+"""Beyond a domain's own `start_seconds`, until the host must have all servers, and one worker ready in each pool."""
 STOP_SECONDS = 1.0
 
 
@@ -25,11 +25,28 @@ class HostProcess:
 
     def __init__(self, address: str, rewards: "RewardsConfig") -> None:
         self._address = address
+        for domain, reward in rewards.domains.items():
+            if missing := set(reward.cpu_numbers) - os.sched_getaffinity(0):
+                raise UserError(f"reward.{domain}.cpus={reward.cpus}: this run may not use processor {min(missing)}")
         self._lock = threading.Lock()  # the event loop and the client's watch may both find it dead
         self._pools = {
-            domain: wire.Pool(reward.target, dict(reward.args), reward.workers)
+            domain: wire.Pool(
+                reward.target,
+                dict(reward.args),
+                reward.workers,
+                reward.sandbox,
+                reward.cpu_numbers,
+                reward.start_seconds,
+            )
             for domain, reward in rewards.domains.items()
         }
+        self._servers = {
+            domain: wire.Server(reward.server_command, reward.devices.replace("cpu", ""), reward.start_seconds)
+            for domain, reward in rewards.domains.items()
+            if reward.devices is not None
+        }
+        slowest = max((reward.start_seconds for reward in rewards.domains.values()), default=0.0)
+        self._start_seconds = slowest * (2 if self._servers else 1) + START_SECONDS
         self._start()
 
     @property
@@ -39,11 +56,11 @@ class HostProcess:
 
     def wait_ready(self) -> None:
         """Block until every pool has a worker. UserError, in one line, if one cannot be had."""
-        self._line.settimeout(START_SECONDS)
+        self._line.settimeout(self._start_seconds)
         try:
             reply = receive(self._line, wire.FROM_HOST)
         except TimeoutError:
-            reply = wire.Failed(f"the sidecar was not ready after {START_SECONDS:g} s")
+            reply = wire.Failed(f"the sidecar was not ready after {self._start_seconds:g} s")
         if not isinstance(reply, wire.Ready):
             self._end()
             if reply is None:
@@ -83,7 +100,7 @@ class HostProcess:
         # The parent-death signal follows the thread that forks; from a passing one, the closing socket must do.
         lasting = threading.current_thread() is threading.main_thread()
         try:
-            send(self._line, wire.Start(os.getpid() if lasting else 0, self._address, self._pools))
+            send(self._line, wire.Start(os.getpid() if lasting else 0, self._address, self._pools, self._servers))
         except wire.WireError as error:
             self._end()
             raise UserError(f"reward.<domain>.args {error}") from None

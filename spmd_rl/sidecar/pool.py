@@ -22,8 +22,6 @@ from spmd_rl import wire
 from spmd_rl.sidecar.channel import FORK, Channel, send
 from spmd_rl.types import Verdict
 
-START_SECONDS = 120.0
-"""Until a worker must have built its rewarder."""
 MAX_FAILURES = 3
 """So many workers in a row (beside one for each place) that never got ready condemn the pool."""
 CHUNK_SECONDS = 0.01
@@ -52,6 +50,7 @@ class Worker:
     deadline: float
     pidfd: int = -1
     style: str = ""
+    max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
     alone: bool = False
     """Runs a suspect."""
@@ -60,9 +59,11 @@ class Worker:
     since: float = 0.0
 
     @property
-    def idle(self) -> bool:
-        """Whether it waits for work."""
-        return bool(self.style) and not self.running
+    def room(self) -> int:
+        """Questions that may be handed to it now. An `async` worker takes more while others are under way."""
+        if self.style == "async" and not self.alone:
+            return wire.BATCH_ITEMS - len(self.running)
+        return self.max_batch if self.style and not self.running else 0
 
     def kill(self) -> None:
         """End the process, whatever it does, and forget it."""
@@ -155,7 +156,7 @@ class Pool:
                 with contextlib.suppress(ProcessLookupError):
                     worker.pidfd = os.pidfd_open(message.pid)
             elif isinstance(message, wire.Ready):
-                worker.style, worker.deadline = message.style, float("inf")
+                worker.style, worker.max_batch, worker.deadline = message.style, message.max_batch, float("inf")
                 self._failures, self._was_ready = 0, True
                 self.beats += 1
             elif isinstance(message, wire.Failed):
@@ -175,13 +176,14 @@ class Pool:
 
     def _dispatch(self, now: float) -> None:
         for worker in list(self._workers):
-            if not worker.idle:
+            if not worker.room:
                 continue
             if self._suspects and worker.fresh:
                 self._give(worker, [self._suspects.popleft()], now)
                 worker.alone = True
             elif self._suspects and not any(other.fresh for other in self._workers):
-                self._remove(worker)  # its place is taken by a fresh one
+                if not worker.running:
+                    self._remove(worker)  # its place is taken by a fresh one
             elif chunk := self._chunk(worker):
                 self._give(worker, chunk, now)
 
@@ -189,7 +191,7 @@ class Pool:
         share = -(-len(self._queue) // len(self._workers))
         limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.style == "each" else wire.BATCH_ITEMS
         chunk, size = [], 0
-        while self._queue and len(chunk) < max(1, min(share, limit, wire.BATCH_ITEMS)) and size < wire.BATCH_BYTES:
+        while self._queue and len(chunk) < max(1, min(share, limit, worker.room)) and size < wire.BATCH_BYTES:
             job = self._queue.popleft()
             if not job.dropped:
                 chunk.append(job)
@@ -233,7 +235,10 @@ class Pool:
 
     def _late(self, worker: Worker, now: float) -> None:
         if not worker.style:
-            self._lost(worker, now, Verdict("error"))
+            if self._was_ready:
+                self._lost(worker, now, Verdict("error"))
+            else:
+                self._break(self._unsaid)
             return
         seconds = next(iter(worker.running.values())).timeout
         self._lost(worker, now, Verdict("timeout", detail=f"no verdict after {seconds:g} s"))
@@ -260,8 +265,12 @@ class Pool:
         self._failures += 1
         self._not_before = now + 0.1 * self._failures
         if self._failures >= MAX_FAILURES + self._spec.workers:
-            unsaid = f"its worker dies, or takes over {START_SECONDS:g} s, while it imports or builds the rewarder"
-            self._break(self._why or f"reward.{self.domain}.target: {self._spec.target}: {unsaid}")
+            self._break(self._why or self._unsaid)
+
+    @property
+    def _unsaid(self) -> str:
+        what = f"its worker dies, or takes over {self._spec.start_seconds:g} s, while it imports or builds the rewarder"
+        return f"reward.{self.domain}.target: {self._spec.target}: {what}"
 
     def _break(self, why: str) -> None:
         self.broken = why
@@ -287,7 +296,7 @@ class Pool:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead zygote: `ours` reads EOF
             socket.send_fds(self._line, [FORK], [theirs.fileno()])
-        worker = Worker(Channel(ours), deadline=now + START_SECONDS)
+        worker = Worker(Channel(ours), deadline=now + self._spec.start_seconds)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, (self, worker))
 

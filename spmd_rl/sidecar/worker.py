@@ -16,7 +16,8 @@ from typing import Any, get_args
 from spmd_rl import wire
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.sidecar.channel import receive, send
-from spmd_rl.targets import build_target
+from spmd_rl.sidecar.services import services
+from spmd_rl.targets import build_target, start_target
 from spmd_rl.types import Rewarder, Verdict, VerdictStatus
 
 MAX_PARTS = 100
@@ -94,28 +95,37 @@ def serve(sock: socket.socket, domain: str, pool: wire.Pool) -> None:
     """Be a worker until the host hangs up."""
     send(sock, wire.Started(os.getpid()))
     try:
-        rewarder = build_target(f"reward.{domain}", pool.target, pool.args)
+        provided = services(domain, pool.sandbox, pool.url)
+        rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=provided)
+        start_target(f"reward.{domain}", pool.target, rewarder)
     except UserError as error:
         send(sock, wire.Failed(str(error)))
         return
     how = style(rewarder)
-    send(sock, wire.Ready(how))
-    with asyncio.Runner() as runner:
-        while (work := receive(sock, wire.TO_WORKER)) is not None:
-            if how == "async":
-                runner.run(_serve_async(sock, rewarder, work))
-            elif how == "batch":
-                _serve_batch(sock, rewarder, work)
-            else:
-                for job in work.jobs:
-                    _reply(sock, job, judge_now(rewarder, wire.QUESTION.unpack(job.question)))
+    send(sock, wire.Ready(how, min(getattr(rewarder, "max_batch", wire.BATCH_ITEMS), wire.BATCH_ITEMS)))
+    if how == "async":
+        asyncio.run(_serve_async(sock, rewarder))
+        return
+    while (work := receive(sock, wire.TO_WORKER)) is not None:
+        if how == "batch":
+            _serve_batch(sock, rewarder, work)
+        else:
+            for job in work.jobs:
+                _reply(sock, job, judge_now(rewarder, wire.QUESTION.unpack(job.question)))
 
 
-async def _serve_async(sock: socket.socket, rewarder: Rewarder, work: wire.Work) -> None:
+async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
+    """Questions as they come, so that none waits for a slow one."""
+
     async def one(job: wire.Job) -> None:
         _reply(sock, job, await judge(rewarder, wire.QUESTION.unpack(job.question), job.timeout))
 
-    await asyncio.gather(*(one(job) for job in work.jobs))
+    under_way: set[asyncio.Task[None]] = set()
+    while (work := await asyncio.to_thread(receive, sock, wire.TO_WORKER)) is not None:
+        for job in work.jobs:
+            task = asyncio.create_task(one(job))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
 
 
 def _serve_batch(sock: socket.socket, rewarder: Rewarder, work: wire.Work) -> None:

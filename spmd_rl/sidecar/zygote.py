@@ -30,6 +30,8 @@ def main(fd: int) -> None:
         if warm is None:
             return
         die_with_parent(warm.parent)
+        if warm.pool.cpus:
+            os.sched_setaffinity(0, warm.pool.cpus)
         with contextlib.suppress(UserError):  # the worker will say so
             import_target(warm.domain, warm.pool.target)
         gc.freeze()  # keep shared pages shared

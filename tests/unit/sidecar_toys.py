@@ -73,11 +73,11 @@ class Batch:
         return [Verdict("ok", _number(answer), {"batch": float(len(answers))}) for answer in answers]
 
 
-class NeedsSandbox:
+class NeedsEmbed:
     """Wants a service that there is not."""
 
-    def __init__(self, sandbox) -> None:
-        self.sandbox = sandbox
+    def __init__(self, embed) -> None:
+        self.embed = embed
 
     def score(self, prompt, answer, info) -> Verdict:
         return Verdict("ok", 1.0)

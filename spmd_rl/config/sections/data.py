@@ -1,13 +1,17 @@
 """Prompts and who judges their answers: `data`, `reward`."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
+from functools import reduce
 from os.path import expanduser
 from typing import Any
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
+from spmd_rl.errors import UserError
 
 CPUS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
+DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
@@ -64,6 +68,15 @@ class RewardConfig:
     ranks. Default: those that the run itself may use."""
     timeout: float = 10.0
     """Seconds until a score becomes a `timeout` verdict."""
+    start_seconds: float = 300.0
+    """Seconds until a process must have built the rewarder, and until the domain's own server must answer."""
+    devices: str | None = None
+    """Devices on which each node's sidecar host starts a server of this domain's own, as a local judge needs one:
+    named as in CUDA_VISIBLE_DEVICES (`"2,3"`; leave them free of ranks), or `cpu`. The rewarder's `url` is then the
+    server's address with `/v1`. Default: no server."""
+    server: str = "vllm serve {model} --host 127.0.0.1 --port {port} --tensor-parallel-size {num_devices}"
+    """That server's command, without a shell: anything that answers at `/health` once it is up. `{model}` stands for
+    `args.model`, `{port}` for a free port, `{num_devices}` for the number of `devices`."""
     sandbox: str = "auto"
     """Where a rewarder that runs code from answers runs it: `bwrap` (bubblewrap), `forkserver` (needs root), `auto`
     (the first of these that works here; if none does, the run does not start), or `none`: no isolation at all."""
@@ -72,9 +85,25 @@ class RewardConfig:
         module, _, name = self.target.partition(":")
         require(bool(module and name), f"target: must be module:Class, not {self.target!r}")
         at_least(self, workers=1)
-        above(self, timeout=0)
+        above(self, timeout=0, start_seconds=0)
         one_of(self, sandbox=SANDBOXES)
         require(self.cpus is None or bool(CPUS.fullmatch(self.cpus)), f"cpus: must be like 0-3,8, not {self.cpus!r}")
+
+        if self.devices is not None:
+            require(bool(DEVICES.fullmatch(self.devices)), f"devices: must be like 2,3 or cpu, not {self.devices!r}")
+            require("url" not in self.args, "devices: start a server of the domain's own, but args.url names another")
+            has_model = "{model}" not in self.server or "model" in self.args
+            require(has_model, "server: {model} stands for args.model, which is not given")
+            require("{port}" in self.server, "server: must contain {port}")
+            words(self.server)
+
+    @property
+    def server_command(self) -> list[str]:
+        """The words of `server`, with the port still open; none without `devices`."""
+        if self.devices is None:
+            return []
+        known = {"{model}": str(self.args.get("model")), "{num_devices}": str(self.devices.count(",") + 1)}
+        return [reduce(lambda word, name: word.replace(name, known[name]), known, word) for word in words(self.server)]
 
     @property
     def cpu_numbers(self) -> list[int]:
@@ -94,6 +123,14 @@ class RewardsConfig:
 
     def __post_init__(self) -> None:
         within(self, error_budget=(0, 1))
+
+
+def words(server: str) -> list[str]:
+    """Of a command, as a shell would split it. UserError for a quotation mark without its other."""
+    try:
+        return shlex.split(server)
+    except ValueError as error:
+        raise UserError(f"server: {error}: {server!r}") from None
 
 
 def expand_list(paths: str) -> str:

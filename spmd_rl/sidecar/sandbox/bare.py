@@ -1,0 +1,40 @@
+"""No sandbox: code from answers runs as a process of the user's own, with limits and nothing else around it.
+
+For trusted code alone, on a machine that has nothing to lose: `reward.<domain>.sandbox=none`.
+"""
+
+import subprocess
+import sys
+import tempfile
+
+from spmd_rl.sidecar.sandbox.boxes import Boxes, Descriptors
+from spmd_rl.sidecar.sandbox.bwrap import Spawned
+from spmd_rl.sidecar.sandbox.forkserver import BOOT, ENVIRONMENT, PACKAGE, PYTHON
+from spmd_rl.types import RunLimits
+
+
+class Bare(Boxes):
+    """One plain process a box, in a temporary directory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        print("warning: sandbox: none runs code from answers with all that you may do yourself", file=sys.stderr)
+        self._directory = tempfile.TemporaryDirectory(prefix="spmd-box-", ignore_cleanup_errors=True)
+
+    def start(self, slot: int, limits: RunLimits, files: Descriptors) -> Spawned:
+        """As `Boxes.start`."""
+        numbers = (files.job, files.report, files.link)
+        process = subprocess.Popen(
+            [*PYTHON, f"{BOOT}\nfrom spmd_rl.sidecar.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
+            stdin=files.stdin,
+            stdout=files.stdout,
+            stderr=files.stderr,
+            pass_fds=[fd for fd in numbers if fd >= 0],
+            env=ENVIRONMENT,
+            cwd=self._directory.name,
+        )
+        return Spawned(process)
+
+    def close(self) -> None:
+        """Remove the directory."""
+        self._directory.cleanup()

@@ -1,0 +1,144 @@
+"""What Linux offers to confine a process, by plain system calls: Landlock, seccomp, private mounts.
+
+Standard library only.
+
+    program = seccomp_program(processes=False, execute=False)   # in the parent, once
+    landlock({"/box": WRITE})                                   # in the child; cannot be undone
+    install_seccomp(program)                                    # last, since it allows none of the above
+
+Numbers are those of the kernel's headers (linux/seccomp.h, filter.h, landlock.h, asm/unistd_64.h).
+"""
+
+import ctypes
+import os
+import platform
+import struct
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+NEW_NS, NEW_UTS, NEW_IPC, NEW_NET = 0x00020000, 0x04000000, 0x08000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 38, 22, 36
+
+
+def call(name: str, *args: int | bytes | None) -> int:
+    """A function of libc, or `OSError` with its name."""
+    result = getattr(LIBC, name)(*(ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args))
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+    return result
+
+
+def mount_tmpfs(target: str, num_bytes: int, mode: int) -> None:
+    """A file system in memory of so many bytes. OSError without CAP_SYS_ADMIN."""
+    options = f"size={num_bytes},nr_inodes=1024,mode={mode:o}".encode()
+    call("mount", b"tmpfs", target.encode(), b"tmpfs", MS_NOSUID, options)
+
+
+# -- Landlock -------------------------------------------------------------------------------------------------------
+
+READ, WRITE = 1, 2
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REFER, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 13, 1 << 14
+_CHANGE = _WRITE_FILE | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12  # remove and make files, directories, links
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+
+
+def landlock_version() -> int:
+    """The kernel's Landlock ABI, 0 if it has none."""
+    return max(0, LIBC.syscall(_CREATE_RULESET, None, ctypes.c_long(0), ctypes.c_long(1)))
+
+
+def landlock(paths: dict[str, int]) -> None:
+    """Deny this process, for good, all files but those beneath `paths`, and all of TCP. OSError without Landlock.
+
+    Call with PR_SET_NO_NEW_PRIVS set. A path that is a file takes READ and WRITE too.
+    """
+    version = landlock_version()
+    files = (1 << {0: 0, 1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    network, scoped = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    attributes = struct.pack("QQQ", files, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = call("syscall", _CREATE_RULESET, attributes, len(attributes), 0)
+    for path, rights in paths.items():
+        allowed = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
+        if rights & WRITE:
+            allowed |= _CHANGE | _REFER | _TRUNCATE if os.path.isdir(path) else _WRITE_FILE | _TRUNCATE
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        call("syscall", _ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed & files, fd), 0)
+        os.close(fd)
+    call("syscall", _RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+
+
+# -- seccomp --------------------------------------------------------------------------------------------------------
+
+_X86_64 = 0xC000003E
+_X32 = 0x40000000
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_EPERM, _ENOSYS = 1, 38
+_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NR, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+
+_ALLOWED = [
+    *range(16),  # read ... rt_sigreturn
+    *range(17, 29),  # pread64 ... madvise
+    *range(32, 40),  # dup ... getpid
+    *(44, 45, 46, 47, 48, 51, 52, 54, 55),  # on the sockets that it has: sendto ... getsockopt
+    *range(60, 64),  # exit wait4 kill uname
+    *range(72, 92),  # fcntl ... fchmod
+    *range(95, 101),  # umask ... times
+    *(102, 104, 107, 108, 109, 110, 111, 112, 115, 118, 120, 121, 124),  # who am I
+    *(127, 128, 130, 131, 132, 137, 138, 140, 143, 145, 146, 147, 158, 160, 186),
+    *(201, 202, 204, 213, 217, 218, 221, 228, 229, 230, 231, 232, 233, 234, 235, 247),
+    *(257, 258, 262, 263, 264, 265, 266, 267, 268, 269, 270, 271, 273, 274, 280, 281),
+    *(283, 284, 285, 286, 287, 290, 291, 292, 293, 295, 296, 302, 316, 318, 324, 326, 327, 328),
+    *(332, 334, 436, 439, 441),  # statx rseq close_range faccessat2 epoll_pwait2
+]
+"""x86-64 numbers of what Python programs need. Not among them: sockets, namespaces, mounts, ptrace, other processes'
+memory, keys, BPF, io_uring, memory without an address space (memfd, shared segments), modules, clocks, reboot."""
+_IOCTL, _SOCKETPAIR, _CLONE, _FORK, _VFORK, _EXECVE, _PRCTL, _CLONE3 = 16, 53, 56, 57, 58, 59, 157, 435
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, how large, how much is there, flags
+_PRCTLS = (3, 15, 16, 21)  # dumpable? thread name, seccomp?
+_CLONE_THREAD = 0x10000
+_CLONE_NEW = 0x7E020080  # any namespace
+
+
+def seccomp_supported() -> bool:
+    """Whether the numbers above are this machine's."""
+    return platform.machine() == "x86_64" and struct.calcsize("P") == 8
+
+
+def seccomp_program(processes: bool, execute: bool) -> bytes:
+    """A filter that lets pass what a Python program needs; the rest gets EPERM, another machine's ABI its death.
+
+    `processes`: whether others may be forked; threads always may. `execute`: whether execve is allowed.
+    """
+    steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NR)]
+    steps += [(_GREATER, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
+    steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # its flags are in memory: use clone
+    for number, argument, values in (
+        (_IOCTL, _SECOND_ARGUMENT, _IOCTLS),
+        (_SOCKETPAIR, _FIRST_ARGUMENT, (1,)),  # AF_UNIX
+        (_PRCTL, _FIRST_ARGUMENT, _PRCTLS),
+    ):
+        steps.append((_EQUAL, 0, len(values) + 3, number))
+        steps.append((_LOAD, 0, 0, argument))
+        steps += [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+        steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    steps += [(_EQUAL, 0, 5, _CLONE), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 1, 0, _CLONE_NEW)]
+    steps += [(_ANY_BIT, 1, 0, 0xFFFFFFFF if processes else _CLONE_THREAD)]
+    steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    allowed = [number for number in _ALLOWED if number != _IOCTL]
+    allowed += [_FORK, _VFORK] if processes else []
+    allowed += [_EXECVE] if execute else []
+    steps += [(_EQUAL, len(allowed) - i, 0, number) for i, number in enumerate(allowed)]
+    steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def install_seccomp(program: bytes) -> None:
+    """Filter this process's system calls from now on. OSError if the kernel cannot."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
+    call("prctl", PR_SET_SECCOMP, 2, header, 0, 0)

@@ -1,0 +1,36 @@
+"""Names that answers and tests use without importing them, as most collections of problems allow.
+
+Tests get the modules and the names of types alone: a function that an answer was to write must not be there already.
+"""
+
+import importlib
+import re
+
+MODULES = """
+bisect collections copy datetime decimal fractions functools heapq itertools json math operator os random re statistics
+string sys time
+"""
+NAMES = {
+    "typing": "Any Callable Dict FrozenSet Generator Iterable Iterator List Optional Sequence Set Tuple Type Union",
+    "bisect": "bisect bisect_left bisect_right insort",
+    "collections": "Counter OrderedDict defaultdict deque namedtuple",
+    "functools": "cache cmp_to_key lru_cache reduce",
+    "heapq": "heapify heappop heappush heapreplace nlargest nsmallest",
+    "itertools": "accumulate chain combinations groupby permutations product",
+    "math": "ceil comb factorial floor gcd inf isqrt log sqrt",
+}
+
+
+def common(source, functions=False):
+    """Those that `source` mentions, by name."""
+    words = set(re.findall(r"\w+", source))
+    found = {}
+    for module, names in NAMES.items():
+        if functions or module == "typing":
+            found.update((name, _get(module, name)) for name in names.split() if name in words)
+    found.update((name, importlib.import_module(name)) for name in MODULES.split() if name in words - set(found))
+    return found
+
+
+def _get(module, name):
+    return getattr(importlib.import_module(module), name, None)

@@ -1,0 +1,155 @@
+"""The first line in a box: reads the job, then becomes the program, the tested code or its tests.
+
+Three descriptors beside the program's own 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the box
+is ready, then what the tests found; `link`, between tested code and its tests.
+
+`run` executes the job's code as `__main__`; `serve` executes it as the module `solution` and lets the tests call it;
+`test` never executes it. The report descriptor is closed before untrusted code runs, so it can only be ours.
+
+    main(job=3, report=4, link=5)  # in a process of its own, which it ends
+"""
+
+import atexit
+import builtins
+import importlib
+import io
+import json
+import os
+import resource
+import sys
+import threading
+import types
+
+from spmd_rl.sidecar.sandbox.guest.common import common
+from spmd_rl.sidecar.sandbox.guest.link import Gone, Peer
+
+MAX_DIGITS = 100_000
+"""Of a number that tested code may return: to read one takes time that grows with the square."""
+THREADS = 64
+"""That a program may have if it may not have processes."""
+
+
+def main(job, report, link):
+    """Do the job and end the process. Three descriptors; `link` may be -1."""
+    with open(job, "rb") as file:
+        job = json.load(file)
+    set_limits(job["limits"])
+    builtins.exit = builtins.quit = sys.exit
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0 if job["mode"] == "run" else MAX_DIGITS)
+    if job["mode"] == "test":
+        _test(job, report, link)
+        os._exit(0)
+    os.write(report, b"r")
+    os.close(report)
+    _leave(_run(job) if job["mode"] == "run" else _serve(job, link))
+
+
+def set_limits(limits):
+    """Limits that cannot be raised again. `processes` 0: as many as the user may have anyway."""
+    processes = THREADS if limits["processes"] == 1 else limits["processes"]
+    for name, soft, hard in [
+        ("CPU", limits["cpu"], limits["cpu"] + 1),
+        ("AS", limits["memory"], limits["memory"]),
+        ("FSIZE", limits["disk"], limits["disk"]),
+        ("NPROC", processes, processes),
+        ("NOFILE", 64, 64),
+        ("CORE", 0, 0),
+        ("MEMLOCK", 0, 0),
+        ("MSGQUEUE", 0, 0),
+    ]:
+        if soft or name != "NPROC":
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard))
+
+
+def _execute(job, name):
+    """The module that the code has filled, and what was in it before."""
+    module = sys.modules[name] = types.ModuleType(name)
+    namespace = vars(module)
+    namespace.update(common(job["prelude"] + job["code"], functions=True))
+    exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
+    before = dict(namespace)
+    exec(compile(job["code"], "<code>", "exec"), namespace)
+    return namespace, before
+
+
+def _run(job):
+    """The program's exit status."""
+    try:
+        _execute(job, "__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 255
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:  # noqa: BLE001 - untrusted code
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _serve(job, link):
+    """Execute the code, say what it defines, then answer its tests until they hang up."""
+    peer = Peer(link, trusted=False)
+    try:
+        namespace, before = _execute(job, "solution")
+    except BaseException as error:  # noqa: BLE001 - untrusted code
+        peer.send(["failed", f"{type(error).__name__}: {error}"[:1000]])
+        return 1
+    names = {
+        name: _sort(name, value, peer)
+        for name, value in namespace.items()
+        if name == job["entry"] or name not in before or before[name] is not value
+    }
+    try:
+        peer.send(["names", names])
+        while True:
+            _, number, verb, packed = peer.receive()
+            peer.answer(number, verb, packed)
+    except Gone:
+        return 0
+
+
+def _sort(name, value, peer):
+    if isinstance(value, types.ModuleType):
+        return ["module", value.__name__]
+    if isinstance(value, type) and issubclass(value, BaseException):
+        bases = [kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins"]
+        return ["error", bases[0], name]
+    return ["object", peer.pack(value)]
+
+
+def _test(job, report, link):
+    """Run the tests against the code on the link, and report."""
+    probe = importlib.import_module("spmd_rl.sidecar.sandbox.guest.probe")  # slow, and no program needs it
+
+    found = {"passed": [], "detail": "", "error": ""}
+    peer, exports = Peer(link, trusted=True), {}
+    sys.stdin = io.StringIO()
+    os.write(report, b"r")
+    try:
+        kind, what = peer.receive()
+        peer.gone = kind != "names"
+        why = str(what) if peer.gone else ""
+        exports = {} if peer.gone else dict(what)
+    except (Gone, TypeError, ValueError):
+        peer.gone, why = True, "the code ended before its tests began"
+    try:
+        found["passed"], detail = probe.run_tests(job["tests"], job["prelude"], job["entry"], peer, exports)
+        found["detail"] = why or detail
+    except BaseException as error:  # noqa: BLE001 - whatever is wrong with the tests, it is told
+        found["error"] = f"{type(error).__name__}: {error}"[:1000]
+    with open(report, "wb") as file:
+        file.write(json.dumps(found).encode())
+
+
+def _leave(code):
+    """End as an interpreter would: threads, exit hooks, buffers."""
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # noqa: BLE001 - untrusted code
+        code = code or 1
+    os._exit(code)

@@ -1,0 +1,54 @@
+"""Each test here runs in each sandbox: bubblewrap, the fork server, and that where nothing can be mounted."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.sidecar.sandbox.bwrap import Bubblewrap
+from spmd_rl.sidecar.sandbox.forkserver import ForkServer
+from spmd_rl.types import RunLimits
+
+MAKERS = {"bwrap": Bubblewrap, "forkserver": ForkServer, "forkserver-unmounted": lambda: ForkServer(mounts=False)}
+TIGHT = RunLimits(cpu_seconds=1, wall_seconds=8.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
+
+
+@pytest.fixture(scope="session", params=MAKERS)
+def sandbox(request):
+    try:
+        made = MAKERS[request.param]()
+    except RuntimeError as error:
+        pytest.skip(f"{request.param}: {error}")
+    try:
+        made.prove()
+    except RuntimeError as error:  # where users may make no namespaces, bwrap is there and cannot work
+        if request.param != "bwrap":
+            raise
+        pytest.skip(f"bwrap: {error}")
+    made.name = request.param
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """After every attack: no process of the box's user ids lives, and the next run is as if nothing had been."""
+    yield
+    if "sandbox" in request.fixturenames:
+        made = request.getfixturevalue("sandbox")
+        first = getattr(made, "_first_uid", None) or getattr(made, "_user", None)
+        assert not [pid for pid, uid in processes() if uid in (first, first + 1)]
+        made.prove()
+
+
+def processes(dead: bool = True) -> list[tuple[int, int]]:
+    """(pid, user id) of all processes of this machine; `dead`: those too that nobody has reaped."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                uid = os.stat(f"/proc/{name}").st_uid
+                if dead or Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append((int(name), uid))
+    return found
