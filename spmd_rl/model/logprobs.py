@@ -43,7 +43,8 @@ class TokenHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[1, N, h] -> float32 [1, N, 2]: logprob and entropy."""
-        return torch.stack(token_logprobs(hidden[0], self.weight, self.targets, self.temperature), dim=-1)[None]
+        logprobs, entropy = token_logprobs(hidden[0], self.weight, self.targets, self.temperature)
+        return torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -28,12 +28,13 @@ MARK = "SPMD_RL_TEST_RUN"
 class Toy:
     """A tiny model, a toy data set and settings that make a step take well under a second."""
 
-    def __init__(self, path: Path, kind: str = "llama", rows: int = 40) -> None:
+    def __init__(self, path: Path, kind: str = "llama", rows: int = 40, **sizes: object) -> None:
+        """`sizes` of the model: see `tiny`."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         self.model = path / "model"
         if not self.model.exists():
-            tiny(kind, self.model)
+            tiny(kind, self.model, **sizes)
         self.data = path / "data.jsonl"
         lines = [{"prompt": f"say {i} {i * i}", "ground_truth": str(i), "domain": "toy"} for i in range(rows)]
         self.data.write_text("".join(json.dumps(line) + "\n" for line in lines))

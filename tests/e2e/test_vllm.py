@@ -1,0 +1,91 @@
+"""The door with vLLM in its ranks: both guarantees, replicas of two ranks, and what happens when a peer is struck."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from tests.e2e.runs import EXACT, Running, Toy
+from tests.engines import VLLM_SIZES, needs_vllm
+
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+SETTINGS = (*EXACT, "engine=vllm", "policy.lr=1e-4", "rollout.prompts_per_step=3", "steps=1")
+LAYOUTS = {"1": (0, 1), "2": (2, 1), "2-tp2": (2, 2), "4-tp2": (4, 2)}
+"""name -> ranks (0: plain python), engine.tp"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("toy"), "qwen2", **VLLM_SIZES)
+
+
+def start(toy: Toy, layout: str, name: str, *overrides: str) -> Running:
+    ranks, tp = LAYOUTS[layout]
+    return toy.start(*SETTINGS, f"engine.tp={tp}", *overrides, ranks=ranks, name=name)
+
+
+def done(run: Running) -> Running:
+    assert run.wait(400) == 0, run.text()[-3000:]
+    return run
+
+
+def tokens(run: Running, step: int) -> list:
+    return [(s["ticket"], s["answer"], s["id"], [t["token_ids"] for t in s["turns"]]) for s in run.samples(step)]
+
+
+def equal(one: Running, other: Running, step: int) -> bool:
+    ours, theirs = one.weights(step), other.weights(step)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def pair(toy: Toy) -> Running:
+    """One step on a replica of two ranks."""
+    return done(start(toy, "2-tp2", "pair"))
+
+
+def test_a_replica_of_two_ranks_trains(pair: Running) -> None:
+    line = pair.metrics()[1]
+    assert line["train_infer/abs_diff/mean"] < 1e-4
+    assert line["publish/probe_abs_diff"] < 1e-4
+    assert line["actor/grad_norm"] > 1e-3
+    assert len(pair.samples(1)) >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1", "2", "4-tp2"])
+def test_same_samples_and_gradient_at_every_layout(toy: Toy, pair: Running, layout: str) -> None:
+    run = done(start(toy, layout, f"layout-{layout}"))
+    assert tokens(run, 1) == tokens(pair, 1)
+    ours, theirs = run.metrics()[1], pair.metrics()[1]
+    assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+    assert ours["train_infer/abs_diff/mean"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2", "2-tp2"])
+def test_reruns_and_continuations_are_bitwise_equal(toy: Toy, layout: str) -> None:
+    straight = done(start(toy, layout, f"straight-{layout}", "steps=3"))
+    done(start(toy, layout, f"again-{layout}", "steps=2"))
+    again = done(start(toy, layout, f"again-{layout}", "steps=3"))
+    assert equal(straight, again, 3) and equal(straight, again, 2)
+    assert [again.samples(step) for step in (1, 2, 3)] == [straight.samples(step) for step in (1, 2, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_struck_in_a_tick_ends_the_job_and_it_resumes(toy: Toy, fate: signal.Signals) -> None:
+    straight = done(start(toy, "2-tp2", "undisturbed", "steps=3"))
+    name = f"struck-{fate.name}"
+    settings = (*SETTINGS, "engine.tp=2", "steps=3", "journal.stall_seconds=8")
+    run = toy.linger("progress generate", *settings, name=name)
+    run.wait_for("progress generate", rank=1, timeout=300)
+    os.kill(run.pid("rank-1"), fate)
+    assert run.wait(8 + 20) != 0
+    assert run.outlived() == []
+    if fate == signal.SIGSTOP:
+        assert "did not arrive: rank 1" in run.text()
+    again = done(toy.start(*settings, ranks=2, name=name))
+    assert equal(straight, again, 3)
+    assert [again.samples(step) for step in (1, 2, 3)] == [straight.samples(step) for step in (1, 2, 3)]
