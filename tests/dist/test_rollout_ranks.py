@@ -2,6 +2,7 @@
 
 import pytest
 
+from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.learn import exchange, prepare
@@ -20,7 +21,9 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
     seen = []
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
-        plan = prepare.plan(collected, cfg.algorithm, num_updates=1, num_ranks=world.size, hidden_size=64)
+        plan, _ = prepare.plan(
+            collected, cfg.algorithm, Moments(), num_updates=1, num_ranks=world.size, hidden_size=64, max_tokens=12
+        )
         (batch,) = exchange.deal(collected, plan, 1, world)
         weight = world.reduce("weights", {"sum": float(batch.weights.double().sum())})["sum"]
         outcomes = [[o.ticket, o.why_not, [a.score for a in o.answers]] for o in collected.outcomes]

@@ -67,7 +67,7 @@ def play(policy: str, scene: Scene, num_steps: int) -> Result:
         mean_tokens=fmean(map(fmean, lengths)),
         waiting=len(cluster.cursor.holes),
         stale=sum(step.num_stale for step in steps) / (per_ticket * len(lengths)),
-        wasted=1 - sum(map(sum, used)) / sum(step.tokens for step in steps),
+        wasted=max(0.0, 1 - sum(map(sum, used)) / sum(step.tokens for step in steps)),
         operations=sum(step.operations for step in steps) / num_used,
         looks=sum(step.looks for step in steps) / num_used,
     )
