@@ -13,6 +13,7 @@ Left out: padding (nothing here is padded), tool schemas, and several templates 
 import json
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ from spmd_rl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+RENDERED = 4096
+"""Conversations whose token ids are kept."""
 
 
 class Tokenizer:
@@ -32,9 +36,16 @@ class Tokenizer:
         self._hf = hf
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
+        self._rendered = lru_cache(RENDERED)(self._render)
 
     def render(self, messages: Sequence[Message]) -> array:
-        """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses."""
+        """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses.
+
+        The samples of a group ask for the same one; it is computed once, and not theirs to change.
+        """
+        return self._rendered(tuple(messages))
+
+    def _render(self, messages: tuple[Message, ...]) -> array:
         from jinja2 import TemplateError
 
         if not self._hf.chat_template:

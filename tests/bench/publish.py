@@ -1,15 +1,19 @@
-"""What a publish costs beside a plain copy of the same bytes, interleaved in one run; medians of the slowest rank.
+"""(e) What a publish costs beside a plain copy of the same bytes, interleaved; medians of the slowest rank.
 
-    torchrun --nproc-per-node 2 tests/bench/publish.py [key=value ...]
+    python -m tests.bench.publish --ranks 1 2 --engine native --steps 9 --json e.json --svg e.svg
 
-`clone` allocates and copies (what a naive hand-over does), `copy` writes into memory that is there already.
+`clone` allocates and copies (what a naive hand-over does), `copy` writes into memory that is there already. Each round
+times both and then a publish, by its own clock: `gather` (the trainer's shards made whole, in the engine's dtype),
+`load` (the engine's loader), `hashes` (of what was handed over and of what the engine holds), `probe` (a few tokens,
+generated and judged). CPU-seconds are of the whole rank.
 """
 
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,55 +21,88 @@ from spmd_rl import engine, sync, train
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
 from spmd_rl.dist import World
+from tests.bench import show, work
+from tests.dist.harness import run_ranks
 
-ROUNDS = 9
+PARTS = {"gather": "gather_seconds", "load": "copy_seconds", "hashes": "hash_seconds", "probe": "probe_seconds"}
 
 
-def timed(work) -> float:
+def rounds(world: World, overrides: Sequence[str], steps: int) -> dict[str, Any]:
+    """[all] Seconds of each round, of the slowest rank; publish's CPU-seconds, of the mean rank."""
+    cfg = load("rlvr", RlvrConfig, overrides)
+    policy = train.build_roles(cfg, world).policy
+    generator = engine.build(cfg, world)
+    publish = sync.build(policy, generator, world)
+    publish(version=0)
+    source = [tensor.clone() for _, tensor in policy.weights()]
+    target = [tensor.clone() for tensor in source]
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for version in range(1, steps + 1):
+        own = {
+            "clone": timed(lambda: [tensor.clone() for tensor in source]),
+            "copy": timed(lambda: torch._foreach_copy_(target, source)),
+        }
+        began = time.process_time()
+        told = publish(version=version)
+        cpu = world.reduce("bench: cpu", {"publish: CPU": time.process_time() - began}, "mean")
+        own = world.reduce("bench: copies", own, "max") | {name: told[f"publish/{key}"] for name, key in PARTS.items()}
+        for name, value in (own | {"publish": told["publish/seconds"]} | cpu).items():
+            seconds[name].append(value)
+    generator.close()
+    return {"bytes": told["publish/bytes"], "seconds": seconds}
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds it takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
+def lines(run: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds by name, medians over the rounds; the sums are of each round's own parts."""
+    seconds = run["seconds"]
+    sums = {
+        "gather + load": ("gather", "load"),
+        "gather + load + hashes": ("gather", "load", "hashes"),
+    }
+    named = dict(seconds) | {
+        name: [sum(parts) for parts in zip(*(seconds[part] for part in own), strict=True)] for name, own in sums.items()
+    }
+    order = ("clone", "copy", *PARTS, *sums, "publish", "publish: CPU")
+    return {name: 1e3 * statistics.median(named[name]) for name in order}
+
+
 def main() -> None:
-    overrides = [f"run.dir={tempfile.mkdtemp()}", "train.offload=false", *sys.argv[1:]]
-    cfg = load("rlvr", RlvrConfig, overrides)
-    with World.open(cfg) as world:
-        policy, _ = train.build_roles(cfg, world)
-        generator = engine.build(cfg, world)
-        publish = sync.build(policy, generator, world)
-        publish(version=0)
-        source = [tensor.clone() for _, tensor in generator.held()]
-        target = [tensor.clone() for tensor in source]
-        seconds: dict[str, list[float]] = defaultdict(list)
-        for version in range(1, ROUNDS + 1):
-            own = {
-                "clone": timed(lambda: [t.clone() for t in source]),
-                "copy": timed(lambda: [t.copy_(s) for s, t in zip(source, target, strict=True)]),
-            }
-            for name, value in world.reduce("bench", own, "max").items():
-                seconds[name].append(value)
-            for name, value in publish(version=version).items():
-                seconds[name].append(value)
-        if world.rank == 0:
-            medians = {name: statistics.median(values) for name, values in seconds.items()}
-            megabytes, threads = medians["publish/bytes"] / 1e6, torch.get_num_threads()
-            print(f"{world.size} ranks of {threads} threads, {megabytes:.0f} MB, {cfg.policy.dtype}")
-            handed = medians["publish/gather_seconds"] + medians["publish/copy_seconds"]
-            rows = {
-                "clone of the same bytes": medians["clone"],
-                "copy into place": medians["copy"],
-                "publish: gather": medians["publish/gather_seconds"],
-                "publish: copy": medians["publish/copy_seconds"],
-                "publish: both hashes": medians["publish/hash_seconds"],
-                "publish: probe": medians["publish/probe_seconds"],
-                "gather + copy": handed,
-                "gather + copy + hashes": handed + medians["publish/hash_seconds"],
-            }
-            for name, value in rows.items():
-                clones, copies = value / medians["clone"], value / medians["copy"]
-                print(f"{name:26} {1e3 * value:8.1f} ms   {clones:6.2f} clones   {copies:6.2f} copies")
+    parser = work.parser(__doc__, steps=9)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--engine", default="native")
+    options = parser.parse_args()
+    runs = []
+    for seed in options.seed:
+        for ranks in options.ranks:
+            folder = options.dir / f"publish-{ranks}-{seed}"
+            chosen = [f"engine={options.engine}", "train.offload=false", *options.settings]
+            overrides = work.settings(chosen, seed, 1, folder)
+            env = work.environment(ranks)
+            (run, *_) = run_ranks(ranks, rounds, overrides, options.steps, timeout=600, env=env)
+            runs.append({"ranks": ranks, "seed": seed, "engine": options.engine, **run})
+            show.record(options.json, {"benchmark": "publish", "runs": runs})
+    drawn = []
+    for run in runs:
+        ms = lines(run)
+        title = f"Publishing {run['bytes'] / 1e6:.0f} MB to {run['engine']}, {run['ranks']} rank(s)"
+        rows = [[n, f"{v:.1f}", f"{v / ms['clone']:.2f}", f"{v / ms['copy']:.2f}"] for n, v in ms.items()]
+        show.table(title, ("", "ms", "clones", "copies"), rows)
+        drawn.append(show.Bar(f"clone, {run['ranks']} rank(s)", [("clone", ms["clone"])]))
+        drawn.append(show.Bar(f"copy into place, {run['ranks']} rank(s)", [("copy", ms["copy"])]))
+        parts = [(name, ms[name]) for name in ("gather", "load", "hashes")]
+        note = f"({ms['gather + load + hashes'] / ms['clone']:.2f} clones)"
+        drawn.append(show.Bar(f"publish to {run['engine']}, {run['ranks']} rank(s)", parts, note))
+    show.bars(options.svg, "Publish beside a plain copy of the same bytes", "ms", drawn)
 
 
 if __name__ == "__main__":
-    main()
+    from tests.bench import publish  # ranks find `rounds` by the name of its module
+
+    sys.exit(publish.main())

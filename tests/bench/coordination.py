@@ -1,0 +1,79 @@
+"""(d) What coordination costs per sample: the door with model compute stubbed out, on 1 to 8 ranks.
+
+    python -m tests.bench.coordination --ranks 1 2 4 8 --steps 40 --json d.json --svg d.svg
+
+See `stub_side.py` for what is left in. Every rank has 8 prompts x 8 answers a step, one thread, and nothing to wait for
+but its peers. CPU-seconds are those of the ranks, summed, over the samples of all of them: what a sample costs wherever
+there is a core per rank. The sidecar's are told apart. Wall time is of this machine: more ranks than cores take turns.
+"""
+
+import statistics
+import sys
+from typing import Any
+
+from spmd_rl.track.metrics import read_lines
+from tests.bench import show, work
+from tests.bench.gate import Contestant
+from tests.bench.our_side import EVERY
+
+TARGET = 100.0
+"""us a sample"""
+BLOCKS = 3
+"""Timed stretches of `--steps` steps, after one that is not timed."""
+PHASES = ("generate", "score", "prepare", "train", "publish", "coordination", "track", "other")
+
+
+def measure(options: Any, ranks: int, seed: int) -> dict[str, Any]:
+    """One world size."""
+    folder = options.dir / f"coordination-{ranks}-{seed}"
+    work.fresh(folder)
+    every, first, last = options.steps, options.steps + 1, (1 + BLOCKS) * options.steps
+    size = [f"rollout.prompts_per_step={8 * ranks}", *options.settings]
+    overrides = work.settings(size, seed, last + 2, folder / "run")
+    cfg = work.loaded(overrides)
+    command = [*work.launcher(sys.executable, ranks), "-m", "tests.bench.stub_side", *overrides]
+    env = {**work.environment(ranks), "OMP_NUM_THREADS": "1", EVERY: str(every)}
+    with Contestant.start("stubs", command, env, ranks, folder) as job:
+        job.wait()
+        for _ in range(2):  # step 0, which only evaluates, and the stretch that is not timed
+            job.step()
+        blocks = [job.step() for _ in range(BLOCKS)]
+    lines = [line for line in read_lines(folder / "run" / "metrics.jsonl") if first <= line["step"] <= last]
+    num_samples = every * work.num_samples(cfg)
+    return {
+        "ranks": ranks,
+        "seed": seed,
+        "samples": num_samples // every,
+        "us_per_sample": [1e6 * block.rank_cpu_seconds / num_samples for block in blocks],
+        "us_per_sample_sidecar": [1e6 * (b.cpu_seconds - b.rank_cpu_seconds) / num_samples for b in blocks],
+        "ms_per_step": [1e3 * block.seconds / every for block in blocks],
+        "phases_ms": {p: 1e3 * statistics.fmean(line.get(f"time/{p}", 0.0) for line in lines) for p in PHASES},
+    }
+
+
+def main() -> None:
+    parser = work.parser(__doc__, steps=40)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    options = parser.parse_args()
+    runs = []
+    for ranks in options.ranks:
+        runs += [measure(options, ranks, seed) for seed in options.seed]
+        show.record(options.json, {"benchmark": "coordination", "runs": runs})
+    rows, drawn = [], []
+    for ranks in options.ranks:
+        mine = [run for run in runs if run["ranks"] == ranks]
+        cpu = statistics.fmean(value for run in mine for value in run["us_per_sample"])
+        sidecar = statistics.fmean(value for run in mine for value in run["us_per_sample_sidecar"])
+        wall = statistics.median(value for run in mine for value in run["ms_per_step"])
+        phases = {phase: statistics.fmean(run["phases_ms"][phase] for run in mine) for phase in PHASES}
+        figures = [f"{cpu:.0f}", f"{cpu / TARGET:.2f}", f"{sidecar:.0f}", f"{wall:.1f}"]
+        rows.append([str(ranks), str(mine[0]["samples"]), *figures, *(f"{ms:.1f}" for ms in phases.values())])
+        drawn.append(show.Bar(f"{ranks} rank(s)", [("ranks", cpu), ("sidecar", sidecar)]))
+    columns = ["ranks", "samples a step", "CPU us/sample", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
+    show.table("Coordination: CPU per sample; wall per step and by phase, in ms", columns, rows)
+    title = "What coordination costs, model compute stubbed out"
+    show.bars(options.svg, title, "CPU us a sample", drawn, mark=(TARGET, f"{TARGET:.0f} us"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
