@@ -11,6 +11,8 @@ from tests.engines import VLLM_SIZES, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 SETTINGS = (*EXACT, "engine=vllm", "policy.lr=1e-4", "rollout.prompts_per_step=3", "steps=1")
+STALL = 30
+"""vLLM is imported and started in less, without any progress to show."""
 LAYOUTS = {"1": (0, 1), "2": (2, 1), "2-tp2": (2, 2), "4-tp2": (4, 2)}
 """name -> ranks (0: plain python), engine.tp"""
 
@@ -78,11 +80,11 @@ def test_reruns_and_continuations_are_bitwise_equal(toy: Toy, layout: str) -> No
 def test_a_peer_struck_in_a_tick_ends_the_job_and_it_resumes(toy: Toy, fate: signal.Signals) -> None:
     straight = done(start(toy, "2-tp2", "undisturbed", "steps=3"))
     name = f"struck-{fate.name}"
-    settings = (*SETTINGS, "engine.tp=2", "steps=3", "journal.stall_seconds=8")
+    settings = (*SETTINGS, "engine.tp=2", "steps=3", f"journal.stall_seconds={STALL}")
     run = toy.linger("progress generate", *settings, name=name)
     run.wait_for("progress generate", rank=1, timeout=300)
     os.kill(run.pid("rank-1"), fate)
-    assert run.wait(8 + 20) != 0
+    assert run.wait(STALL + 15) != 0
     assert run.outlived() == []
     if fate == signal.SIGSTOP:
         assert "did not arrive: rank 1" in run.text()
