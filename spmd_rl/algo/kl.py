@@ -60,7 +60,8 @@ def full(logits: Tensor, reference_logits: Tensor) -> Tensor:
         KL_t = sum_v p(v) (log p(v) - log q(v))
 
     Source: On Information and Sufficiency (Kullback and Leibler 1951).
-    Use: sampled estimates are too noisy; needs both models' logits at once.
+    Use: in code that holds both models' logits, such as a distillation. No key selects it: the trainer never holds the
+    logits of a vocabulary, and a policy's and its reference's would have to meet in one forward.
 
     logits, reference_logits: float [N, V]; -inf marks a token that cannot be. Returns [N]; inf where q lacks one.
     """

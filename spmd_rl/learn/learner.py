@@ -62,10 +62,10 @@ class Learner:
         """[all] This rank's mini-batches, one per optimizer step, with all that the loss needs."""
         settings = self._settings
         with self._world.phase("prepare"):
+            penalties = None
+            if settings.repetition_coef:
+                penalties = repetition.penalties(collected, settings, self._world)  # [all]
             with self._world.phase("coordination"):
-                penalties = None
-                if settings.repetition_coef:
-                    penalties = repetition.penalties(collected, settings, self._world)  # [all]
                 self.plan, self._scores = prepare.plan(
                     collected,
                     settings,
@@ -78,7 +78,8 @@ class Learner:
                     penalties=penalties,
                 )
                 self._world.agree("prepare: plan", self.plan.columns())
-                batches = exchange.deal(collected, self.plan, self._num_updates, self._world)  # [all]
+            # packing and copying samples is work: only metadata and the meeting over it are coordination
+            batches = exchange.deal(collected, self.plan, self._num_updates, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             needs_old = self._num_updates > 1 or self.plan.stale or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:

@@ -18,5 +18,6 @@ def penalties(collected: Collected, settings: AlgorithmConfig, world: World) -> 
     for sample in (sample for group in collected.groups for sample in group.samples):
         ids = torch.tensor(concat([turn.token_ids for turn in sample.turns], "i"), dtype=torch.int64)
         mine.append([*sample.key, penalty(ids)])
-    told = world.gather("prepare: repetition", mine)
+    with world.phase("coordination"):
+        told = world.gather("prepare: repetition", mine)
     return {(ticket, answer): value for record in told for ticket, answer, value in record}

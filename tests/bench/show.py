@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spmd_rl.track.origin import command, machine
-from spmd_rl.track.svg import Frame, Series, label, padded, polyline, rect, text, ticks
+from spmd_rl.track.svg import Frame, Series, axes, label, padded, polyline, rect, text, ticks
 
 COLORS = ("#3b82c4", "#d07a2d", "#8b949e", "#4f9d69", "#a05fb5", "#c0504d")
 _STYLE = """
@@ -109,6 +109,22 @@ def lines(path: Path | None, title: str, x_unit: str, y_unit: str, drawn: Sequen
     body += [polyline(frame, series) for series in drawn]
     body += _legend(list({series.name: series.color for series in drawn}.items()), 58.0)
     _write(path, title, y_unit, frame.width, frame.height, "".join(body))
+
+
+def panels(path: Path | None, title: str, y_unit: str, drawn: Mapping[str, Sequence[Series]]) -> None:
+    """Draw small pictures by name, four in a row, all over the same axes; the legend is that of the first."""
+    if path is None:
+        return
+    points = [point for some in drawn.values() for series in some for point in series.points]
+    xs, ys = ([point[i] for point in points] for i in (0, 1))
+    width, height, top = 240.0, 170.0, 70.0
+    frame = Frame(width, height, (min(xs), max(max(xs), min(xs) + 1)), padded(ys), top=24)
+    body = _legend(list({series.name: series.color for series in next(iter(drawn.values()))}.items()), 58.0)
+    for number, (name, some) in enumerate(drawn.items()):
+        inside = axes(frame) + "".join(polyline(frame, series) for series in some) + text(width / 2, 14, name)
+        body.append(f'<g transform="translate({number % 4 * width:g} {top + number // 4 * height:g})">{inside}</g>')
+    rows = -(-len(drawn) // 4)
+    _write(path, title, y_unit, width * min(4, len(drawn)), top + rows * height, "".join(body))
 
 
 def _legend(entries: Sequence[tuple[str, str]], y: float) -> list[str]:

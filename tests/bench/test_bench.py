@@ -123,7 +123,9 @@ def test_pictures_are_whole_documents(tmp_path):
     drawn = [show.Bar("a & b", [("x", 1.0), ("y", 2.0)], "(3 x)"), show.Bar("c", [("x", 0.0)])]
     show.bars(bars, "Bars", "ms", drawn, mark=(4.0, "limit"))
     show.lines(lines, "Lines", "s", "score", [Series("one", show.COLORS[0], [(0.0, 0.2), (9.0, 0.8)])])
-    for path in (bars, lines):
+    panels = tmp_path / "panels.svg"
+    show.panels(panels, "Panels", "score", {name: [Series("one", "red", [(0, 0.2), (1, 0.4)])] for name in "abcde"})
+    for path in (bars, lines, panels):
         root = ElementTree.fromstring(path.read_text())
         assert root.tag.endswith("svg") and root.get("viewBox")
     widths = [float(rect.get("width")) for rect in ElementTree.fromstring(bars.read_text()).iter() if rect.get("fill")]

@@ -133,7 +133,7 @@ def test_the_gradient_is_the_same_in_every_layout(size, kind, tie, tmp_path):
     for share in SHARES.values():
         assert sorted(s for rank in range(size) for s in share(rank, size)) == list(range(len(LENGTHS)))
     path = tiny(kind, tmp_path, tie=tie, head_dim=16, intermediate_size=90, vocab_size=263)  # nothing divides by 4
-    for errors in run_ranks(size, gradients, str(path)):
+    for errors in run_ranks(size, gradients, str(path), timeout=200):  # 60 s do not do on a busy machine
         assert max(errors.values()) < 1e-5, errors
 
 

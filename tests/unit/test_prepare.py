@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd_rl.algo import ADVANTAGES, TOKEN_ADVANTAGES
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.dist import solo
 from spmd_rl.learn import balance, exchange, prepare
 from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.scores import shape
 from spmd_rl.rollout.collected import Collected, Outcome, answer_outcome
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 
@@ -78,6 +80,37 @@ def test_a_sample_without_score_is_in_no_batch_and_no_baseline() -> None:
     assert planned(GROUPS, version=1).stale
 
 
+FAILED = [Verdict("timeout", 9e9), Verdict("error", float("nan")), Verdict("rejected", -5.0)]
+"""No scores, whatever stands in the field."""
+SHAPED = {"norm_mean_type": "batch", "norm_std_type": "running", "difficulty_loss_weight": True}
+
+
+@pytest.mark.parametrize("shaping", [{}, SHAPED], ids=["plain", "shaped"])
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, *TOKEN_ADVANTAGES])
+def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: dict, monkeypatch) -> None:
+    """The plan is the one without those samples: no advantage for them, no place in a baseline, moment or divisor."""
+
+    def with_states(*args):  # only an agent's steps have them
+        scored, running = shape(*args)
+        return replace(scored, states=scored.groups), running
+
+    monkeypatch.setattr(prepare, "shape", with_states)
+    if advantage in ("remax", "pass_at_k"):  # they refuse the norms
+        shaping = {"difficulty_loss_weight": True} if shaping else {}
+    algorithm = AlgorithmConfig(advantage=advantage, pass_k=2, **shaping)
+    greedy = 3 if algorithm.uses_greedy else None
+    clean = [group(t, [(2 + t, 1.0), (3, 0.0), (4, 0.5), (1 + t, 1.0)]) for t in range(3)]
+    dirty = []
+    for g, verdict in zip(clean, FAILED, strict=True):
+        more = (replace(sample(g.ticket, number, 9, 1.0), verdict=verdict) for number in (4, 5))
+        dirty.append(replace(g, samples=(*g.samples, *more)))
+    dirty.append(group(3, [(5, None), (5, None), (5, None), (5, None)]))
+    sizes = {"num_updates": 2, "num_ranks": 2, "hidden_size": 64, "max_tokens": 1024, "greedy_answer": greedy}
+    plans = [prepare.plan(collected(some), algorithm, Moments(), **sizes) for some in (clean, dirty)]
+    assert plans[0] == plans[1]
+    assert any(plans[0][0].advantages) and len(plans[0][0].keys) == (9 if greedy else 12)
+
+
 def test_each_minibatch_is_balanced_by_itself() -> None:
     lengths = [[900, 100, 700], [300, 500, 200], [600, 400, 800], [50, 1000, 450]]
     groups = [group(ticket, [(n, float(i)) for i, n in enumerate(row)]) for ticket, row in enumerate(lengths)]
@@ -120,6 +153,7 @@ def test_columns_travel_unchanged() -> None:
         assert torch.equal(column, getattr(packed, name)) and column.dtype == getattr(packed, name).dtype, name
 
 
+@settings(deadline=None)
 @given(order=st.permutations(range(4)))
 def test_select_is_pack_of_the_selected(order: list[int]) -> None:
     samples = [sample(1, a, 1 + a, 1.0) for a in range(4)]

@@ -63,13 +63,13 @@ def exact(model: torch.nn.Module) -> torch.nn.Module:
     """Its norms in the model's own dtype: transformers' go through float32, also in a float64 model."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(
-                torch.nn.functional.rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
+            module.forward = partial(_norm, module)
     return model
+
+
+def _norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """With the weight of the moment: a sharded module's is another in each forward."""
+    return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def gradients(path, dtype, batch: Batch, folding, loss, budget: int = 10**6) -> tuple[float, dict]:

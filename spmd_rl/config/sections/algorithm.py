@@ -55,6 +55,10 @@ LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
     "seq-mean-token-sum-norm": ("loss_agg_length",),
 }
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+NO_FULL_KL = (
+    "full needs the logits of policy and reference over the whole vocabulary, which no trainer holds; "
+    f"known: {', '.join(KL_ESTIMATORS)}"
+)
 NORMS = ("none", "batch", "group", "running")
 LEVELS = ("off", "token", "segment", "sequence", "geometric")
 
@@ -212,6 +216,8 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         one_of(self, advantage=ADVANTAGES, loss=LOSSES, loss_agg=LOSS_AGGS, norm_mean_type=NORMS, norm_std_type=NORMS)
+        for key in ("kl_estimator", "kl_reward_estimator"):
+            require(getattr(self, key) != "full", f"{key}: {NO_FULL_KL}")
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
         within(self, gamma=(0, 1), lam=(0, 1), step_reward_gamma=(0, 1))
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1))
@@ -227,6 +233,8 @@ class AlgorithmConfig:
         require(self.target_kl is None or self.uses_reference, "target_kl: needs kl_coef or kl_reward_coef above 0")
         plain = self.norm_mean_type == self.norm_std_type == "none"
         require(plain or not self.uses_greedy, "norm_mean_type: remax has its baseline, leave both norms at none")
+        counts = self.advantage == "pass_at_k"  # normalised, no score would reach `pass_score`
+        require(plain or not counts, "norm_mean_type: pass_at_k counts right answers, leave both norms at none")
         critics = ", ".join(name for name in ADVANTAGES if needs_critic(name))
         for key, said in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
             require(self.uses_critic or not said, f"{key}: there is no critic; only advantage={critics} has one")

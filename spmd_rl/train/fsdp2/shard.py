@@ -12,14 +12,16 @@ from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, recompute: bool = False) -> None:
-    """Shard the float32 `model` in place; forward and backward compute in `dtype`, gradients are summed in float32.
+    """Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters' own.
 
-    recompute: compute each decoder layer's activations again in the backward pass instead of keeping them.
+    Parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding). recompute:
+    compute each decoder layer's activations again in the backward pass instead of keeping them.
     """
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    # a policy in float32 too would copy every gradient once more
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    policy = MixedPrecisionPolicy() if dtype == torch.float32 else policy
+    (master,) = {p.dtype for p in model.parameters()}
+    assert master in (torch.float32, torch.float64)
+    # a policy of the same dtype would copy every gradient once more
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
+    policy = MixedPrecisionPolicy() if dtype == master else mixed
     layers = decoder_layers(model)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -28,7 +30,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, recompute: boo
         layer.training = recompute
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for unit in fsdp_units(model):
+    for unit in fsdp_units(model) if mesh.size() > 1 else ():  # alone, a factor would only copy every gradient
         # The loss carries global weights, so ranks' gradients are summed. Neither setter reaches into submodules, and
         # gloo has no pre-multiplied sum, so that the second one is needed too.
         unit.set_gradient_divide_factor(1.0)

@@ -1,0 +1,197 @@
+"""Every policy loss under every aggregation, from the plan to the gradient of a real model, at 1, 2 and 4 ranks.
+
+The reference is plain Hugging Face in one process: one right-padded batch under an attention mask, no packing, no
+shared prompt, no micro-batch. Against it stand the plan, the all-to-all and the FSDP2 backend, with samples in another
+order, on other ranks and in other micro-batches. The ranks start once per world size and try all cases. In float64 the
+limit tells mathematics from rounding; advantages, weights and old logprobs are float32 numbers there too, the same
+everywhere. Left out: the losses' formulas, which both sides share (tests/unit/algo).
+"""
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import distribute_tensor
+
+from spmd_rl.algo import AGGREGATIONS, POLICY_LOSSES
+from spmd_rl.algo.moments import Moments
+from spmd_rl.batch import Batch
+from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
+from spmd_rl.dist import World, solo
+from spmd_rl.learn import exchange, prepare, token_advantages
+from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.model.build import build_model
+from spmd_rl.rollout.collected import Collected, Outcome, answer_outcome
+from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.types import Group, Message, Prompt, Sample, Verdict
+from tests.dist.harness import run_ranks
+from tests.models import tiny
+from tests.unit.algo.cases import KEYS
+from tests.unit.test_sharing import exact, sample
+
+pytestmark = pytest.mark.timeout(600)  # the first test's setup holds all the work
+LIMITS = {"float32": 1e-5, "float64": 1e-12}
+SIZES = (1, 2, 4)
+TEMPERATURE = 0.8
+LOSSES = {name: {"loss": name, **KEYS[name]} for name in POLICY_LOSSES}
+LOSSES["clip_cov"] |= {"clip_cov_ratio": 0.1, "clip_cov_low": 0.0}
+LOSSES["kl_cov"] |= {"kl_cov_ratio": 0.1}
+LOSSES |= {"sft": KEYS["sft"], "entropy": KEYS["entropy"], "kl": {"kl_coef": 0.1}}
+CASES = {
+    (name, agg): AlgorithmConfig(**keys, loss_agg=agg, loss_agg_length=16)
+    for (name, keys), agg in product(LOSSES.items(), AGGREGATIONS)
+}
+LENGTHS = [[[5], [12], [1], [9]], [[3, 4], [2, 2], [8]], [[30], [2]], [[4, 1], [7], [3], [6]]]
+"""sampled tokens of each turn of each answer of each ticket"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the same samples lie."""
+
+    budget: int
+    """tokens of a micro-batch"""
+    holder: Callable[[Sample, int], int]
+    """the rank, of so many, that generated a sample"""
+    seed: int | None = None
+    """of the order in which tickets and answers come to the plan; None: their own"""
+
+
+LAYOUTS = (
+    Layout(10_000, lambda s, size: s.ticket % size),
+    Layout(1, lambda s, size: size - 1, seed=1),  # one sample a micro-batch; all come from one rank
+    Layout(60, lambda s, size: (s.ticket + s.answer) % size, seed=2),  # a ticket's samples come from several
+)
+"""A case meets each of them at one world size, and a loss each of them at every world size: see `layout_of`."""
+
+
+def layout_of(case: int, size: int) -> Layout:
+    """For the case of this number."""
+    return LAYOUTS[(case + SIZES.index(size)) % len(LAYOUTS)]
+
+
+def groups() -> list[Group]:
+    """Shared prompts, several turns, uneven lengths, scores between 0 and 1, and one answer without a score."""
+    rng = random.Random(0)
+    made = []
+    for ticket, shapes in enumerate(LENGTHS):
+        prompt = [rng.randrange(256) for _ in range(5 + 4 * ticket)]
+        samples = []
+        for answer, lengths in enumerate(shapes):
+            verdict = Verdict("timeout") if (ticket, answer) == (3, 2) else Verdict("ok", rng.randrange(5) / 4)
+            plain = sample(ticket, answer, prompt, lengths, rng)
+            turns = (replace(t, logprobs=array("f", [rng.gauss(-5.5, 0.3) for _ in t.logprobs])) for t in plain.turns)
+            samples.append(replace(plain, turns=tuple(turns), verdict=verdict))
+        made.append(Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "toy", ""), ticket, tuple(samples)))
+    return made
+
+
+def harvest(world: World, layout: Layout) -> Collected:
+    """All samples, as the rollout would hand them to this rank."""
+    everything = groups()
+    if layout.seed is not None:
+        rng = random.Random(layout.seed)
+        rng.shuffle(everything)
+        everything = [replace(g, samples=tuple(rng.sample(g.samples, len(g.samples)))) for g in everything]
+    mine, outcomes = [], []
+    for g in everything:
+        held = [layout.holder(s, world.size) for s in g.samples]
+        answers = tuple(answer_outcome(s, rank, 0) for s, rank in zip(g.samples, held, strict=True))
+        outcomes.append(Outcome(g.ticket, "toy", None, answers, ""))
+        here = tuple(s for s, rank in zip(g.samples, held, strict=True) if rank == world.rank)
+        mine += [replace(g, samples=here)] if here else []
+    return Collected(1, tuple(mine), (), tuple(outcomes), 0.0, 0, 0)
+
+
+def prepared(world: World, layout: Layout, settings: AlgorithmConfig) -> Batch:
+    """[all] This rank's share of the step, as the learner makes it; old and reference logprobs are made up."""
+    collected = harvest(world, layout)
+    sizes = {"num_updates": 1, "num_ranks": world.size, "hidden_size": 32, "max_tokens": 32}
+    plan, _ = prepare.plan(collected, settings, Moments(), **sizes)
+    (batch,) = exchange.deal(collected, plan, 1, world)
+    place = batch.token_ids.double() + 7 * batch.position_ids
+    batch.old_logprobs, batch.ref_logprobs = (
+        ((batch.rollout_logprobs + 0.4 * noise) * batch.loss_mask).float() for noise in (place.sin(), place.cos())
+    )
+    token_advantages.finish([batch], plan, settings, 0.0, world, seed=0)
+    return batch
+
+
+def padded_forward(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob and entropy [N] of the sampled tokens, by transformers' own attention over a rectangle."""
+    rows = [batch.token_ids[begin:end] for begin, end in pairwise(batch.starts.tolist())]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    logs = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits[:, :-1] / TEMPERATURE, -1)
+    chosen = logs.gather(-1, ids[:, 1:, None])[..., 0]
+    entropy = -(logs.exp() * logs).sum(-1)
+    sampled = torch.nn.utils.rnn.pad_sequence(batch.loss_mask.split(batch.starts.diff().tolist()), batch_first=True)
+    return chosen[sampled[:, 1:]], entropy[sampled[:, 1:]]
+
+
+def references(_: World, path: str) -> None:
+    """Save the gradient of every case by the plain forward, in one process."""
+    for dtype in LIMITS:
+        model = exact(build_model(f"{path}/model", getattr(torch, dtype), "cpu", attention="sdpa"))
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradients, outputs = {}, None
+        with solo() as world:
+            for case, settings in CASES.items():
+                batch = prepared(world, LAYOUTS[0], settings)
+                outputs = outputs or padded_forward(model, batch)  # the same for all
+                per_token, _ = bind_loss(settings)(*outputs, batch)
+                loss = (per_token * batch.weights[batch.loss_mask]).sum()
+                gradients[case] = dict(
+                    zip(names, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True)
+                )
+        torch.save(gradients, Path(path) / f"{dtype}.pt")
+
+
+def errors(world: World, path: str) -> list[tuple[str, str, str, str, float]]:
+    """[all] Dtype, loss, aggregation, tensor and its relative L2 error, infinite where the gradient should be 0."""
+    rows, squares = [], {}
+    for dtype in LIMITS:
+        train = TrainConfig()
+        model = exact(build_model(f"{path}/model", getattr(torch, dtype), "cpu"))
+        backend = FSDP2Backend(model, world, train, getattr(torch, dtype), PolicyConfig())
+        forward = partial(backend._forward, temperature=TEMPERATURE)
+        wanted = torch.load(Path(path) / f"{dtype}.pt")
+        for number, (case, settings) in enumerate(CASES.items()):
+            layout = layout_of(number, world.size)
+            train.tokens_per_microbatch = layout.budget
+            backend._accumulate(prepared(world, layout, settings), forward, bind_loss(settings))
+            for name, p in backend._model.named_parameters():
+                whole = distribute_tensor(wanted[case][name], p.device_mesh, p.placements, src_data_rank=None)
+                got, want = p.grad.to_local().double(), whole.to_local().double()
+                squares[f"{len(rows)} error"] = float((got - want).square().sum())
+                squares[f"{len(rows)} norm"] = float(want.square().sum())
+                rows.append((dtype, *case, name))
+            backend._optimizer.zero_grad()
+    sums = world.reduce("squares", squares)
+    ratios = ((sums[f"{i} error"], sums[f"{i} norm"]) for i in range(len(rows)))
+    return [(*row, (e / n) ** 0.5 if n else float("inf")) for row, (e, n) in zip(rows, ratios, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[tuple]:
+    """World size and the rest of every error."""
+    path = tmp_path_factory.mktemp("invariance")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 263, "head_dim": 8}  # not all divide by 4
+    tiny("qwen2", path / "model", **sizes)
+    run_ranks(1, references, str(path))
+    return [(size, *row) for size in SIZES for row in run_ranks(size, errors, str(path), timeout=280)[0]]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_is_that_of_a_padded_batch(found, loss: str, dtype: str) -> None:
+    mine = [row for row in found if row[1:3] == (dtype, loss)]
+    assert {row[0] for row in mine} == set(SIZES) and {row[3] for row in mine} == set(AGGREGATIONS)
+    worst = max(mine, key=lambda row: row[-1])
+    assert worst[-1] <= LIMITS[dtype], worst
