@@ -31,6 +31,12 @@ class CompositeReward:
         if not any(inspect.iscoroutinefunction(part.score) for part in self._parts.values()):
             self.score = self._score_now  # without one that waits, answers are better judged one by one
 
+    def start(self) -> None:
+        """Let parts load what is heavy."""
+        for part in self._parts.values():
+            if hasattr(part, "start"):
+                part.start()
+
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Ask the parts, each with the same answer."""
         verdicts = {}

@@ -36,7 +36,9 @@ def run(cfg: RlvrConfig) -> None:
                 print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)
             return
         track = stack.enter_context(Run.open(cfg, world))  # [all]
-        scorer = stack.enter_context(sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug))
+        scorer = stack.enter_context(
+            sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
+        )
         roles = train.build_roles(cfg, world)  # [all]
         generator = stack.enter_context(closing(engine.build(cfg, world)))
         publish = sync.build(roles.policy, generator, world)

@@ -155,7 +155,11 @@ class Node:
 
 
 class Rewarder(Protocol):
-    """A plain class of a user's own; `async def score` is as good. See `rewards/` for examples to copy."""
+    """A plain class of a user's own; `async def score` is as good. See `rewards/` for examples to copy.
+
+    It may offer `score_batch(prompts, answers, infos)` for up to `max_batch` answers at once, and `start()`, where it
+    loads what is heavy: called once where it will work, whereas the settings' checks construct it too.
+    """
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Judge one answer. An exception becomes an `error` verdict, never a zero."""

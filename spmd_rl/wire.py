@@ -1,4 +1,4 @@
-"""The frames between a rank and its sidecar, and between a sidecar host and its workers.
+"""The frames between a rank and its sidecar, and between a sidecar host, its workers and attached nodes.
 
 A frame is one version byte, then a msgpack array `[tag, field, ...]` checked against the structs below. Bounded in
 size, never pickle. What cannot be read is a `WireError`, whatever the bytes were. Sockets live in `sidecar/`.
@@ -28,6 +28,8 @@ WINDOW = 2048
 """Questions that a client may have under way at its host; the others wait at the client."""
 WINDOW_BYTES = 64 << 20
 """The same, in bytes."""
+HELD_BYTES = 32 * WINDOW_BYTES
+"""What a host holds for all clients together; questions beyond are refused, and asked again."""
 
 MAX_TIMEOUT = 86_400.0
 """Seconds; the longest that a rewarder may take over one answer."""
@@ -179,6 +181,84 @@ class Pool(_Struct):
     """Of the domain's own server, if the host starts one."""
 
 
+class Join(_Struct, tag="join"):
+    """Attached node to host: what is there to do in these domains?"""
+
+    name: Domain
+    domains: list[Domain]
+
+
+class Offer(_Struct, tag="offer"):
+    """Host to an attached node, in answer: this, of what it named. Its workers, processors, sandbox are its own."""
+
+    host: str
+    pools: dict[str, Pool]
+
+
+class Serve(_Struct, tag="serve"):
+    """Attached node to host, several times a second. Silence means that it is lost."""
+
+    host: str
+    """Of the offer. A host that is called otherwise says so in a `Pong`, and is joined anew."""
+    windows: dict[str, Annotated[int, msgspec.Meta(ge=0, le=WINDOW)]]
+    """By domain: so many questions may be under way here."""
+    under_way: list[Id]
+    """All questions whose verdicts have not been sent. What the host has given and is not here was lost."""
+
+
+class Leave(_Struct, tag="leave"):
+    """Attached node to host: do not wait for me. Host to attached node: the run is over."""
+
+
+class Ask(_Struct, tag="ask"):
+    """Anybody to host: how are you?"""
+
+
+class PoolReport(_Struct):
+    """A domain, in `Report`."""
+
+    target: str
+    workers: int
+    """Wanted."""
+    ready: int
+    """Have built their rewarder."""
+    running: int
+    """Questions with workers of this host."""
+    queued: int
+    verdicts: int
+    """Since the host started, those of attached nodes too."""
+    deaths: int
+    """Workers that died or were killed."""
+    broken: str = ""
+    """Why there is no worker, if so."""
+
+
+class NodeReport(_Struct):
+    """An attached node, in `Report`."""
+
+    name: str
+    windows: dict[str, int]
+    running: int
+    verdicts: int
+    silent_seconds: float
+
+
+class Report(_Struct, tag="report"):
+    """Host, asked for it."""
+
+    host: str
+    pid: int
+    uptime_seconds: float
+    clients: int
+    """With questions under way."""
+    under_way: int
+    held_bytes: int
+    refused_keys: int
+    draining: bool
+    pools: dict[str, PoolReport]
+    nodes: list[NodeReport]
+
+
 class Server(_Struct):
     """A server of a domain's own."""
 
@@ -206,6 +286,8 @@ class Start(_Struct, tag="start"):
     address: str
     pools: dict[str, Pool]
     servers: dict[str, Server] = {}
+    keys: str = ""
+    """Directory of CURVE keys; none: the address is of this machine."""
 
 
 class Warm(_Struct, tag="warm"):
@@ -258,8 +340,10 @@ class Codec:
 
 
 QUESTION = Codec(Question)
-TO_HOST = Codec(Scores, Drop, Ping)
+TO_HOST = Codec(Scores, Drop, Ping, Join, Serve, Verdicts, Leave, Ask)
 TO_CLIENT = Codec(Verdicts, Pong, Error)
+TO_NODE = Codec(Offer, Scores, Pong, Leave, Error)
+TO_ASKER = Codec(Report, Error)
 TO_WORKER = Codec(Work)
 FROM_WORKER = Codec(Started, Ready, Failed, Done)
 TO_ZYGOTE = Codec(Warm)

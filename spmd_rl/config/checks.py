@@ -13,6 +13,7 @@ from typing import Any
 
 from spmd_rl.config.identity import saved_config
 from spmd_rl.config.idle import files, no_critic, no_reference
+from spmd_rl.curve import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.targets import UNPROVIDED, build_target
 
@@ -163,11 +164,20 @@ def check_run(cfg: Any) -> None:
         raise UserError(f"checkpoint.resume: no directory {resume}; known names: auto, never")
 
 
+def check_sidecar(cfg: Any) -> None:
+    """The keys are there, and nobody else's. The host's are read once a node, where it will start."""
+    if cfg.sidecar.keys is not None and not cfg.debug:
+        ClientKeys.load(cfg.sidecar.keys)
+        if local_rank() == 0:
+            HostKeys.load(cfg.sidecar.keys)
+
+
 CHECKS: dict[str, Callable[[Any], None]] = {
     "train": check_mesh,
     "engine": check_engine,
     "run": check_run,
     "policy": check_models,
     "data": check_data,
+    "sidecar": check_sidecar,
     "reward": check_rewards,
 }

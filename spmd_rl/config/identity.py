@@ -41,7 +41,7 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     settings = dict(flatten(tree))
 
     def counts(key: str) -> bool:
-        endings = (".workers", ".cpus", ".sandbox")
+        endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox")
         where = key.startswith("reward.") and key.endswith(endings) and ".args." not in key
         return key != "steps" and key.split(".")[0] not in HARMLESS and not where
 

@@ -96,6 +96,7 @@ IDLE: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("data.seed", "problems come from files", only_files),
     ("data.args", "problems come from files", only_files),
     ("data.holdout", "data.eval is given", lambda cfg: cfg.data.eval is not None),
+    ("sidecar", "debug is true", lambda cfg: cfg.debug),
     *((f"eval.{key}", "eval.every is 0", never_evaluated) for key in ("prompts", "answers", "temperature")),
 )
 """(key or section, why, when)"""

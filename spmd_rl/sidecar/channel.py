@@ -14,6 +14,7 @@ from spmd_rl import wire
 
 FORK = b"f"
 """What the host sends to a zygote together with a socket: no frame, since descriptors travel beside it."""
+RECEIVE_BYTES = 1 << 18
 _LENGTH = struct.Struct("<I")
 
 
@@ -79,7 +80,7 @@ class Channel:
         gone = False
         while True:
             try:
-                chunk = self.socket.recv(1 << 18)
+                chunk = self.socket.recv(RECEIVE_BYTES)
             except BlockingIOError:
                 break
             except ConnectionResetError:
@@ -88,6 +89,8 @@ class Channel:
                 gone = True
                 break
             self._unread += chunk
+            if len(chunk) < RECEIVE_BYTES:
+                break  # most likely all; the selector tells of the rest
         return self._take(codec), gone
 
     def _take(self, codec: wire.Codec) -> list[Any]:

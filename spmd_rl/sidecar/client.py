@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import zmq
 
 from spmd_rl import wire
+from spmd_rl.curve import ClientKeys, bound
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.types import AnswerInfo, Prompt, Verdict
 
@@ -53,11 +54,13 @@ class Client:
     The socket is in the event loop only while calls are outstanding, so that one client serves many loops in turn.
     """
 
-    def __init__(self, address: str, timeouts: Mapping[str, float], host: HostProcess | None) -> None:
+    def __init__(
+        self, address: str, timeouts: Mapping[str, float], host: HostProcess | None, keys: ClientKeys | None = None
+    ) -> None:
         self._timeouts = dict(timeouts)
         self._host = host
         self._context = zmq.Context()
-        self._socket = _dealer(self._context, address)
+        self._socket = _dealer(self._context, address, keys)
         self._ids = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._outbox: deque[int] = deque()
@@ -305,7 +308,7 @@ class Client:
                 call.verdict.set_result(verdict)
 
 
-def _dealer(context: zmq.Context, address: str) -> zmq.Socket:
+def _dealer(context: zmq.Context, address: str, keys: ClientKeys | None) -> zmq.Socket:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same client after every reconnect
     socket.setsockopt(zmq.LINGER, 0)
@@ -314,6 +317,9 @@ def _dealer(context: zmq.Context, address: str) -> zmq.Socket:
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+    bound(socket, address)
+    if keys is not None:
+        keys.secure(socket)
     socket.connect(address)
     return socket
 

@@ -18,9 +18,13 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
+from spmd_rl.curve import HostKeys, bound
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.channel import send
+from spmd_rl.sidecar.gate import Gate
+from spmd_rl.sidecar.nodes import Nodes
 from spmd_rl.sidecar.pool import Job, Pool
+from spmd_rl.sidecar.server import Server
 from spmd_rl.types import Verdict
 
 SWEEP_SECONDS = 0.02
@@ -30,8 +34,12 @@ IDLE_SECONDS = 1.0
 MAX_GAP = 0.25
 """A longer pause of the loop (a stopped process, an overloaded machine) counts as this much of a deadline."""
 FRAMES_PER_ROUND = 64
-SOCKET_FRAMES = 10_000
-"""High-water mark of the socket in either direction, in frames."""
+SOCKET_FRAMES = 1_000
+"""High-water mark of the socket in either direction for each peer, in frames."""
+DRAIN_SECONDS = 10.0
+"""For what is under way when this host is asked to end."""
+LINGER_MS = 300
+"""For the last frames of a host that drains, or has nodes to tell."""
 
 
 class Host:
@@ -43,28 +51,52 @@ class Host:
         self._address = start.address
         self._name = secrets.token_hex(8)
         self._told = False
+        self._began = time.monotonic()
+        self._drain_until: float | None = None
         self._jobs: dict[tuple[bytes, int], Job] = {}
         self._load: Counter[bytes] = Counter()
+        self._bytes: Counter[bytes] = Counter()
+        self._held_bytes = 0
         self._replies: defaultdict[bytes, list[wire.RawJudged]] = defaultdict(list)
+        keys = HostKeys.load(start.keys) if start.keys else None
         self._context = zmq.Context()
-        self._router = _listen(self._context, start.address)
         self._selector = selectors.DefaultSelector()
+        self._gate = Gate(self._context, keys, self._selector) if keys else None
+        self._router = _listen(self._context, start.address, keys)
         self._selector.register(self._router.FD, selectors.EVENT_READ, None)
         self._selector.register(parent, selectors.EVENT_READ, parent)
-        self._pools = {name: Pool(name, spec, self._resolve, self._selector) for name, spec in start.pools.items()}
+        self._servers = {name: Server(name, spec, self._selector) for name, spec in start.servers.items()}
+        urls = {name: server.url for name, server in self._servers.items()}
+        specs = {name: msgspec.structs.replace(spec, url=urls.get(name, "")) for name, spec in start.pools.items()}
+        self._pools = {name: Pool(name, spec, self._resolve, self._selector) for name, spec in specs.items()}
+        self._nodes = Nodes(self._name, self._pools, specs, self._send, self._resolve)
         self._seen = time.monotonic()
         self._now = 0.0
+
+    def drain(self) -> None:
+        """Take nothing more, and end once all that is under way is answered, or soon anyway: ranks ask the next host
+        for the rest. May be called from a signal's handler."""
+        if self._drain_until is None:
+            self._drain_until = self._now + DRAIN_SECONDS
 
     def run(self) -> None:
         """Serve until the parent is gone, or a pool cannot be had at the start."""
         try:
-            while self._round():
+            while self._round() and not self._drained():
                 pass
         finally:
-            for pool in self._pools.values():
-                pool.close()
-            self._context.destroy(linger=0)
+            linger = LINGER_MS if self._nodes or self._drain_until is not None else 0
+            if self._drain_until is None:
+                self._nodes.close()  # the run is over; else a host follows, whom they join
+            for part in (*self._pools.values(), *self._servers.values()):
+                part.close()
+            self._context.destroy(linger=linger)
             clean(self._address)
+
+    def _drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        return self._now > self._drain_until or not (self._jobs or self._replies)
 
     def _round(self) -> bool:
         awake = [key.data for key, _ in self._selector.select(self._patience()) if key.data is not None]
@@ -73,11 +105,17 @@ class Host:
         self._seen = now
         if self._parent in awake:
             return False
-        for pool, worker in awake:
-            pool.heed(worker, self._now)
+        for part, worker in awake:
+            part.heed(worker, self._now)
         self._take_in()
-        for pool in self._pools.values():
-            pool.tick(self._now)
+        for server in self._servers.values():
+            server.tick(self._now)
+        for name, pool in self._pools.items():
+            if name in self._servers and not self._servers[name].ready:
+                pool.beats += 1  # its questions wait, as long as `start_seconds` allows
+            else:
+                pool.tick(self._now)
+        self._nodes.tick(self._now)
         self._send_replies()
         return self._report()
 
@@ -85,7 +123,9 @@ class Host:
         """Seconds the loop may wait. The ROUTER's descriptor tells of changes only, so its state is asked for first."""
         if self._router.EVENTS & zmq.POLLIN:
             return 0.0
-        return SWEEP_SECONDS if self._replies or any(pool.busy for pool in self._pools.values()) else IDLE_SECONDS
+        if self._replies or any(pool.busy for pool in self._pools.values()):
+            return SWEEP_SECONDS
+        return MAX_GAP if self._nodes else IDLE_SECONDS
 
     def _take_in(self) -> None:
         for _ in range(FRAMES_PER_ROUND):
@@ -98,7 +138,7 @@ class Host:
             except wire.WireError as error:
                 self._send(client, wire.Error(str(error)))
 
-    def _understand(self, client: bytes, message: wire.Scores | wire.Drop | wire.Ping) -> None:
+    def _understand(self, client: bytes, message: msgspec.Struct) -> None:
         if isinstance(message, wire.Scores):
             for item in message.items:
                 self._score(client, item)
@@ -106,18 +146,31 @@ class Host:
             for id_ in message.ids:
                 if job := self._forget(client, id_):
                     job.dropped = True
-        else:
+        elif isinstance(message, wire.Ping):
             self._send(client, wire.Pong(self._name, {name: pool.beats for name, pool in self._pools.items()}))
+        elif isinstance(message, wire.Ask):
+            self._send(client, self._status())
+        elif self._gate is None:
+            raise wire.WireError("nodes attach only to a host with sidecar.keys")
+        else:
+            self._nodes.heed(client, message, self._now)
 
     def _score(self, client: bytes, item: wire.Score) -> None:
         if (client, item.id) in self._jobs:
             return  # sent again
-        if self._load[client] >= 2 * wire.WINDOW:
+        if self._drain_until is not None:
+            return  # asked again, when the next host is there
+        num_bytes = len(memoryview(item.question))
+        if self._load[client] + len(self._replies.get(client, ())) >= 2 * wire.WINDOW:
             raise wire.WireError(f"more than {2 * wire.WINDOW} questions under way")
+        if self._bytes[client] + num_bytes > 2 * wire.WINDOW_BYTES or self._held_bytes + num_bytes > wire.HELD_BYTES:
+            raise wire.WireError(f"more than {2 * wire.WINDOW_BYTES} bytes of questions under way, or too many in all")
         wire.QUESTION.unpack(item.question)
         job = Job(client, item.id, item.domain, item.timeout, item.question)
         self._jobs[client, item.id] = job
         self._load[client] += 1
+        self._bytes[client] += num_bytes
+        self._held_bytes += num_bytes
         if pool := self._pools.get(item.domain):
             pool.submit(job)
         else:
@@ -126,15 +179,34 @@ class Host:
     def _forget(self, client: bytes, id_: int) -> Job | None:
         job = self._jobs.pop((client, id_), None)
         if job is not None:
+            num_bytes = len(memoryview(job.question))
             self._load[client] -= 1
+            self._bytes[client] -= num_bytes
+            self._held_bytes -= num_bytes
             if not self._load[client]:
-                del self._load[client]
+                del self._load[client], self._bytes[client]
         return job
 
     def _resolve(self, job: Job, verdict: msgspec.Raw) -> None:
         if not job.dropped:
             self._forget(job.client, job.id)
             self._replies[job.client].append(wire.RawJudged(job.id, verdict))
+            if pool := self._pools.get(job.domain):
+                pool.verdicts += 1
+
+    def _status(self) -> wire.Report:
+        return wire.Report(
+            self._name,
+            os.getpid(),
+            time.monotonic() - self._began,
+            len(self._load),
+            len(self._jobs),
+            self._held_bytes,
+            self._gate.refused if self._gate else 0,
+            self._drain_until is not None,
+            {name: pool.report() for name, pool in self._pools.items()},
+            self._nodes.report(self._now),
+        )
 
     def _send_replies(self) -> None:
         waiting, self._replies = self._replies, defaultdict(list)
@@ -153,12 +225,13 @@ class Host:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self._nodes.lose(client)
         return True
 
     def _report(self) -> bool:
         """Tell the parent, once, how the start went; False if it failed."""
         if not self._told:
-            broken = [pool.broken for pool in self._pools.values() if pool.broken]
+            broken = [part.broken for part in (*self._pools.values(), *self._servers.values()) if part.broken]
             if broken or all(pool.ready for pool in self._pools.values()):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     send(self._parent, wire.Failed(broken[0]) if broken else wire.Ready())
@@ -167,7 +240,7 @@ class Host:
         return True
 
 
-def _listen(context: zmq.Context, address: str) -> zmq.Socket:
+def _listen(context: zmq.Context, address: str, keys: HostKeys | None) -> zmq.Socket:
     """A bound ROUTER. UserError if the address is taken or its directory is not ours alone."""
     if path := socket_path(address):
         claim_directory(path.parent)
@@ -178,6 +251,9 @@ def _listen(context: zmq.Context, address: str) -> zmq.Socket:
     router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects anew is the same client
+    bound(router, address)
+    if keys is not None:
+        keys.secure(router)
     try:
         router.bind(address)
     except zmq.ZMQError as error:

@@ -23,8 +23,8 @@ STOP_SECONDS = 1.0
 class HostProcess:
     """The host, started now. It ends when we close its socket, when we die, or at the latest by `stop`."""
 
-    def __init__(self, address: str, rewards: "RewardsConfig") -> None:
-        self._address = address
+    def __init__(self, address: str, rewards: "RewardsConfig", keys: str = "") -> None:
+        self._address, self._keys = address, keys
         for domain, reward in rewards.domains.items():
             if missing := set(reward.cpu_numbers) - os.sched_getaffinity(0):
                 raise UserError(f"reward.{domain}.cpus={reward.cpus}: this run may not use processor {min(missing)}")
@@ -100,7 +100,8 @@ class HostProcess:
         # The parent-death signal follows the thread that forks; from a passing one, the closing socket must do.
         lasting = threading.current_thread() is threading.main_thread()
         try:
-            send(self._line, wire.Start(os.getpid() if lasting else 0, self._address, self._pools, self._servers))
+            parent = os.getpid() if lasting else 0
+            send(self._line, wire.Start(parent, self._address, self._pools, self._servers, self._keys))
         except wire.WireError as error:
             self._end()
             raise UserError(f"reward.<domain>.args {error}") from None

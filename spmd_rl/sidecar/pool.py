@@ -26,6 +26,8 @@ MAX_FAILURES = 3
 """So many workers in a row (beside one for each place) that never got ready condemn the pool."""
 CHUNK_SECONDS = 0.01
 """Work handed to a worker at once, going by the mean so far: few frames, and no long wait behind a slow question."""
+AHEAD_SECONDS = 0.1
+"""Work that an attached node has under way for each worker, going by the mean: longer than a frame takes to and fro."""
 ASYNC_GRACE = 1.0
 """An `async` worker keeps its own deadlines; it is killed only when its loop is stuck, so much later."""
 
@@ -40,6 +42,8 @@ class Job:
     timeout: float
     question: msgspec.Raw
     dropped: bool = False
+    lost: int = 0
+    """Attached nodes that were lost with it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +97,8 @@ class Pool:
         self.broken = ""
         """Why no worker can be had, if so."""
         self.beats = 0
+        self.verdicts = 0
+        self.deaths = 0
         self._spec = spec
         self._resolve = resolve
         self._selector = selector
@@ -119,12 +125,51 @@ class Pool:
         missing = len(self._workers) < self._spec.workers and not self.broken
         return missing or any(worker.running or not worker.style for worker in self._workers)
 
+    @property
+    def window(self) -> int:
+        """Questions that these workers should have under way and at hand, where more of them are a way off."""
+        styles = [worker.style for worker in self._workers if worker.style]
+        if not styles or self.broken:
+            return 0
+        ahead = int(AHEAD_SECONDS / self._mean_seconds) if styles[0] == "each" else wire.BATCH_ITEMS
+        if not self.verdicts:
+            ahead = 0  # nobody knows yet how long one takes
+        return min(wire.WINDOW, len(styles) * max(2, min(ahead, wire.BATCH_ITEMS)))
+
     def submit(self, job: Job) -> None:
         """Queue a question, or refuse it if no worker can be had."""
         if self.broken:
             self._settle(job, Verdict("error", detail=self.broken))
         else:
             self._queue.append(job)
+
+    def take(self, limit: int) -> list[Job]:
+        """The next questions: at most `limit`, and what a frame should hold."""
+        jobs, size = [], 0
+        while self._queue and len(jobs) < limit and size < wire.BATCH_BYTES:
+            job = self._queue.popleft()
+            if not job.dropped:
+                jobs.append(job)
+                size += len(memoryview(job.question))
+        return jobs
+
+    def put_back(self, jobs: list[Job], suspect: bool = False) -> None:
+        """Questions that were taken, to be the next again; `suspect`: to run alone on fresh workers."""
+        if self.broken:
+            for job in jobs:
+                self.submit(job)
+        elif suspect:
+            self._suspects.extend(jobs)
+        else:
+            self._queue.extendleft(reversed(jobs))
+
+    def report(self) -> wire.PoolReport:
+        """Where it stands."""
+        ready = sum(bool(worker.style) for worker in self._workers)
+        running = sum(len(worker.running) for worker in self._workers)
+        queued = len(self._queue) + len(self._suspects)
+        settled = (self.verdicts, self.deaths, self.broken)
+        return wire.PoolReport(self._spec.target, self._spec.workers, ready, running, queued, *settled)
 
     def tick(self, now: float) -> None:
         """Enforce deadlines, replace the dead, hand out work. `now`: seconds of the host's own running time."""
@@ -190,13 +235,7 @@ class Pool:
     def _chunk(self, worker: Worker) -> list[Job]:
         share = -(-len(self._queue) // len(self._workers))
         limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.style == "each" else wire.BATCH_ITEMS
-        chunk, size = [], 0
-        while self._queue and len(chunk) < max(1, min(share, limit, worker.room)) and size < wire.BATCH_BYTES:
-            job = self._queue.popleft()
-            if not job.dropped:
-                chunk.append(job)
-                size += len(memoryview(job.question))
-        return chunk
+        return self.take(max(1, min(share, limit, worker.room)))
 
     def _give(self, worker: Worker, jobs: list[Job], now: float) -> None:
         work = []
@@ -246,6 +285,7 @@ class Pool:
     def _lost(self, worker: Worker, now: float, verdict: Verdict) -> None:
         """A worker is dead or must die. `verdict` is for the question that is to blame, once that is certain."""
         jobs, alone = list(worker.running.values()), worker.alone
+        self.deaths += 1
         self._remove(worker)
         if not worker.style:
             self._lost_at_start(now)

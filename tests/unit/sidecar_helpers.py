@@ -1,6 +1,7 @@
 """What the sidecar's tests share: a node, toy rewarders, questions, and a look at the processes."""
 
 import asyncio
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -61,3 +62,10 @@ def _lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def free_address() -> str:
+    """A loopback port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

@@ -165,6 +165,16 @@ def test_rewarders_are_built_once_a_node(place, monkeypatch):
     check(settings(place, "reward.math.target=nowhere:X"))
 
 
+def test_a_judge_needs_an_address_or_devices_for_a_server(place):
+    judge = ["reward.math.target=rewards.judge:JudgeReward", "reward.math.args.model=m"]
+    line = "reward.math.args.url: not given; or name reward.math.devices for a server of its own"
+    assert refusal(place, *judge) == line
+    check(settings(place, *judge, "reward.math.devices='2,3'"))
+    check(settings(place, *judge, "reward.math.devices=2"))
+    check(settings(place, *judge, "reward.math.args.url=http://a/v1"))
+    assert refusal(place, *judge, "reward.math.devices=cpu", "debug=true").startswith("reward.math.devices: debug")
+
+
 def test_never_refuses_a_used_directory(place):
     cfg = settings(place, "checkpoint.resume=never")
     check(cfg)
@@ -216,6 +226,7 @@ def test_more_settings_without_effect(place):
     assert keys("eval.prompts=3", "eval.every=2") == []
     assert keys("data.holdout=0.1", f"data.eval={place}/rows.jsonl") == ["data.holdout"]
     assert keys("debug=true", "reward.math.workers=2") == ["reward.math.workers"]
+    assert keys("reward.math.server='serve {port}'") == ["reward.math.server"]
     # What the shipped settings say of their own problems is no mistake of a user with a file.
     cfg = load("rlvr", RlvrConfig, [f"data.train={place}/rows.jsonl"])
     assert list(idle_settings(cfg, load("rlvr", RlvrConfig))) == []

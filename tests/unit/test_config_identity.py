@@ -29,10 +29,11 @@ def rlvr(*overrides: str) -> RlvrConfig:
         "eval.every=3",
         "eval.temperature=0.5",
         "journal.stall_seconds=5",
-        "sidecar.bind=tcp://127.0.0.1",
+        "sidecar.bind=tcp://127.0.0.1:5555",
         "debug=true",
         "profile=true",
         "reward.reasoning_gym.workers=4",
+        "reward.reasoning_gym.start_seconds=9",
     ],
 )
 def test_what_changes_no_sample_keeps_the_name(override):

@@ -4,6 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "launch" / "slurm" / "rlvr.sbatch"
 
@@ -27,6 +30,20 @@ def test_one_agent_a_node_meets_at_the_first(tmp_path: Path) -> None:
     assert "--nnodes 2 --nproc-per-node 4 --max-restarts 3" in line
     assert "--rdzv-id 41 --rdzv-backend c10d --rdzv-endpoint node7:20041" in line
     assert words[-4:] == ["-m", "spmd_rl.rlvr", "steps=3", "data.format='{question} please'"]
+
+
+def test_nodes_without_ranks_attach_to_those_with(tmp_path: Path) -> None:
+    allow = "math=rewards.math_verify:MathReward code=rewards.code:CodeReward"
+    env = {"SIDECAR_KEYS": "/k", "SIDECAR_ALLOW": allow, "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[1-2]"}
+    words = submitted(tmp_path, "steps=3", **env)
+    line = " ".join(words)
+    allowed = " ".join(f"--allow {one}" for one in allow.split())
+    for name in ("node7", "node8"):  # the stand-in names both lists alike
+        attached = f"-m spmd_rl.sidecar --connect tcp://{name}:20042 --keys /k/cpu {allowed}"
+        assert f"--nodelist={name} .venv/bin/python {attached}" in line
+    assert "steps=3 sidecar.bind=tcp://*:20042 sidecar.keys=/k" in line
+    settings = [word for word in words if word.startswith("sidecar.")]
+    assert load("rlvr", RlvrConfig, settings).sidecar.bind == "tcp://*:20042"
 
 
 def test_a_rank_for_each_gpu_by_default(tmp_path: Path) -> None:

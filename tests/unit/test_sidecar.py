@@ -214,7 +214,7 @@ def test_arguments_that_do_not_fit_are_named(node):
         ("tcp://10.0.0.1:5555", "CURVE"),
         ("tcp://*:5555", "CURVE"),
         ("tcp://127.0.0.1", "port"),
-        ("ipc://relative/path", "only"),
+        ("ipc://relative/path", "must be ipc or"),
         ("ipc:///" + "x" * 120, "longer"),
     ],
 )
@@ -283,7 +283,7 @@ def test_your_own_reward_in_one_file(tmp_path, monkeypatch, node):
 
 
 def test_nothing_here_imports_torch():
-    modules = "spmd_rl.wire, spmd_rl.sidecar, spmd_rl.sidecar.__main__, spmd_rl.sidecar.zygote"
+    modules = "spmd_rl.wire, spmd_rl.sidecar, spmd_rl.sidecar.__main__, spmd_rl.sidecar.zygote, launch.sidecar_keys"
     check = f"import sys, {modules}, rewards.math_verify, rewards.reasoning_gym; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
@@ -296,3 +296,30 @@ def test_a_host_starts_within_a_second(node):
             best = min(best, time.perf_counter() - start)
     print(f"\n{best:.2f} s until a worker is ready")
     assert best < 2.0
+
+
+# -- placement --------------------------------------------------------------------------------------------------------
+
+
+def test_workers_keep_to_their_processors(node):
+    mine = sorted(os.sched_getaffinity(0))
+    with sidecar.connect(rewards("Number", cpus=f"{mine[-1]}-{mine[-1]}"), node) as scorer:
+        assert [worker.cpu_affinity() for worker in workers_of(scorer)] == [[mine[-1]]]
+        assert sorted(host_of(scorer).cpu_affinity()) == mine
+
+
+def test_processors_that_there_are_not_are_a_users_mistake(node):
+    with pytest.raises(UserError, match=r"reward\.toy\.cpus=0-4095: this run may not use processor"):
+        with sidecar.connect(rewards("Number", cpus="0-4095"), node):
+            pass
+
+
+@pytest.mark.parametrize(("cpus", "numbers"), [(None, []), ("3", [3]), ("0-2,8,1-3", [0, 1, 2, 3, 8])])
+def test_processors_by_number(cpus, numbers):
+    assert RewardConfig(target="a:B", cpus=cpus).cpu_numbers == numbers
+
+
+@pytest.mark.parametrize("cpus", ["", "a", "1-", "1,,2", "-1"])
+def test_processors_that_are_no_numbers(cpus):
+    with pytest.raises(UserError, match="cpus: must be like 0-3,8"):
+        RewardConfig(target="a:B", cpus=cpus)

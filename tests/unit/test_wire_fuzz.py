@@ -8,11 +8,14 @@ import time
 import pytest
 import zmq
 
+from launch import sidecar_keys
 from spmd_rl import sidecar, wire
+from spmd_rl.curve import ClientKeys
 from spmd_rl.types import AnswerInfo, Verdict
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
+REPLIES = wire.Codec(wire.Verdicts, wire.Pong, wire.Error, wire.Offer, wire.Scores, wire.Report)
 FRAMES = 100_000
 GROWTH = 16 << 20
 
@@ -40,6 +43,8 @@ def valid_frames() -> list[bytes]:
         wire.Verdicts([wire.Judged(1, verdict)]),
         wire.Work([wire.Job(1, 1.0, question)]),
         wire.Done(1, wire.pack(verdict)),
+        *(wire.Join("n", ["toy"]), wire.Offer("h", {"toy": pool}), wire.Serve("h", {"toy": 3}, [1]), wire.Leave()),
+        *(wire.Ask(), wire.Report("h", 1, 1.0, 0, 0, 0, 0, False, {}, [wire.NodeReport("n", {"toy": 1}, 0, 0, 1.0)])),
     ]
     return [wire.encode(message) for message in messages]
 
@@ -80,13 +85,17 @@ def test_codecs():
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < GROWTH
 
 
+@pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
 @pytest.mark.parametrize("count", [5_000, pytest.param(FRAMES, marks=pytest.mark.slow)])
-def test_a_host_lives_on(node, count):
-    with sidecar.connect(rewards("Number", workers=1), node) as scorer:
+def test_a_host_lives_on(node, count, keyed, tmp_path):
+    keys = str(sidecar_keys.make(tmp_path / "keys")) if keyed else None
+    with sidecar.connect(rewards("Number", workers=1), node, keys=keys) as scorer:
         host = host_of(scorer)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.setsockopt(zmq.RCVTIMEO, 10_000)
+            if keyed:  # a client or a node gone mad
+                ClientKeys.load(keys).secure(stranger)
             stranger.connect(node.address)
             errors, before = 0, 0
             for i, frame in enumerate(fuzzed(2, count)):
@@ -94,11 +103,13 @@ def test_a_host_lives_on(node, count):
                     before = host.memory_info().rss
                 stranger.send(frame)
                 while stranger.poll(0):
-                    errors += isinstance(wire.TO_CLIENT.decode(stranger.recv()), wire.Error)
+                    errors += isinstance(REPLIES.decode(stranger.recv()), wire.Error)
             stranger.send(wire.encode(wire.Ping()))
-            while not isinstance(reply := wire.TO_CLIENT.decode(stranger.recv()), wire.Pong):
+            reply = None
+            while stranger.poll(1000):
+                reply = REPLIES.decode(stranger.recv())
                 errors += isinstance(reply, wire.Error)
-            assert errors > count // 2
+            assert isinstance(reply, wire.Pong) and errors > count // 2
             time.sleep(0.1)
             assert host.is_running() and host.memory_info().rss - before < GROWTH
         answers = [f"answer {i}" for i in range(50)]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from os.path import expanduser
 
-from spmd_rl.config.values import above, at_least, one_of, require
+from spmd_rl.config.values import above, at_least, one_of
+from spmd_rl.curve import check_bind
 
 
 @dataclass
@@ -63,11 +64,15 @@ class JournalConfig:
 
 @dataclass
 class SidecarConfig:
-    """Where sidecar hosts listen."""
+    """Where sidecar hosts listen, and to whom."""
 
     bind: str = "ipc"
-    """`ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port."""
+    """`ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port. `tcp://ADDRESS:PORT`, or `*` for
+    all addresses of each node: from other machines, as CPU nodes that attach; only with `keys`."""
+    keys: str | None = None
+    """Directory of CURVE keys (`python -m launch.sidecar_keys DIR`): traffic is encrypted, and only those listed in
+    `DIR/allowed` are served. Default: none, and only this machine is served."""
 
     def __post_init__(self) -> None:
-        known = self.bind == "ipc" or self.bind.startswith("tcp://")
-        require(known, f"bind: must be ipc or tcp://127.0.0.1:PORT, not {self.bind!r}")
+        self.keys = self.keys and expanduser(self.keys)
+        check_bind(self.bind, keyed=self.keys is not None)

@@ -15,6 +15,7 @@ from spmd_rl.sidecar.services import services
 from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo
 from tests.unit.rewards.helpers import ROOT, score, server
+from tests.unit.rewards.reward_models import looks_for_a_four
 
 FILES = sorted(path for path in (ROOT / "rewards").glob("*.py") if path.stem != "__init__")
 PARTS = {
@@ -24,7 +25,7 @@ PARTS = {
 
 
 @pytest.fixture(scope="module")
-def args() -> Iterator[dict[str, dict[str, Any]]]:
+def args(tmp_path_factory) -> Iterator[dict[str, dict[str, Any]]]:
     """By file, for rewarders that cannot be built without."""
 
     def judge(body: Any) -> Any:
@@ -36,7 +37,12 @@ def args() -> Iterator[dict[str, dict[str, Any]]]:
         server(judge) as (judge_url, _),
         server(lambda b: {"score": b["prompt"]["ground_truth"] in b["answer"] and 1.0 or 0.0}) as (url, _),
     ):
-        yield {"judge": {"url": judge_url, "model": "m"}, "remote": {"url": url}, "composite": {"parts": PARTS}}
+        yield {
+            "judge": {"url": judge_url, "model": "m"},
+            "remote": {"url": url},
+            "composite": {"parts": PARTS},
+            "reward_model": {"model": str(looks_for_a_four(tmp_path_factory.mktemp("model")))},
+        }
 
 
 def rewarders(path: Path) -> list[type]:

@@ -1,0 +1,87 @@
+"""Make the CURVE keys with which ranks and CPU nodes reach sidecar hosts beyond one machine. Torch-free.
+
+    python -m launch.sidecar_keys DIR                  keys of the hosts and the ranks: sidecar.keys=DIR
+    python -m launch.sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a node that attaches
+
+What there is already is kept; only the owner can read it. `DIR/allowed` lists the public keys that are served: remove
+a line to shut one out. Hosts read it when they start. `spmd_rl/curve.py` says which file is whose.
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+import zmq
+
+from spmd_rl.curve import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
+from spmd_rl.errors import UserError
+
+
+def make(directory: Path, node: str | None = None) -> Path:
+    """Whatever is missing of a directory of keys, and of `node`'s. Returns what to name in `sidecar.keys` or `--keys`.
+
+    UserError for a name that is none, a directory that is not ours alone, and files that are no keys.
+    """
+    if node is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", node):
+        raise UserError(f"--node: {node!r} is no name of letters, digits, dots, dashes")
+    _own(directory)
+    server = directory / SERVER_SECRET
+    if not server.exists():
+        public, secret = zmq.curve_keypair()
+        _write(directory / SERVER_PUBLIC, public)
+        _write(server, secret)
+    _add_client(directory, directory, "ranks")
+    place = directory
+    if node is not None:
+        place = directory / node
+        _own(place)
+        if not (place / SERVER_PUBLIC).exists():
+            _write(place / SERVER_PUBLIC, (directory / SERVER_PUBLIC).read_bytes().strip())
+        _add_client(directory, place, node)
+    HostKeys.load(directory, "keys")
+    ClientKeys.load(place, "keys")
+    return place
+
+
+def _add_client(directory: Path, place: Path, name: str) -> None:
+    if not (place / CLIENT_SECRET).exists():
+        public, secret = zmq.curve_keypair()
+        _write(place / CLIENT_SECRET, secret)
+        _write(directory / ALLOWED, public + b" " + name.encode(), os.O_APPEND)
+
+
+def _own(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.geteuid() or path.stat().st_mode & 0o077:
+        raise UserError(f"keys: {path} must be a directory of your own with mode 0700")
+
+
+def _write(path: Path, line: bytes, how: int = os.O_EXCL) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "wb") as file:
+        file.write(line + b"\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Exit code 2 for a user's mistake."""
+    parser = argparse.ArgumentParser("python -m launch.sidecar_keys", description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("--node", metavar="NAME", help="a CPU node that will attach")
+    asked = parser.parse_args(argv)
+    try:
+        place = make(asked.directory, asked.node)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if asked.node:
+        print(
+            f"copy {place} to {asked.node}: python -m spmd_rl.sidecar --connect tcp://HOST:PORT --keys {place.name} ..."
+        )
+    else:
+        print(f"sidecar.keys={place}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

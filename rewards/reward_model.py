@@ -1,0 +1,110 @@
+"""A reward model: a Hugging Face sequence classification model with one output, which scores the conversation.
+
+Prompt and answer are rendered with the model's own chat template. Its output is the score, as it is or through a
+sigmoid. What is longer than the model reads is `rejected`, never cut. Answers that wait are scored together; since a
+batch changes the last digits of a score, `max_batch: 1` where runs must repeat exactly.
+
+Each worker holds the model: `reward.<domain>.workers` copies. Leaves out models with code of their own, and those that
+speak their verdict: those are judges.
+
+    reward.general.target=rewards.reward_model:ModelReward reward.general.timeout=120
+    reward.general.args={model: /models/Skywork-Reward-V2-Qwen3-0.6B, device: "cuda:3"}
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+
+TRANSFORMS = {"none": lambda x: x, "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))}
+
+
+class ModelReward:
+    """The model's output, as it is or through a sigmoid."""
+
+    def __init__(
+        self,
+        model: str,
+        device: str = "cpu",
+        dtype: str = "auto",
+        transform: str = "none",
+        max_tokens: int | None = None,
+        max_batch: int = 16,
+    ) -> None:
+        """`model`: a directory. `device`, `dtype`: as torch names them; `auto`: as stored. `max_tokens`: of prompt and
+        answer, by default what the model reads. `max_batch`: answers scored at once, padded to the longest."""
+        if transform not in TRANSFORMS:
+            raise ValueError(f"transform={transform}: known are {', '.join(TRANSFORMS)}")
+        if max_batch < 1:
+            raise ValueError(f"max_batch={max_batch}: must be at least 1")
+        config = json.loads((Path(model) / "config.json").read_text())
+        architecture = (config.get("architectures") or ["none"])[0]
+        if not architecture.endswith("ForSequenceClassification"):
+            raise ValueError(f"{model} is no sequence classification model, but {architecture}")
+        self.max_batch = max_batch
+        self._path, self._device, self._dtype = model, device, dtype
+        self._transform = TRANSFORMS[transform]
+        self._max_tokens = max_tokens or config.get("max_position_embeddings") or 1 << 20
+        self._model: Any = None
+
+    def start(self) -> None:
+        """Load the model, in the process that works with it."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(self._path)
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"{self._path} has no chat template")
+        load = AutoModelForSequenceClassification.from_pretrained
+        model = load(self._path, dtype=self._dtype, use_safetensors=True)
+        if model.config.num_labels != 1:
+            raise ValueError(f"{self._path} has {model.config.num_labels} outputs; a reward model has one")
+        if model.config.pad_token_id is None:
+            self.max_batch = 1  # the model could not tell where a padded text ends
+        self._model = model.to(self._device).eval()
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """One answer."""
+        return self.score_batch([prompt], [answer], [info])[0]
+
+    def score_batch(
+        self, prompts: Sequence[Prompt], answers: Sequence[str], infos: Sequence[AnswerInfo]
+    ) -> list[Verdict]:
+        """All of them, those of like length together."""
+        if self._model is None:
+            self.start()
+        texts = [self._render(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        verdicts = {
+            place: Verdict("rejected", detail=f"{len(ids)} tokens; the reward model reads {self._max_tokens}")
+            for place, ids in enumerate(texts)
+            if len(ids) > self._max_tokens
+        }
+        places = sorted(set(range(len(texts))) - set(verdicts), key=lambda place: len(texts[place]))
+        for begin in range(0, len(places), self.max_batch):
+            batch = places[begin : begin + self.max_batch]
+            for place, output in zip(batch, self._outputs([texts[place] for place in batch]), strict=True):
+                verdicts[place] = Verdict("ok", self._transform(output), {"output": output})
+        return [verdicts[place] for place in range(len(texts))]
+
+    def _render(self, prompt: Prompt, answer: str) -> list[int]:
+        """Token ids of the conversation that ends with the answer."""
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages.append({"role": "assistant", "content": answer})
+        return self._tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+
+    def _outputs(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        import torch
+
+        pad, longest = self._model.config.pad_token_id or 0, max(map(len, texts))
+        ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in texts], device=self._device)
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts], device=self._device)
+        with torch.inference_mode():
+            return self._model(input_ids=ids, attention_mask=mask).logits[:, 0].float().tolist()
+
+    @classmethod
+    def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
+        """For a model that looks for a 4 at the end."""
+        for answer, score in (("It is 4", 1.0), ("It is 5", 0.0)):
+            yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "general", "4"), answer, score

@@ -1,0 +1,153 @@
+"""Who may reach a sidecar host: addresses, and directories of CURVE keys as `python -m launch.sidecar_keys` makes them.
+
+    DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it listens to
+    DIR/client.secret  DIR/server.public                the ranks': their own key, and the only host that they talk to
+    DIR/<node>/client.secret  DIR/<node>/server.public  a CPU node's, the only part of DIR that it needs
+
+CURVE (CurveZMQ, ZeroMQ RFC 26) encrypts, and proves each side's key to the other. A key is 40 characters of Z85.
+Leaves out making keys (`launch/sidecar_keys.py`) and refusing those that are not listed (`sidecar/gate.py`).
+"""
+
+import ipaddress
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from spmd_rl.errors import UserError
+
+SERVER_SECRET, SERVER_PUBLIC, CLIENT_SECRET, ALLOWED = "server.secret", "server.public", "client.secret", "allowed"
+ZAP_DOMAIN = b"sidecar"
+HANDSHAKE_MS = 5_000
+"""A connection that has not proved its key by then is closed."""
+HEARTBEAT_MS, LOST_MS = 2_000, 10_000
+"""Over TCP: between two heartbeats, and the silence after which a connection is given up."""
+_TCP = re.compile(r"tcp://(\*|\[[^]]+]|[0-9.]+)(?::(\d{1,5}))?")
+
+
+def check_bind(bind: str, keyed: bool) -> None:
+    """UserError unless a sidecar may listen there: `ipc`, loopback, or with keys any address of this machine."""
+    if bind == "ipc":
+        return
+    match = _TCP.fullmatch(bind)
+    if match is None or not (match[1] == "*" or _is_address(match[1])):
+        raise UserError(f"bind: must be ipc or tcp://ADDRESS:PORT, ADDRESS in digits or *, not {bind!r}")
+    if match[2] is None or not 0 < int(match[2]) < 65536:
+        raise UserError(f"bind: {bind} needs a port: tcp://{match[1]}:5555")
+    if not keyed and not on_loopback(bind):
+        raise UserError(
+            f"bind: {bind}: beyond this machine a sidecar needs sidecar.keys, a directory of CURVE keys with an "
+            "allow-list; python -m launch.sidecar_keys DIR makes one"
+        )
+
+
+def on_loopback(address: str) -> bool:
+    """Whether a TCP address can be reached from this machine alone."""
+    match = _TCP.fullmatch(address)
+    return match is not None and _is_address(match[1]) and ipaddress.ip_address(match[1].strip("[]")).is_loopback
+
+
+def from_here(bind: str) -> str:
+    """Where a process of the same machine reaches what listens at `bind`."""
+    return bind.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class HostKeys:
+    """What a host needs."""
+
+    secret: bytes
+    allowed: dict[bytes, str]
+    """Names by public key, as 32 raw bytes."""
+
+    @classmethod
+    def load(cls, directory: str | Path, key: str = "sidecar.keys") -> "HostKeys":
+        """From files. UserError, beginning with `key`, for one that is missing, that others can read, or is no key."""
+        secret = _read_key(Path(directory, SERVER_SECRET), key, private=True)
+        path = Path(directory, ALLOWED)
+        allowed = {}
+        for number, line in enumerate(_read(path, key, private=True).splitlines(), 1):
+            public, _, name = line.strip().partition(" ")
+            if public not in ("", "#"):  # "#" is also one of the characters of a key
+                allowed[z85.decode(_key(public, f"{key}: {path}:{number}"))] = name.strip()
+        if not allowed:
+            raise UserError(
+                f"{key}: {path} lists no key; python -m launch.sidecar_keys {directory} makes and lists one"
+            )
+        return cls(secret, allowed)
+
+    def secure(self, router: zmq.Socket) -> None:
+        """Before `bind`: this socket proves our key, and asks the ZAP handler of its context about each peer's."""
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a rank, an attached node or a look at the status needs."""
+
+    server: bytes
+    secret: bytes
+
+    @classmethod
+    def load(cls, directory: str | Path, key: str = "sidecar.keys") -> "ClientKeys":
+        """From files. UserError as `HostKeys.load`."""
+        server = _read_key(Path(directory, SERVER_PUBLIC), key, private=False)
+        return cls(server, _read_key(Path(directory, CLIENT_SECRET), key, private=True))
+
+    def secure(self, dealer: zmq.Socket) -> None:
+        """Before `connect`: this socket talks to the host that holds the server key, and to no other."""
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, self.server)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+
+def bound(socket: zmq.Socket, address: str) -> None:
+    """Before `bind` or `connect`: limits that keep a peer that stalls, or is gone, from holding a connection."""
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    if address.startswith("tcp://"):
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, LOST_MS)
+
+
+def _read_key(path: Path, key: str, private: bool) -> bytes:
+    return _key(_read(path, key, private).strip(), f"{key}: {path}")
+
+
+def _read(path: Path, key: str, private: bool) -> str:
+    try:
+        with path.open() as file:
+            status = os.fstat(file.fileno())
+            mode = stat.S_IMODE(status.st_mode)
+            if status.st_uid not in (os.geteuid(), 0) or mode & (0o077 if private else 0o022):
+                raise UserError(f"{key}: {path} must be your own, with mode 0600; it has {mode:04o}")
+            return file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no text"
+        raise UserError(f"{key}: {path}: {why}; python -m launch.sidecar_keys DIR makes such a directory") from None
+
+
+def _key(text: str, where: str) -> bytes:
+    """The 40 characters of a key, as libzmq takes them."""
+    try:
+        if len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32:
+            return text.encode("ascii")
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{where} is no CURVE key: 40 characters of Z85")

@@ -1,0 +1,253 @@
+"""A host at its limits and at its end: it holds so much and no more, and what is under way is answered first."""
+
+import asyncio
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from spmd_rl import sidecar, wire
+from spmd_rl.sidecar import host as host_module
+from spmd_rl.sidecar import nodes as nodes_module
+from spmd_rl.sidecar.channel import receive
+from spmd_rl.sidecar.host import Host
+from spmd_rl.sidecar.nodes import Nodes
+from spmd_rl.sidecar.pool import Job, Pool
+from spmd_rl.sidecar.status import ask as ask_status
+from spmd_rl.types import AnswerInfo, Verdict
+from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
+
+
+@pytest.fixture
+def node(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    yield from private_node(monkeypatch)
+
+
+@contextlib.contextmanager
+def hosted(address: str, target: str = "Moody"):
+    """A host on a thread of this process, so that a test can look into it, and a DEALER."""
+    ours, theirs = socket.socketpair()
+    host = Host(wire.Start(0, address, {"toy": wire.Pool(f"sidecar_toys:{target}", {}, 1)}), theirs)
+    thread = threading.Thread(target=host.run)
+    with ours, theirs, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        thread.start()
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RCVTIMEO, 5000)
+        dealer.setsockopt(zmq.RCVHWM, 10)
+        dealer.connect(address)
+        try:
+            assert receive(ours, wire.FROM_HOST) == wire.Ready()
+            yield host, thread, dealer
+        finally:
+            ours.close()
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def score(id_: int, answer: str, domain: str = "toy") -> wire.Score:
+    return wire.Score(id_, domain, 60.0, wire.pack(wire.Question(prompt(), answer, AnswerInfo(1, "stop"))))
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_under_way_are_bounded(node, monkeypatch):
+    monkeypatch.setattr(wire, "WINDOW_BYTES", 1 << 20)
+    with hosted(node.address) as (host, _, dealer):
+        dealer.send(wire.encode(wire.Scores([score(0, "sleep 60"), *(score(i, "x" * 500_000) for i in range(1, 9))])))
+        assert "bytes of questions" in wire.TO_CLIENT.decode(dealer.recv()).detail
+        assert len(host._jobs) == 5 and host._held_bytes == sum(host._bytes.values()) < 2 << 20
+        dealer.send(wire.encode(wire.Drop(list(range(9)))))
+        dealer.send(wire.encode(wire.Scores([score(9, "x" * 500_000)])))
+        dealer.send(wire.encode(wire.Ping()))
+        assert isinstance(wire.TO_CLIENT.decode(dealer.recv()), wire.Pong)
+        assert list(host._jobs) == [(next(iter(host._load)), 9)] and 500_000 < host._held_bytes < 501_000
+
+
+def test_bytes_of_all_clients_together_are_bounded(node, monkeypatch):
+    monkeypatch.setattr(wire, "HELD_BYTES", 1 << 20)
+    with hosted(node.address) as (host, _, dealer):
+        dealer.send(wire.encode(wire.Scores([score(0, "sleep 60"), *(score(i, "x" * 500_000) for i in range(1, 9))])))
+        assert "in all" in wire.TO_CLIENT.decode(dealer.recv()).detail
+        assert len(host._jobs) == 3
+
+
+def test_a_client_that_never_reads_is_not_written_to_for_ever(node, monkeypatch):
+    monkeypatch.setattr(host_module, "SOCKET_FRAMES", 10)
+    with hosted(node.address) as (host, _, dealer):
+        for i in range(20_000):
+            dealer.send(wire.encode(wire.Scores([score(i, "a", "nowhere" * 28)])))
+        time.sleep(0.5)
+        (waiting,) = map(len, host._replies.copy().values())
+        assert 0 < waiting <= 2 * wire.WINDOW
+        seen = 0
+        while dealer.poll(500):
+            seen += len(getattr(wire.TO_CLIENT.decode(dealer.recv()), "items", ()))
+        assert seen > waiting and not host._replies
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_asked_to_end_answers_what_is_under_way(node):
+    with sidecar.connect(rewards("Moody", workers=2), node) as scorer:
+        host = host_of(scorer)
+
+        async def run():
+            task = asyncio.create_task(ask(scorer, ["sleep 1", "sleep 1", "a"]))
+            await asyncio.sleep(0.4)
+            host.terminate()
+            return await task
+
+        assert [verdict.status for verdict in asyncio.run(run())] == ["ok"] * 3
+        assert host.wait(5) == 0
+        assert asyncio.run(ask(scorer, ["b"]))[0].status == "ok"
+        report = ask_status(node.address, None)
+        assert report.pid == host_of(scorer).pid != host.pid
+        assert report.pools["toy"].verdicts == 1  # of the others, none was asked twice
+
+
+def test_what_is_asked_of_a_host_that_ends_is_answered_by_the_next(node):
+    config = rewards("Number", workers=2, args={"seconds": 0.01})
+    answers = [str(i) for i in range(3000)]  # more than the window: some come while it drains
+    with sidecar.connect(config, node) as scorer:
+
+        async def run():
+            task = asyncio.create_task(ask(scorer, answers[:400]))
+            await asyncio.sleep(0.3)
+            host_of(scorer).terminate()
+            await asyncio.sleep(0.1)
+            return [*await task, *await ask(scorer, answers[400:600])]
+
+        assert asyncio.run(run()) == numbers(answers[:600])
+
+
+def test_a_drain_has_an_end(node, monkeypatch):
+    monkeypatch.setattr(host_module, "DRAIN_SECONDS", 0.5)
+    with hosted(node.address) as (host, thread, dealer):
+        dealer.send(wire.encode(wire.Scores([score(0, "sleep 60"), score(1, "a")])))
+        while not host._jobs:
+            time.sleep(0.01)
+        host.drain()
+        start = time.monotonic()
+        thread.join(10)
+        assert not thread.is_alive() and 0.3 < time.monotonic() - start < 5
+
+
+# -- attached nodes, without any --------------------------------------------------------------------------------------
+
+
+class Peers:
+    """Nodes over a pool whose workers never start, and what was sent to each."""
+
+    def __init__(self, **specs: wire.Pool) -> None:
+        specs = specs or {"toy": wire.Pool("a:B", {}, 1)}
+        self.pool = Pool("toy", specs["toy"], lambda job, verdict: None, selectors.DefaultSelector())
+        self.sent: list[tuple[bytes, object]] = []
+        self.verdicts: dict[int, Verdict] = {}
+        self.full = False
+        self.gone: set[bytes] = set()
+        self.nodes = Nodes("me", {"toy": self.pool}, specs, self.send, self.resolve)
+
+    def send(self, peer, message) -> bool:
+        if peer in self.gone:
+            self.nodes.lose(peer)
+            return True
+        if not self.full:
+            self.sent.append((peer, message))
+        return not self.full
+
+    def resolve(self, job, verdict) -> None:
+        self.verdicts[job.id] = wire.Codec(Verdict).unpack(verdict)
+
+    def join(self, peer: bytes, window: int, now: float = 0.0) -> None:
+        self.nodes.heed(peer, wire.Join(peer.decode(), ["toy"]), now)
+        self.nodes.heed(peer, wire.Serve("me", {"toy": window}, []), now)
+
+    def ask(self, number: int) -> None:
+        for id_ in range(number):
+            self.pool.submit(Job(b"c", id_, "toy", 1.0, wire.pack(0)))
+
+    def given(self, peer: bytes) -> list[int]:
+        return [i.id for to, m in self.sent if to == peer and isinstance(m, wire.Scores) for i in m.items]
+
+
+def test_a_node_gets_what_its_window_allows_and_what_it_leaves_goes_back_in_order():
+    peers = Peers()
+    peers.ask(10)
+    peers.join(b"x", 4)
+    peers.nodes.tick(0.0)
+    assert len(peers.given(b"x")) == 4
+    peers.nodes.heed(b"x", wire.Verdicts([wire.Judged(1, Verdict("ok", 1.0)), wire.Judged(99, Verdict("ok"))]), 0.1)
+    assert peers.verdicts == {1: Verdict("ok", 1.0)}
+    peers.nodes.heed(b"x", wire.Leave(), 0.2)
+    assert [job.id for job in peers.pool.take(99)] == [0, 2, 3, 4, 5, 6, 7, 8, 9] and len(peers.nodes) == 0
+
+
+def test_what_was_lost_on_the_way_is_taken_back_and_a_late_verdict_means_nothing():
+    peers = Peers()
+    peers.ask(3)
+    peers.join(b"x", 3)
+    peers.nodes.tick(0.0)
+    later = nodes_module.SETTLE_SECONDS + 0.1
+    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 0}, [0, 2]), later / 2)
+    assert not peers.pool.take(9)  # it may be on its way
+    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 0}, [0, 2]), later)
+    assert [job.id for job in peers.pool.take(9)] == [1]
+    peers.nodes.heed(b"x", wire.Verdicts([wire.Judged(1, Verdict("ok"))]), later)
+    assert peers.verdicts == {}
+
+
+@pytest.mark.parametrize("end", ["silent", "gone"])
+def test_a_question_with_which_two_nodes_were_lost_runs_here_alone(end):
+    peers = Peers()
+    peers.ask(1)
+    for turn, peer in enumerate((b"x", b"y"), 1):
+        peers.join(peer, 2)
+        peers.nodes.tick(0.0)
+        assert peers.given(peer) == [turn - 1]
+        if end == "gone":
+            peers.gone.add(peer)
+        peers.nodes.tick(nodes_module.QUIET_SECONDS + 0.1)
+        assert (len(peers.nodes) == 0) == (end == "gone")
+        peers.nodes.tick(nodes_module.LEASE_SECONDS + 0.1)
+        assert len(peers.nodes) == 0
+    peers.join(b"z", 2)
+    peers.nodes.tick(0.0)
+    assert peers.given(b"z") == [] and [job.id for job in peers.pool._suspects] == [0]
+
+
+def test_a_node_that_cannot_be_written_to_now_keeps_nothing():
+    peers = Peers()
+    peers.ask(3)
+    peers.join(b"x", 9)
+    peers.full = True
+    peers.nodes.tick(0.0)
+    assert [job.id for job in peers.pool.take(9)] == [0, 1, 2]
+    assert peers.nodes.report(0.0)[0].running == 0
+
+
+def test_strangers_and_servers_of_our_own():
+    spec = wire.Pool("a:B", {}, 1)
+    peers = Peers(toy=spec, judge=wire.Pool("a:Judge", {}, 1, url="http://127.0.0.1:1/v1"))
+    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 5}, []), 0.0)
+    assert peers.sent == [(b"x", wire.Pong("", {}))] and len(peers.nodes) == 0
+    peers.nodes.heed(b"x", wire.Join("x", ["toy", "judge", "other"]), 0.0)
+    assert peers.sent[-1] == (b"x", wire.Offer("me", {"toy": spec}))
+    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 5, "judge": 5}, []), 0.0)
+    assert peers.nodes.report(0.0)[0].windows == {"toy": 5}
+
+
+def test_so_many_nodes_and_no_more(monkeypatch):
+    monkeypatch.setattr(nodes_module, "MAX_NODES", 2)
+    peers = Peers()
+    peers.join(b"x", 1)
+    peers.join(b"y", 1)
+    with pytest.raises(wire.WireError, match="2 nodes"):
+        peers.nodes.heed(b"z", wire.Join("z", ["toy"]), 0.0)
