@@ -39,11 +39,9 @@ def rows(seed: int = 0, count: int = 150) -> list[dict]:
         made.append({"domain": "math", "prompt": text, "ground_truth": str(a + b)})
         task, body = draw.choice(sorted(FUNCTIONS.items()))
         n = draw.randint(2, 99)
-        cases = "".join(
-            f"    assert candidate({x}) == ({body.format(n=n).replace('x', str(x))})\n" for x in (1, 7, 50, 99)
-        )
+        cases = [f"assert f({x}) == ({body.format(n=n).replace('x', str(x))})" for x in (1, 7, 50, 99)]
         text = f"Write a Python function f(x) to {task.format(n=n)}. Answer with one short ```python code block."
-        code = {"test": f"def check(candidate):\n{cases}", "entry_point": "f"}
+        code = {"case_type": "assert", "test_cases": [{"assert_code": case, "entry_point": "f"} for case in cases]}
         made.append({"domain": "code", "prompt": text, "ground_truth": "", **code})
         one, two = draw.sample(WORDS, 2)
         text = f"Which of these two words comes first in the alphabet: {one} or {two}? Answer with that word only."
