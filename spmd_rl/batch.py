@@ -1,12 +1,10 @@
 """The packed columnar `Batch`: the tensors of many samples laid end to end, without padding.
 
-A *segment* is a run of tokens that attends causally to itself and to its ancestors. Today every sample is one root
-segment (prompt and answer); a segment may name a parent so that the answers of a group can share one computation of
-their prompt. Three columns, each with its own length:
+A *segment* is a run of tokens that attends causally to itself: a sample, prompt and answer. That the samples of a group
+begin with the same prompt is used where they are computed (`train/sharing.py`), not here. Two kinds of columns:
 
     tokens    T    one entry per token
     segments  S    one entry per segment; segment s owns tokens [starts[s], starts[s+1])
-    samples   S    keys and weights of the sample a segment carries
 
 Left out: padding (a backend's own affair) and anything that is not a tensor.
 """
@@ -32,10 +30,8 @@ class Batch:
     """int64 [T]: 0, 1, ... within each root-to-segment path"""
     starts: Tensor
     """int64 [S+1]: first token of each segment, then T"""
-    parents: Tensor
-    """int64 [S]: index of the parent segment, -1 for a root"""
     keys: Tensor
-    """int64 [S, 2]: (ticket, answer) of the sample; (-1, -1) for a shared prompt"""
+    """int64 [S, 2]: (ticket, answer) of the sample; (-1, -1) for a filler"""
     loss_mask: Tensor
     """bool [T]: the token was sampled by the policy (its logprob comes from the token before it)"""
     rollout_logprobs: Tensor
@@ -66,7 +62,7 @@ class Batch:
     @property
     def num_segments(self) -> int:
         """S"""
-        return int(self.parents.numel())
+        return len(self.keys)
 
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`."""
@@ -74,8 +70,7 @@ class Batch:
         return replace(self, **moved)
 
     def select(self, segments: Sequence[int]) -> "Batch":
-        """A batch of these root segments, in this order."""
-        assert bool((self.parents < 0).all()), "select() does not split shared prompts"
+        """A batch of these segments, in this order."""
         bounds = self.starts.tolist()
         index = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in segments] or [torch.arange(0)])
         index = index.to(self.token_ids.device)
@@ -86,7 +81,7 @@ class Batch:
             value = getattr(self, f.name)
             if f.name == "starts" or value is None:
                 continue
-            columns[f.name] = value[rows] if f.name in ("parents", "keys") else value[index]
+            columns[f.name] = value[rows] if f.name == "keys" else value[index]
         return Batch(**columns)
 
 
@@ -129,14 +124,13 @@ def pack(samples: Iterable[Sample]) -> Batch:
 
 
 def lay_out(keys: Sequence[tuple[int, int]], lengths: Sequence[int], **columns: Tensor) -> Batch:
-    """Root segments of these keys and token counts; `columns` are those that a sample brings (see `pack`)."""
+    """Segments of these keys and token counts; `columns` are those that a sample brings (see `pack`)."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     num_tokens = int(starts[-1])
     assert all(len(column) == num_tokens for column in columns.values())
     return Batch(
         position_ids=torch.arange(num_tokens) - starts[:-1].repeat_interleave(starts.diff()),
         starts=starts,
-        parents=torch.full((len(keys),), -1, dtype=torch.int64),
         keys=torch.tensor(keys, dtype=torch.int64).reshape(-1, 2),
         advantages=torch.zeros(num_tokens),
         weights=torch.zeros(num_tokens),

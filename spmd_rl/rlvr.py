@@ -40,7 +40,7 @@ def run(cfg: RlvrConfig) -> None:
             sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
         )
         roles = train.build_roles(cfg, world)  # [all]
-        generator = stack.enter_context(closing(engine.build(cfg, world)))
+        generator = engine.build(cfg, world)  # [all]
         publish = sync.build(roles.policy, generator, world)
         rollouts = stack.enter_context(closing(Rollouts(cfg, generator, prompts, scorer, tokenizer, world)))  # [all]
         learner = Learner(cfg, *roles, world)
@@ -63,6 +63,7 @@ def run(cfg: RlvrConfig) -> None:
                 track.add(publish(version=step))  # [all] verified
                 track.add(evaluate(cfg, rollouts, world, step))  # [all] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [all]
+        generator.close()  # not with an exception pending: an engine's own groups may wait for other ranks
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ peers. It judges nothing: when progress has stopped for too long is `watchdog.py
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 """
 
+import errno
 import itertools
 import os
 import time
@@ -130,9 +131,16 @@ class Journal:
         return times
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write one line. A single write to an unbuffered descriptor: it survives this process, not the machine."""
+        """Write one line. A single write to an unbuffered descriptor: it survives this process, not the machine.
+
+        Where the disk is full the line is lost: whoever writes what counts will say so.
+        """
         self.progress += 1
-        os.write(self._fd, _encode({"t": time.time(), "event": event, **fields, "step": self.step}) + b"\n")
+        try:
+            os.write(self._fd, _encode({"t": time.time(), "event": event, **fields, "step": self.step}) + b"\n")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def close(self) -> None:
         """Close the file."""

@@ -85,7 +85,7 @@ def plan(
     tickets, sampled = data.groups[kept].tolist(), data.lengths[kept]
     place = {ticket: i for i, ticket in enumerate(dict.fromkeys(tickets))}
     minibatches = torch.tensor([place[t] * num_updates // len(place) for t in tickets], dtype=torch.int64)
-    weights = loss_weights(data, settings)[kept]
+    weights = loss_weights(data, settings, kept)
     for number in range(num_updates):
         chosen = minibatches == number
         weights[chosen] *= bind(AGGREGATIONS[settings.loss_agg], settings)(sampled[chosen])

@@ -112,11 +112,11 @@ def _masks(data: Metadata, settings: AlgorithmConfig) -> Iterator[tuple[str, Ten
         yield "long and wrong", bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
 
 
-def loss_weights(data: Metadata, settings: AlgorithmConfig) -> Tensor:
-    """Factor of each sample's loss beside its share of the mean: float64 [n], of mean 1."""
+def loss_weights(data: Metadata, settings: AlgorithmConfig, kept: Tensor) -> Tensor:
+    """Factor of the loss of each sample of the rows `kept` beside its share of the mean: float64, of mean 1."""
     weights = torch.ones(len(data.answers), dtype=torch.float64)
     if settings.difficulty_loss_weight:
         weights = weights * masks.difficulty_weight(1 - group_mean(data.scores, data.groups))
     if settings.length_loss_weight:
         weights = weights * masks.length_weight(data.lengths)
-    return masks.mean_one(weights)
+    return masks.mean_one(weights[kept])

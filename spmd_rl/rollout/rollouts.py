@@ -84,7 +84,9 @@ class Rollouts:
         self._cursor = Cursor(state["next_ticket"], tuple(state["holes"]))
 
     def close(self) -> None:
-        """Give up what is carried; idempotent."""
+        """Give up what is under way; idempotent."""
+        if self._running:
+            self._runner.run(self._give_up())
         self._runner.close()
 
     def check(self) -> None:
@@ -169,14 +171,18 @@ class Rollouts:
         """Empty the engine; unless they are carried, give up the coroutines too."""
         num_stopped = await self._pump.pause()
         if not self._settings.carry:
-            given_up = [samples for _, samples in self._running.values()]
-            for samples in given_up:
-                samples.cancel()
-            await asyncio.gather(*given_up, return_exceptions=True)
-            self._running.clear()
+            await self._give_up()
             self._pump.clear()
         self._replica.end()
         return num_stopped
+
+    async def _give_up(self) -> None:
+        """Cancel all coroutines."""
+        given_up = [samples for _, samples in self._running.values()]
+        for samples in given_up:
+            samples.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        self._running.clear()
 
     def _start_part(self, part: Part) -> tuple[Prompt, asyncio.Future[list[Sample]]]:
         s = self._settings
@@ -234,8 +240,6 @@ class Rollouts:
         everything = asyncio.gather(*started)
         while not everything.done():
             await pump.turn()
+        answers = everything.result()  # a rollout's own exception comes before what follows from it
         self._replica.end()
-        return [
-            Group(prompt, number, tuple(samples.result()))
-            for (number, prompt), samples in zip(mine, started, strict=True)
-        ]
+        return [Group(prompt, number, tuple(samples)) for (number, prompt), samples in zip(mine, answers, strict=True)]

@@ -85,7 +85,6 @@ def dummy(like: Batch) -> Batch:
     columns |= {
         "position_ids": torch.arange(2, device=device),
         "starts": torch.tensor([0, 2], device=device),
-        "parents": torch.tensor([-1], device=device),
         "keys": torch.tensor([[-1, -1]], device=device),
         "loss_mask": torch.tensor([False, True], device=device),
     }

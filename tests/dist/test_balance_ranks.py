@@ -1,6 +1,7 @@
 """Samples change ranks: the gradient does not, whoever made them, and nothing is lost on the way."""
 
 from array import array
+from dataclasses import fields
 
 import pytest
 import torch
@@ -45,16 +46,16 @@ def group(ticket: int) -> Group:
 GROUPS = [group(ticket) for ticket in range(6)]
 
 
-def harvest(world: World, layout: str) -> Collected:
+def harvest(world: World, layout: str, groups: list[Group]) -> Collected:
     """What this rank would hold after a rollout."""
-    rank_of = {g.ticket: LAYOUTS[layout](g.ticket, world.size) for g in GROUPS}
-    mine = tuple(g for g in GROUPS if rank_of[g.ticket] == world.rank)
-    return Collected(1, mine, (), tuple(outcome(g, rank_of[g.ticket], 9) for g in GROUPS), 0.0, 0, 0)
+    rank_of = {g.ticket: LAYOUTS[layout](g.ticket, world.size) for g in groups}
+    mine = tuple(g for g in groups if rank_of[g.ticket] == world.rank)
+    return Collected(1, mine, (), tuple(outcome(g, rank_of[g.ticket], 9) for g in groups), 0.0, 0, 0)
 
 
-def dealt(world: World, layout: str, num_ranks: int) -> tuple[prepare.Plan, list[Batch]]:
+def dealt(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUPS) -> tuple[prepare.Plan, list[Batch]]:
     """`num_ranks=1`: everything goes to rank 0, the reference."""
-    collected = harvest(world, layout)
+    collected = harvest(world, layout, groups)
     plan = plan_of(collected, AlgorithmConfig(), NUM_UPDATES, num_ranks)
     world.agree("plan", plan.columns())
     return plan, exchange.deal(collected, plan, NUM_UPDATES, world)
@@ -140,3 +141,32 @@ def rows(world: World) -> list:
 def test_exchange_of_uneven_rows(size: int) -> None:
     for rank, (counts, got) in enumerate(run_ranks(size, rows)):
         assert got == [10 * at + rank for at, n in enumerate(counts) for _ in range(n)]
+
+
+def weigh(world: World) -> list[int]:
+    """Bytes of samples that this rank sends and gets, all columns of what it trains, and the global batch's bytes."""
+    through = [0, 0]
+
+    def counted(name: str, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        arrived = World.exchange(world, name, rows, sent, received)
+        through[0], through[1] = through[0] + rows.nbytes, through[1] + arrived.nbytes
+        return arrived
+
+    world.exchange = counted
+    plan, batches = dealt(world, "dealt", world.size, [group(ticket) for ticket in range(64)])
+    held = sum(
+        getattr(batch, f.name).nbytes for batch in batches for f in fields(batch) if getattr(batch, f.name) is not None
+    )
+    return [*through, held, 13 * sum(plan.lengths)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_rank_holds_more_than_its_share(size: int, capsys) -> None:
+    results = run_ranks(size, weigh)
+    share = results[0][3] / size
+    worst = [max(r[i] for r in results) / share for i in range(3)]
+    with capsys.disabled():
+        print(f"\n{size} ranks, of global bytes / ranks: sent {worst[0]:.2f}, got {worst[1]:.2f}, held {worst[2]:.2f}")
+    assert max(worst[:2]) < 1.2
+    assert sum(r[1] for r in results) == results[0][3]
+    assert worst[2] < 1.2 * 45 / 13, "45 bytes a token once the columns have their own dtypes"

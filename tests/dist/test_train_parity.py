@@ -36,7 +36,6 @@ def global_batch(seed=0) -> Batch:
         token_ids=torch.randint(0, 256, (total,), generator=generator),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         starts=torch.tensor([0, *lengths]).cumsum(0),
-        parents=torch.full((len(lengths),), -1),
         keys=torch.tensor([[len(lengths) - i, 0] for i in range(len(lengths))]),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(total),

@@ -20,7 +20,7 @@ def test_other_model_families(tmp_path, kind: str) -> None:
 def test_reference_several_updates_and_recomputation_on_two_ranks(tmp_path) -> None:
     run = Toy(tmp_path).start(
         "steps=2", "algorithm.kl_coef=0.1", "train.updates_per_step=2", "train.activation_checkpointing=true",
-        "train.tokens_per_microbatch=64", "algorithm.loss_agg=seq-mean-token-mean", "policy.schedule=cosine",
+        "train.tokens_per_microbatch=24", "algorithm.loss_agg=seq-mean-token-mean", "policy.schedule=cosine",
         "policy.warmup_steps=1", "track.tensorboard=true", "track.wandb=offline", ranks=2,
     )  # fmt: skip
     assert run.wait() == 0, run.text()[-3000:]

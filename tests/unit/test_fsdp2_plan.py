@@ -17,7 +17,6 @@ def batch_of(lengths, keys) -> Batch:
         token_ids=torch.arange(total),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         starts=torch.tensor([0, *lengths]).cumsum(0),
-        parents=torch.full((len(lengths),), -1),
         keys=torch.tensor(keys),
         loss_mask=torch.zeros(total, dtype=torch.bool),
         rollout_logprobs=torch.zeros(total),

@@ -321,3 +321,16 @@ def test_remax_draws_one_greedy_answer_that_is_no_member_of_the_group(world: Wor
     assert collected.metrics()["critic/score/mean"] == pytest.approx(sum(sampled) / len(sampled))
     for group in collected.groups:
         assert len({s.verdict.score for s in group.samples if not s.greedy}) == 2, "the baseline is no variance"
+
+
+def test_a_rollouts_own_exception_is_the_one_that_is_told(world: World) -> None:
+    async def failing(ctx: Context) -> Sample:
+        if ctx.ticket == 1:
+            raise KeyError("a mistake of mine")
+        await ctx.generate(ctx.render(ctx.prompt.messages))
+        return ctx.sample(await ctx.score("2"))
+
+    engine = FakeEngine(lambda r: 50)
+    rollouts = Rollouts(settings(), engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, failing)
+    with pytest.raises(KeyError, match="a mistake of mine"):
+        rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 60)])

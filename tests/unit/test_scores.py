@@ -73,11 +73,13 @@ def test_what_is_left_out_stays_in_the_baseline_and_leaves_the_divisor() -> None
 
 def test_loss_weights_have_mean_one() -> None:
     data = Metadata.of(collected([group(1, [(2, 1.0), (6, 0.0)]), group(2, [(4, 0.0), (4, 0.0)])]))
-    weights = loss_weights(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True))
+    weights = loss_weights(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True), torch.arange(4))
     raw = torch.tensor([1.5 * 1.25, 0.5 * 1.25, 1.0 * 2.0, 1.0 * 2.0])
     assert weights.tolist() == pytest.approx((raw / raw.mean()).tolist())
     plan = planned([group(1, [(2, 1.0), (6, 0.0)])], length_loss_weight=True)
     assert plan.weights == pytest.approx([1.5 / 8, 0.5 / 8])
+    some = loss_weights(data, AlgorithmConfig(length_loss_weight=True), torch.tensor([1, 2]))
+    assert some.mean() == pytest.approx(1.0), "those that do not train have no part in the mean"
 
 
 def test_the_greedy_answer_is_a_baseline_and_never_trains() -> None:
