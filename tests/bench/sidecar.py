@@ -153,6 +153,8 @@ def kill(client: Client, number: int) -> dict[str, Any]:
 def back(per_second: list[float], killed_at: float) -> float | None:
     """Seconds from the kill to the end of the first slice after it that reaches 80% of the median before it."""
     struck = int(killed_at / SLICE_SECONDS)
+    if not per_second:  # over within one slice
+        return None
     usual = statistics.median(per_second[:struck] or per_second)
     again = (place for place in range(struck + 1, len(per_second)) if per_second[place] >= 0.8 * usual)
     return next(((place + 1) * SLICE_SECONDS - killed_at for place in again), None)
