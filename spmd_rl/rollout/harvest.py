@@ -86,13 +86,12 @@ def harvest(cfg: RlvrConfig, step: int, book: StepTickets, told: Told, world: Wo
     running = {Part(*part) for r in records for part in r.running}
     kept = [f for f in finished if f.ticket not in used and cfg.rollout.carry]
     assert not any(part.ticket in used for part in running), "a used ticket is still under way"
-    per_part = cfg.rollout.answers_per_ticket or cfg.rollout.answers_per_prompt
     bubbles = [r.bubble for r in records if r.bubble is not None]
     return Harvest(
         used=used,
         outcomes=_outcomes([f for f in finished if f.ticket in used], book.round.parts, used, cfg.rollout),
         carried=frozenset(running | {Part(f.ticket, f.part) for f in kept}),
-        num_carried=per_part * len(running) + sum(len(f.answers) for f in kept),
+        num_carried=cfg.rollout.answers_per_part * len(running) + sum(len(f.answers) for f in kept),
         bubble=fmean(bubbles),
         num_aborted=sum(r.num_aborted for r in records),
     )

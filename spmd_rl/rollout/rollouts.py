@@ -24,7 +24,7 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import harvest
 from spmd_rl.rollout.accept import tickets
 from spmd_rl.rollout.claims import Claim, claim
-from spmd_rl.rollout.collected import AnswerOutcome, Collected, finished
+from spmd_rl.rollout.collected import AnswerOutcome, Collected, Finished, finished
 from spmd_rl.rollout.context import Context, Rollout, Sampling, single_turn
 from spmd_rl.rollout.filters import why_not
 from spmd_rl.rollout.pump import Pump
@@ -65,11 +65,13 @@ class Rollouts:
         self._running: dict[Part, tuple[Prompt, asyncio.Future[list[Sample]]]] = {}
         self._finished: dict[Part, Group] = {}
         """Of this step; with `carry`, also what an earlier step did not use."""
+        self._reports: dict[Part, Finished] = {}
+        """What this step tells the others of each of these."""
         self._carried: frozenset[Part] = frozenset()
         """Of all replicas."""
         self._old: StepTickets | None = None
         s = self._settings
-        self._per_part = s.answers_per_ticket or s.answers_per_prompt
+        self._per_part = s.answers_per_part
         self._slots = slots(s, self._replica.count, engine.capacity.max_running)
 
     def state(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Rollouts:
             bubble = (self._pump.idle_seconds + now - idle_from) / (now - began)
         with world.phase("coordination"):
             told = harvest.Told(
-                finished=[finished(group, part.number, world.rank, step - 1) for part, group in self._finished.items()],
+                finished=list(self._reports.values()),
                 running=sorted(self._running),
                 counted=sorted(book.counted),
                 end=book.end_mark(),
@@ -144,6 +146,7 @@ class Rollouts:
 
     async def _until_end(self, claims: Claim, book: StepTickets, step: int) -> int:
         """Fill `_finished`, until the step has ended. Returns the number of requests stopped then."""
+        self._reports.clear()
         for part in list(self._finished):
             self._report(part, book, step)
         while not book.ended():
@@ -162,9 +165,12 @@ class Rollouts:
         """A part's verdicts are all in; resolve its ticket if it was the last part."""
         place = book.round.places[part.ticket]
         mine = finished(self._finished[part], part.number, self._world.rank, step - 1)
-        pooled = book.pool(place, part.number, msgspec.msgpack.encode(mine.answers))
-        if pooled is not None:
-            answers = [a for scores in pooled for a in msgspec.msgpack.decode(scores, type=list[AnswerOutcome])]
+        self._reports[part] = mine
+        answers: Sequence[AnswerOutcome] | None = mine.answers
+        if book.round.parts > 1:
+            pooled = book.pool(place, part.number, msgspec.msgpack.encode(mine.answers))
+            answers = pooled and [a for one in pooled for a in msgspec.msgpack.decode(one, type=list[AnswerOutcome])]
+        if answers is not None:
             book.resolve(place, why_not(answers, self._settings.min_answers, self._settings.filter) is None)
 
     async def _pause(self) -> int:

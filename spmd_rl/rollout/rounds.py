@@ -78,9 +78,8 @@ class Round:
 def slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
     """Requests that a replica keeps under way: its share of what a step starts at once, up to what its engine runs."""
     s = settings
-    per_part = s.answers_per_ticket or s.answers_per_prompt
     share = -(-(s.prompts_per_step + s.extra_prompts) * s.answers_per_prompt // replicas)
-    return max(per_part, min(max_running, share))
+    return max(s.answers_per_part, min(max_running, share))
 
 
 def plan_round(cursor: Cursor, settings: RolloutConfig, carried: Iterable[Part] = ()) -> Round:
@@ -93,7 +92,7 @@ def plan_round(cursor: Cursor, settings: RolloutConfig, carried: Iterable[Part] 
     """
     s = settings
     limit = s.max_tickets_per_step or 4 * s.prompts_per_step
-    parts = -(-s.answers_per_prompt // (s.answers_per_ticket or s.answers_per_prompt))
+    parts = -(-s.answers_per_prompt // s.answers_per_part)
     order, extra, accept = cursor, s.extra_prompts, s.accept
     if s.tail == "defer":
         waits = len(cursor.holes) >= s.prompts_per_step

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from os.path import expanduser
 
-from spmd_rl.config.sections.models import DTYPES, SCHEDULES
-from spmd_rl.config.values import above, at_least, one_of, require
+from spmd_rl.config.sections.models import check_trained
 
 
 @dataclass
@@ -32,8 +31,4 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
-        one_of(self, dtype=DTYPES, schedule=SCHEDULES)
-        at_least(self, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
-        above(self, max_grad_norm=0)
-        two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
+        check_trained(self)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from os.path import expanduser
+from typing import Any
 
 from spmd_rl.config.values import above, at_least, one_of, require
 
@@ -37,11 +38,16 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         self.model = expanduser(self.model)
-        one_of(self, dtype=DTYPES, schedule=SCHEDULES)
-        at_least(self, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
-        above(self, max_grad_norm=0)
-        two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
+        check_trained(self)
+
+
+def check_trained(section: Any) -> None:
+    """The dtype and the optimizer of a model that is trained."""
+    one_of(section, dtype=DTYPES, schedule=SCHEDULES)
+    at_least(section, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
+    above(section, max_grad_norm=0)
+    two_decays = len(section.betas) == 2 and all(0 <= beta < 1 for beta in section.betas)
+    require(two_decays, f"betas: must be two numbers in [0, 1), not {section.betas}")
 
 
 @dataclass

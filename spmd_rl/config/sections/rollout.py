@@ -72,6 +72,11 @@ class RolloutConfig:
     """A group with fewer scored answers does not qualify."""
     filter: FilterConfig = field(default_factory=FilterConfig)
 
+    @property
+    def answers_per_part(self) -> int:
+        """`answers_per_ticket`, or the whole group where it is not given."""
+        return self.answers_per_ticket or self.answers_per_prompt
+
     def __post_init__(self) -> None:
         one_of(self, claim=CLAIMS, accept=ACCEPTS, tail=TAILS)
         at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
