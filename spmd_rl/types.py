@@ -127,12 +127,12 @@ class Sample:
     @property
     def num_answer_tokens(self) -> int:
         """Tokens sampled by the policy over all turns."""
-        return sum(len(turn.token_ids) for turn in self.turns)
+        return sum([len(turn.token_ids) for turn in self.turns])
 
     @property
     def num_tokens(self) -> int:
         """All tokens of the sequence, prompts included."""
-        return self.num_answer_tokens + sum(len(turn.prompt_ids) for turn in self.turns)
+        return sum([len(turn.prompt_ids) + len(turn.token_ids) for turn in self.turns])
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,17 @@ def journal(num_steps: int, rng: random.Random, rank: int, num_ranks: int) -> li
         events.append({"t": now, "event": "step", "step": step})
         for phase, seconds in PHASES.items():
             events.append({"t": now, "event": "enter", "phase": phase, "step": step})
+            if phase == "publish":
+                events.append({"t": now, "event": "kind", "kind": "copy", "step": step})
             now += seconds * rng.uniform(0.9, 1.1)
+            if phase == "publish":
+                events.append({"t": now, "event": "kind_done", "step": step})
             events.append({"t": now, "event": "enter", "phase": "coordination", "step": step})
             events.append(
-                {"t": now, "event": "collective", "phase": "coordination", "name": "x", "seq": 1, "step": step}
+                {"t": now, "event": "collective", "phase": "coordination", "name": "x", "kind": "wait", "step": step}
             )
             now += rng.random() * 0.3
+            events.append({"t": now, "event": "collective_done", "phase": "coordination", "name": "x", "step": step})
             events.append({"t": now, "event": "exit", "phase": "coordination", "step": step})
             events.append({"t": now, "event": "exit", "phase": phase, "step": step})
     return events

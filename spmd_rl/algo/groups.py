@@ -13,21 +13,17 @@ EPSILON = 1e-6
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:
     """Sum of `values` [n] over the samples of each one's group. groups: int64 [n]. Returns [n], dtype of `values`."""
-    _, index = torch.unique(groups, return_inverse=True)
-    return torch.zeros_like(values).index_add(0, index, values)[index]
+    return _sum(values, _dense(groups))
 
 
 def group_min(values: Tensor, groups: Tensor) -> Tensor:
     """Smallest of `values` [n] in each one's group. Returns [n]."""
-    _, index = torch.unique(groups, return_inverse=True)
-    return torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")[index]
+    return _min(values, _dense(groups))
 
 
 def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
     """Mean of each one's group, weighted by `weights` [n] (default 1; positive sum in every group). Returns [n]."""
-    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-    low = group_min(values, groups)
-    return low + group_sum((values - low) * weights, groups) / group_sum(weights, groups)
+    return _mean(values, _dense(groups), _weights(values, weights))
 
 
 def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -35,6 +31,28 @@ def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> 
 
     `weights` are counts: a sample of weight w stands for w equal ones.
     """
-    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-    squares = group_sum((values - group_mean(values, groups, weights)).square() * weights, groups)
-    return (squares / (group_sum(weights, groups) - 1).clamp(min=1)).sqrt()
+    index, weights = _dense(groups), _weights(values, weights)
+    squares = _sum((values - _mean(values, index, weights)).square() * weights, index)
+    return (squares / (_sum(weights, index) - 1).clamp(min=1)).sqrt()
+
+
+def _dense(groups: Tensor) -> Tensor:
+    """The groups numbered 0, 1, ...: as expensive as all that is done with them, so it is done once."""
+    return torch.unique(groups, return_inverse=True)[1]
+
+
+def _weights(values: Tensor, weights: Tensor | None) -> Tensor:
+    return torch.ones_like(values) if weights is None else weights.to(values.dtype)
+
+
+def _sum(values: Tensor, index: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_add(0, index, values)[index]
+
+
+def _min(values: Tensor, index: Tensor) -> Tensor:
+    return torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")[index]
+
+
+def _mean(values: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    low = _min(values, index)
+    return low + _sum((values - low) * weights, index) / _sum(weights, index)

@@ -146,7 +146,7 @@ class Checkpointer:
 
     def _write_shards(self, temporary: Path) -> None:
         state = {name: backend.state_dict() for name, backend in self._backends.items()}
-        with self._world.collective("save: shards"):  # [all]
+        with self._world.collective("save: shards", "copy"):  # [all]
             shards.save(state, temporary, self._group, self._world.progress)
 
     def _vouch(self, temporary: Path) -> dict[str, tuple[int, str]]:
@@ -237,7 +237,7 @@ class Checkpointer:
                 theirs, ours = ", ".join(sorted(state[kind])), ", ".join(sorted(own))
                 raise UserError(f"{path} holds the {kind} {theirs}; this run has {ours}")
         tensors = {name: backend.state_dict() for name, backend in self._backends.items()}
-        with self._world.collective("restore: shards"):
+        with self._world.collective("restore: shards", "copy"):
             try:
                 shards.load(tensors, path, self._group, self._world.progress)
             except ValueError as error:

@@ -29,7 +29,7 @@ class HfExport:
 
     def __call__(self, path: Path) -> None:
         """[all] Write the directory `path`. OSError on rank 0, after all ranks have gone through all weights."""
-        with self._world.collective("export: weights"):
+        with self._world.collective("export: weights", "copy"):
             write_hf(self._backend.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
 
 

@@ -11,12 +11,20 @@ from spmd_rl.config.sections.critic import CriticConfig
 from spmd_rl.config.sections.data import DataConfig, RewardConfig, RewardsConfig
 from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from spmd_rl.config.sections.rollout import EvalConfig, FilterConfig, RolloutConfig
-from spmd_rl.config.sections.run import CheckpointConfig, JournalConfig, RunConfig, SidecarConfig, TrackConfig
+from spmd_rl.config.sections.run import (
+    CeilingsConfig,
+    CheckpointConfig,
+    JournalConfig,
+    RunConfig,
+    SidecarConfig,
+    TrackConfig,
+)
 from spmd_rl.config.values import at_least, require
 
 __all__ = [
     "PIPELINES",
     "AlgorithmConfig",
+    "CeilingsConfig",
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",

@@ -1,52 +1,53 @@
-"""Named collectives over a gloo group of their own: metadata as msgpack in uint8 tensors, and the bytes of samples.
+"""Named collectives: metadata as msgpack, and, over gloo, the bytes of samples. No tensors of the model.
 
-No tensors of the model.
-
-Each opens with one small all-gather of a frame that says which collective the rank believes to be in, so that ranks
-that have come apart are told so by name; a record that fits the frame costs nothing more. Never pickle.
+Every record says which collective its rank believes to be in, so that ranks that have come apart are told so by name.
+Never pickle. How records travel is `star.py`'s.
 """
 
 import reprlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.dist.star import Meet
 from spmd_rl.errors import RunFailed
 
 Meeting = Callable[[str], AbstractContextManager[int]]
 Reduction = Literal["sum", "max", "mean"]
 
-_HEAD = struct.Struct("<qq64s")  # sequence number, bytes of payload, name
-_FRAME = 512
-_INLINE = _FRAME - _HEAD.size
+_HEAD = struct.Struct("<q64s")  # sequence number, name
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.decode
+_decoder = cache(msgspec.msgpack.Decoder)
 
 
 class Collectives:
     """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
-        """`group`: gloo over all ranks; None at size 1. `meeting` journals a name, and numbers it."""
-        assert (group is None) == (size == 1)
-        self._rank, self._size, self._group, self._meeting = rank, size, group, meeting
+    def __init__(
+        self, rank: int, size: int, meet: Meet | None, meeting: Meeting, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`meet` is None at size 1. `meeting` journals a name, and numbers it. `group`: gloo, for `exchange` alone."""
+        assert (meet is None) == (size == 1)
+        self._rank, self._size, self._meet_all, self._meeting, self._group = rank, size, meet, meeting, group
 
-    def gather(self, name: str, record: Any) -> list[Any]:
-        """[all] Each rank's record, by rank. Sizes may differ."""
+    def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
+        """[all] Each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""
         payloads = self._meet("gather", name, _encode(record))
-        return [_decode(payload) for payload in payloads]
+        decode = _decoder(type).decode
+        return [decode(payload) for payload in payloads]
 
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
         """[all] The record of rank `src`; what the others pass is ignored."""
         payload = _encode(record) if self._rank == src else b""
-        return _decode(self._meet("broadcast", name, payload, src)[src])
+        return _decode(self._meet("broadcast", name, payload)[src])
 
     def agree(self, name: str, value: Any) -> None:
         """[all] RunFailed on all ranks, naming those that differ from the most common value, unless all are equal."""
@@ -84,49 +85,28 @@ class Collectives:
         """
         assert len(sent) == len(received) == self._size and sum(sent) == len(rows)
         self._meet("exchange", name, b"")
-        if self._group is None:
+        if self._size == 1:
             return rows
         with self._meeting(f"{name}: rows"):
             arrived = rows.new_empty(sum(received), *rows.shape[1:])
             dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
             return arrived
 
-    def _meet(self, kind: str, name: str, payload: bytes, src: int | None = None) -> list[bytes]:
-        """[all] Every rank's payload; with `src` only that rank's counts, and the others bring none."""
+    def _meet(self, kind: str, name: str, payload: bytes) -> list[bytes]:
+        """[all] Every rank's payload."""
         with self._meeting(name) as seq:
-            if self._group is None:
+            if self._meet_all is None:
                 return [payload]
-            label = f"{kind} {name}".encode()[:64].ljust(64, b"\0")
-            frame = _HEAD.pack(seq, len(payload), label) + payload[:_INLINE]
-            frames = self._all_gather(frame, _FRAME)
-            heads = [_HEAD.unpack_from(frame) for frame in frames]
-            self._check([(theirs, their_seq) for their_seq, _, theirs in heads])
-            lengths = [length for _, length, _ in heads]
-            if max(lengths) <= _INLINE:
-                padded = [frame[_HEAD.size :] for frame in frames]
-            elif src is None:
-                padded = self._all_gather(payload, max(lengths))
-            else:
-                padded = [b""] * self._size
-                padded[src] = self._broadcast(payload, lengths[src], src)
-            return [part[:length] for part, length in zip(padded, lengths, strict=True)]
+            head = _HEAD.pack(seq, f"{kind} {name}".encode()[:64])
+            records = self._meet_all(head + payload)  # [all]
+            if any(not record.startswith(head) for record in records):
+                self._tell_apart([_HEAD.unpack_from(record) for record in records])
+            return [record[_HEAD.size :] for record in records]
 
-    def _all_gather(self, payload: bytes, length: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
-        everyone = torch.empty(self._size, length, dtype=torch.uint8)
-        dist.all_gather(list(everyone), mine, group=self._group)
-        return [row.tobytes() for row in everyone.numpy()]
-
-    def _broadcast(self, payload: bytes, length: int, src: int) -> bytes:
-        buffer = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
-        dist.broadcast(buffer, group=self._group, group_src=src)
-        return buffer.numpy().tobytes()
-
-    def _check(self, places: list[tuple[bytes, int]]) -> None:
-        """RunFailed, alike on all ranks, if they stand in different collectives."""
-        if len(set(places)) > 1:
-            told = []
-            for label, seq in dict.fromkeys(places):
-                ranks = [rank for rank, place in enumerate(places) if place == (label, seq)]
-                told.append(f"ranks {ranks} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}")
-            raise RunFailed("ranks are in different collectives: " + "; ".join(told))
+    def _tell_apart(self, places: list[tuple[int, bytes]]) -> NoReturn:
+        """RunFailed, alike on all ranks: they stand in different collectives."""
+        told = []
+        for seq, label in dict.fromkeys(places):
+            ranks = [rank for rank, place in enumerate(places) if place == (seq, label)]
+            told.append(f"ranks {ranks} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}")
+        raise RunFailed("ranks are in different collectives: " + "; ".join(told))

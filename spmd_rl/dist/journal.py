@@ -45,6 +45,7 @@ class Journal:
         self._watchers: list[PhaseWatcher] = []
         self._since = time.perf_counter()
         self._seq = 0
+        self._idle = False
         self.step = 0
         self.progress = 0
         """Counts everything that moves: engine steps, micro-batches, bytes, and each event of this journal."""
@@ -79,17 +80,39 @@ class Journal:
             self.note("exit", phase=name)
 
     @contextmanager
-    def collective(self, name: str) -> Iterator[int]:
-        """A meeting of all ranks, numbered alike on all of them; one that raises is never marked as done."""
+    def collective(self, name: str, kind: str = "wait") -> Iterator[int]:
+        """A meeting of all ranks, numbered alike on all of them; one that raises is never marked as done.
+
+        kind: of the time inside; see `kind`.
+        """
         self._seq += 1
         seq, outer = self._seq, self.inside
         self.inside = self.last = (name, seq)
-        self.note("collective", phase=self.phase_name, name=name, seq=seq)
+        self.note("collective", phase=self.phase_name, name=name, seq=seq, kind=kind)
         try:
             yield seq
         finally:
             self.inside = outer
         self.note("collective_done", phase=self.phase_name, name=name, seq=seq)
+
+    @contextmanager
+    def kind(self, kind: str) -> Iterator[None]:
+        """Time inside is `compute` (as all other time), `copy` (bytes on the move) or `wait`, until something nested
+        says otherwise: it is for the timeline alone, and charged to the phase as ever."""
+        self.note("kind", kind=kind)
+        try:
+            yield
+        finally:
+            self.note("kind_done")
+
+    def idle(self, idle: bool) -> None:
+        """Whether there is nothing to compute for now: that is a `wait`. Written where it changes, ask as you like."""
+        if idle != self._idle:
+            self._idle = idle
+            if idle:
+                self.note("kind", kind="wait")
+            else:
+                self.note("kind_done")
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from spmd_rl.dist import star
+from spmd_rl.dist.star import Meet
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)
@@ -65,11 +68,25 @@ def _device(local_rank: int) -> torch.device:
     return torch.device(torch.accelerator.current_accelerator().type, local_rank)
 
 
-def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
-    """[all] Form the groups. A store of this start's own, its nonce, and the gloo group for metadata (None at size 1).
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a rank shares with the others."""
 
-    The groups are apart so that a rank that skips one of a library's collectives hangs where the watchdog can name it,
-    instead of feeding its metadata into the library's.
+    store: dist.Store
+    """of this start alone"""
+    nonce: str
+    """a random word that only this start's ranks know"""
+    machines: tuple[range, ...]
+    """the ranks of each machine, in order"""
+    rows: dist.ProcessGroup | None
+    """gloo over all ranks, for samples; None at size 1"""
+
+
+def join(me: Membership) -> Joined:
+    """[all] Form the groups.
+
+    That for samples is apart from the library's, so that a rank that skips one of those hangs where the watchdog can
+    name it, instead of feeding its bytes into the library's.
     """
     if me.launched:
         store, _, _ = next(rendezvous("env://", timeout=FOREVER))
@@ -87,7 +104,36 @@ def join(me: Membership) -> tuple[dist.Store, str, dist.ProcessGroup | None]:
     dist.init_process_group(
         backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER, device_id=device_id
     )
-    return store, nonce, dist.new_group(backend="gloo", timeout=FOREVER) if me.size > 1 else None
+    rows = dist.new_group(backend="gloo", timeout=FOREVER) if me.size > 1 else None
+    return Joined(store, nonce, _machines(me, rows), rows)
+
+
+def _machines(me: Membership, group: dist.ProcessGroup | None) -> tuple[range, ...]:
+    """[all] The ranks of each machine: neighbours, as torchrun numbers them."""
+    if me.local_size == me.size:
+        return (range(me.size),)
+    mine = me.rank - me.local_rank
+    begins = [torch.zeros(1, dtype=torch.int64) for _ in range(me.size)]
+    dist.all_gather(begins, torch.tensor([mine]), group=group)
+    firsts = sorted({int(begin) for begin in begins})
+    return tuple(range(begin, end) for begin, end in pairwise([*firsts, me.size]))
+
+
+def meet(me: Membership, joined: Joined, name: str, size: int) -> Meet | None:
+    """[all] How each block of `size` neighbouring ranks meets, and this rank in its own; None at size 1."""
+    assert me.size % size == 0
+    if size == 1:
+        return None
+    leaders, (mine,) = None, (ranks for ranks in joined.machines if me.rank in ranks)
+    for begin in range(0, me.size, size):  # groups are formed by all ranks, members or not
+        firsts = [
+            max(begin, ranks.start) for ranks in joined.machines if begin < ranks.stop and ranks.start < begin + size
+        ]
+        if len(firsts) > 1:
+            group = dist.new_group(firsts, timeout=FOREVER, backend="gloo")
+            leaders = group if me.rank in firsts else leaders
+    block = me.rank // size * size
+    return star.connect(joined.store, name, me.rank, range(block, block + size), mine, leaders)
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
@@ -122,13 +168,3 @@ def mesh(me: Membership, axes: dict[str, int]) -> DeviceMesh:
     for group in made.get_all_groups():
         _set_pg_timeout(FOREVER, group)  # a subgroup starts with the library's own default
     return made
-
-
-def split(me: Membership, size: int) -> dist.ProcessGroup | None:
-    """[all] The gloo group of this rank's block of `size` neighbouring ranks; None at size 1."""
-    assert me.size % size == 0
-    if size == 1:
-        return None
-    blocks = (range(begin, begin + size) for begin in range(0, me.size, size))
-    groups = [dist.new_group(list(ranks), timeout=FOREVER, backend="gloo") for ranks in blocks]
-    return groups[me.rank // size]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from spmd_rl.dist.collectives import Collectives
 from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.membership import Membership
+from spmd_rl.dist.membership import Joined, Membership
+from spmd_rl.dist.traffic import Traffic
 from spmd_rl.dist.world import World
 
 
@@ -23,5 +24,6 @@ def solo(directory: Path | None = None) -> Iterator[World]:
     me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as temporary:
         journal = Journal((directory or Path(temporary)) / "journal", 0)
-        yield World(me, dist.HashStore(), "solo", Collectives(0, 1, None, journal.collective), journal)
+        joined = Joined(dist.HashStore(), "solo", (range(1),), None)
+        yield World(me, joined, Collectives(0, 1, None, journal.collective), journal, Traffic())
         journal.close()

@@ -9,6 +9,8 @@ An anonymous file (memfd) that dies with its last mapping: no name, nothing left
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,12 +21,15 @@ from spmd_rl.dist.world import World
 class SharedWindow:
     """Two halves in turn: while one is read, the next is written, and one meeting a turn keeps them apart."""
 
-    def __init__(self, world: World, memory: Tensor) -> None:
-        self._world, self._halves = world, memory.chunk(2)
+    def __init__(self, memory: Tensor, meet: Callable[[], object]) -> None:
+        self._halves, self._meet = memory.chunk(2), meet
 
     @classmethod
-    def open(cls, world: World, num_bytes: int) -> "SharedWindow | None":
-        """[all] Two halves of `num_bytes` each; None where ranks share no memory, or the machine has none to spare."""
+    def open(cls, world: World, num_bytes: int, meet: Callable[[], object] | None = None) -> "SharedWindow | None":
+        """[all] Two halves of `num_bytes` each; None where ranks share no memory, or the machine has none to spare.
+
+        `meet`: how all ranks meet over it; by default at a named barrier.
+        """
         if world.size == 1 or world.local_size < world.size or world.device.type != "cpu" or sys.platform != "linux":
             return None
         fd = _reserve(2 * num_bytes) if world.rank == 0 else None
@@ -35,7 +40,7 @@ class SharedWindow:
         world.barrier("window: mapped")  # [all]
         if fd is not None:
             os.close(fd)
-        return cls(world, memory)
+        return cls(memory, meet or partial(world.barrier, "window: meet"))
 
     def half(self, turn: int) -> Tensor:
         """uint8 [num_bytes]"""
@@ -43,7 +48,7 @@ class SharedWindow:
 
     def meet(self) -> None:
         """[all] All ranks have written their part of this turn, and have done with what they read in the last."""
-        self._world.barrier("window: meet")
+        self._meet()
 
 
 def _reserve(num_bytes: int) -> int | None:

@@ -13,6 +13,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmd_rl.dist.collectives import Collectives, Reduction
 from spmd_rl.dist.guard import Guard
 from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.membership import Membership, join, membership, mesh, split
+from spmd_rl.dist.membership import Joined, Membership, join, meet, membership, mesh
+from spmd_rl.dist.star import Meet
+from spmd_rl.dist.traffic import CountedStore, Traffic
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
@@ -42,18 +45,19 @@ class World:
     """Where this rank stands, and how it meets the others. Made by `World.open`, or by `solo` in tests."""
 
     def __init__(
-        self, me: Membership, store: dist.Store, nonce: str, collectives: Collectives, journal: Journal
+        self, me: Membership, joined: Joined, collectives: Collectives, journal: Journal, traffic: Traffic
     ) -> None:
-        self._me, self._collectives = me, collectives
+        self._me, self._joined, self._collectives, self.traffic = me, joined, collectives, traffic
         self.rank, self.size = me.rank, me.size
         self.local_rank, self.local_size = me.local_rank, me.local_size
         self.device = me.device
-        self.store = dist.PrefixStore("world", store)
+        self.store = CountedStore(dist.PrefixStore("world", joined.store), traffic)
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
-        sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{nonce}-{me.node}"
+        sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{joined.nonce}-{me.node}"
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
+        self._num_ways = 0
 
     @classmethod
     @contextmanager
@@ -67,11 +71,13 @@ class World:
         if me.launched:
             die_with_parent()
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, cfg.journal.stall_seconds), exit=True)
-        store, nonce, group = join(me)
+        joined = join(me)
         run_dir = Path(cfg.run.dir)
-        journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=nonce)
-        collectives = Collectives(me.rank, me.size, group, journal.collective)
-        world = cls(me, store, nonce, collectives, journal)
+        journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=joined.nonce)
+        traffic = Traffic()
+        everyone = traffic.counted(meet(me, joined, "world", me.size))
+        collectives = Collectives(me.rank, me.size, everyone, journal.collective, joined.rows)
+        world = cls(me, joined, collectives, journal, traffic)
         stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
         guard = Guard(me, world.clone_store(), collectives, journal, run_dir, stall_seconds, signals)
@@ -104,17 +110,33 @@ class World:
 
     def split(self, name: str, size: int) -> Collectives:
         """[all] Meetings among this rank's block of `size` neighbouring ranks alone; `size` divides the world's."""
-        block = self.rank // size
-        group = split(self._me, size)
-        return Collectives(self.rank % size, size, group, self.journal.aside(f"{name} {block}"))
+        met = self.traffic.counted(self._way_to_meet(name, size))  # [all]
+        meeting = self.journal.aside(f"{name} {self.rank // size}")
+        return Collectives(self.rank % size, size, met, meeting)
+
+    def bare_meeting(self, name: str) -> Callable[[], object]:
+        """[all] A meeting of all ranks for use inside of a library's collective, which alone is journalled.
+
+        Apart from all other meetings: who skips it is missed where the library's collective is named.
+        """
+        met = self._way_to_meet(name, self.size)  # [all]
+        return partial(met, b"") if met is not None else lambda: None
+
+    def _way_to_meet(self, name: str, size: int) -> Meet | None:
+        """[all] A new one each time."""
+        self._num_ways += 1
+        return meet(self._me, self._joined, f"{name} {self._num_ways}", size)
 
     def clone_store(self) -> dist.Store:
         """A connection of its own to the same keys: a store's `add` waits behind another thread's `wait`."""
         return self.store.clone()
 
-    def gather(self, name: str, record: Any) -> list[Any]:
-        """[all] Each rank's record, by rank: anything msgpack can say, of any size; tuples come back as lists."""
-        return self._collectives.gather(name, record)
+    def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
+        """[all] Each rank's record, by rank: anything msgpack can say, of any size; tuples come back as lists.
+
+        type: what msgspec shall make of each instead, at once.
+        """
+        return self._collectives.gather(name, record, type)
 
     def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
         """[all] The record of rank `src`; what the others pass is ignored."""
@@ -134,11 +156,15 @@ class World:
 
     def exchange(self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """[all] One all-to-all of a tensor's rows, on the CPU: `sent[r]` to rank r, in order; `received[r]` from it."""
+        self.traffic.count(rows.nbytes)
         return self._collectives.exchange(name, rows, sent, received)
 
-    def collective(self, name: str) -> AbstractContextManager[int]:
-        """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it."""
-        return self.journal.collective(name)
+    def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
+        """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it.
+
+        kind: what most of the time inside is; see `Journal.kind`.
+        """
+        return self.journal.collective(name, kind)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charge the time inside to a phase; see `Journal.phase`."""

@@ -10,42 +10,49 @@ out: memory (the micro-batches' token budget is a rank's own) and ranks of unequ
 import heapq
 from bisect import insort
 from collections.abc import Sequence
+from typing import TypeVar
 
-Item = tuple[int, int, int]
-"""(ticket, tokens of the prompt, all tokens) of a sample"""
+import torch
+from torch import Tensor
+
+Count = TypeVar("Count", int, Tensor)
 Part = tuple[int, int, tuple[int, ...]]
 """(-sum of the costs, smallest index, all indices): sorted, the heaviest part comes first."""
+Solution = tuple[int, int, list[Part]]
+"""(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 
 
-def assign(samples: Sequence[Item], num_ranks: int, hidden_size: int) -> tuple[list[int], list[int]]:
-    """The rank that trains each sample, and each rank's work; a rank computes the prompt of a ticket once.
+def assign(samples: Tensor, num_ranks: int, hidden_size: int) -> tuple[Tensor, list[int]]:
+    """The rank that trains each sample, int64 [n], and each rank's work; a rank computes the prompt of a ticket once.
+
+    samples: int64 [n, 3], (ticket, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin with
+    the same prompt.
 
     Tickets stay whole, or every sample goes where it fits: whichever leaves the slowest rank less to do. Many ranks and
     few tickets ask for the second, and pay for it with prompts that several ranks compute.
     """
-    prompts = [workload(prompt, hidden_size) for _, prompt, _ in samples]
-    rests = [workload(total, hidden_size) - alone for (_, _, total), alone in zip(samples, prompts, strict=True)]
-    tickets = {ticket: alone for (ticket, _, _), alone in zip(samples, prompts, strict=True)}
-    for (ticket, _, _), rest in zip(samples, rests, strict=True):
-        tickets[ticket] += rest
-    whole = dict(zip(tickets, partition(list(tickets.values()), num_ranks), strict=True))
-    plans = [
-        [whole[ticket] for ticket, _, _ in samples],
-        partition([alone + rest for alone, rest in zip(prompts, rests, strict=True)], num_ranks),
-    ]
+    tickets, prompts, totals = samples.unbind(1)
+    _, groups, counts = torch.unique_consecutive(tickets, return_inverse=True, return_counts=True)
+    shared = workload(prompts, hidden_size)[counts.cumsum(0) - counts]  # of each ticket's prompt
+    alone = workload(totals, hidden_size)
+    own = alone - shared[groups]
 
-    def loads(ranks: list[int]) -> list[int]:
-        sums, known = [0] * num_ranks, set()
-        for rank, (ticket, _, _), alone, rest in zip(ranks, samples, prompts, rests, strict=True):
-            sums[rank] += rest + (0 if (rank, ticket) in known else alone)
-            known.add((rank, ticket))
-        return sums
+    def loads(ranks: Tensor) -> list[int]:
+        prompts_of = torch.unique(ranks * len(shared) + groups)  # a prompt of a rank, whose samples may be many
+        sums = torch.zeros(num_ranks, dtype=torch.int64).index_add(0, ranks, own)
+        return sums.index_add(0, prompts_of // len(shared), shared[prompts_of % len(shared)]).tolist()
 
-    best = min(plans, key=lambda ranks: max(loads(ranks)))
-    return best, loads(best)
+    whole = torch.tensor(partition(shared.index_add(0, groups, own).tolist(), num_ranks), dtype=torch.int64)
+    ranks = whole[groups]
+    work = loads(ranks)
+    if max(work) * num_ranks > sum(work) + min(shared.tolist(), default=0):  # else a prompt more cannot pay
+        spread = torch.tensor(partition(alone.tolist(), num_ranks), dtype=torch.int64)
+        if max(spread_work := loads(spread)) < max(work):
+            return spread, spread_work
+    return ranks, work
 
 
-def workload(num_tokens: int, hidden_size: int) -> int:
+def workload(num_tokens: Count, hidden_size: int) -> Count:
     """Work of one sequence, in units of 2 * hidden_size * layers floating-point operations.
 
     A decoder layer of width h has about 12 h^2 weights (Kaplan et al., arXiv 2001.08361, table 1), which cost 24 h^2
@@ -63,15 +70,30 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     parts with light ones, until one solution is left. Costs are positive. Parts are numbered by their first item;
     surplus parts stay empty. O(n log n) for n items, in practice.
     """
-    heap: list[tuple[int, int, list[Part]]] = [(-cost, i, [(-cost, i, (i,))]) for i, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, i, a), (_, j, b) = heapq.heappop(heap), heapq.heappop(heap)
-        united = _unite(a, b, num_parts)
-        lightest = -united[-1][0] if len(united) == num_parts else 0
-        heapq.heappush(heap, (united[0][0] + lightest, min(i, j), united))
+    ascending = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)[::-1]
+    singles = [(-costs[i], i, (i,)) for i in ascending]  # partial solutions of one item: the heaviest is the last
+    solutions: list[Solution] = []
+
+    def take() -> tuple[int, list[Part]]:
+        """Of the solution with the largest difference the smallest index, and the parts."""
+        if solutions and not (singles and singles[-1] < solutions[0]):
+            return heapq.heappop(solutions)[1:]
+        part = singles.pop()
+        return part[1], [part]
+
+    while len(singles) + len(solutions) > 1:
+        if len(singles) >= num_parts and not (solutions and solutions[0] < singles[-num_parts]):
+            # items that come next, one for each part: as long as a part is empty, the largest difference is theirs
+            parts = singles[: -num_parts - 1 : -1]
+            del singles[-num_parts:]
+            first = min([part[1] for part in parts])
+        else:
+            (i, a), (j, b) = take(), take()
+            first, parts = min(i, j), _unite(a, b, num_parts)
+        lightest = parts[-1][0] if len(parts) == num_parts else 0
+        heapq.heappush(solutions, (parts[0][0] - lightest, first, parts))
     result = [0] * len(costs)
-    parts = sorted(heap[0][2], key=lambda part: part[1]) if heap else []
+    parts = sorted(take()[1], key=lambda part: part[1]) if costs else []
     for number, (_, _, items) in enumerate(parts):
         for item in items:
             result[item] = number
@@ -82,10 +104,14 @@ def _unite(a: list[Part], b: list[Part], num_parts: int) -> list[Part]:
     """Two partial solutions as one, heaviest part first. Their empty parts are not written down."""
     if len(a) < len(b):
         a, b = b, a
-    if len(b) == 1 and len(a) < num_parts:  # by far the most frequent case
-        insort(a, b[0])
+    if len(b) == 1:  # by far the most frequent case
+        insort(a, b[0] if len(a) < num_parts else _add(a.pop(), b[0]))
         return a
-    apart = max(0, num_parts - len(b))  # so many of `a`'s heaviest parts meet an empty part of `b`
-    together = [(x[0] + y[0], min(x[1], y[1]), x[2] + y[2]) for x, y in zip(a[apart:], reversed(b), strict=False)]
+    apart = num_parts - len(b)  # so many of `a`'s heaviest parts meet an empty part of `b`
+    together = [_add(x, y) for x, y in zip(a[apart:], reversed(b), strict=False)]
     lonely = b[: num_parts - len(a)]  # and these of `b` an empty part of `a`
     return sorted(a[:apart] + together + lonely)
+
+
+def _add(a: Part, b: Part) -> Part:
+    return a[0] + b[0], a[1] if a[1] < b[1] else b[1], a[2] + b[2]

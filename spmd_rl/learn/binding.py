@@ -5,12 +5,13 @@ loss = bind(LOSSES["ppo_clip"], cfg.algorithm)   # clip_low and clip_high are fi
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 R = TypeVar("R")
 
 
+@cache
 def keys(function: Callable[..., Any]) -> tuple[str, ...]:
     """The settings that `function` reads, in order."""
     parameters = inspect.signature(function).parameters.values()

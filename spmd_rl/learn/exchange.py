@@ -6,78 +6,67 @@ Who gets which sample stands in the plan, and so does every size; only the colum
 itself stays where it was made, for the sample log. No rank ever holds more than its two shares.
 """
 
-from collections.abc import Mapping, Sequence
-
+import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.batch import Batch, lay_out, pack
+from spmd_rl.batch import Batch, lay_out, pack, runs
 from spmd_rl.dist import World
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
 
-COLUMNS = {
-    "token_ids": torch.int32,
-    "rollout_logprobs": torch.float32,
-    "versions": torch.int32,
-    "loss_mask": torch.bool,
-}
+TOKEN = np.dtype([("token_ids", "<i4"), ("rollout_logprobs", "<f4"), ("versions", "<i4"), ("loss_mask", "?")])
 """What travels of each token, and as what: 13 bytes."""
 
 
 def deal(collected: Collected, plan: Plan, num_updates: int, world: World) -> list[Batch]:
     """[all] The samples that this rank trains, one packed batch per optimizer step; any of them may be empty."""
     samples = {sample.key: sample for group in collected.groups for sample in group.samples}
-    both = list(zip(plan.holders, plan.trainers, strict=True))
-    leaving = sorted((to, row) for row, (at, to) in enumerate(both) if at == world.rank)
-    coming = sorted((at, row) for row, (at, to) in enumerate(both) if to == world.rank)
-    batch = pack(samples[plan.keys[row]] for _, row in leaving)
-    assert batch.starts.diff().tolist() == [plan.lengths[row] for _, row in leaving], "metadata of other samples"
-    arrived = world.exchange(
-        "prepare: samples", encode(batch), _num_tokens(leaving, plan, world.size), _num_tokens(coming, plan, world.size)
-    )
-    return _batches(decode(arrived), plan, [row for _, row in coming], num_updates)
+    leaving = _rows(plan.holders == world.rank, plan.trainers)
+    coming = _rows(plan.trainers == world.rank, plan.holders)
+    batch = pack(samples[ticket, answer] for ticket, answer in plan.keys[leaving].tolist())
+    assert torch.equal(batch.starts.diff(), plan.lengths[leaving]), "metadata of other samples"
+    sent = _num_tokens(plan.trainers[leaving], plan.lengths[leaving], world.size)
+    received = _num_tokens(plan.holders[coming], plan.lengths[coming], world.size)
+    arrived = world.exchange("prepare: samples", encode(batch), sent, received)
+    return [_batch(arrived, plan, coming, number) for number in range(num_updates)]
 
 
-def _num_tokens(rows: Sequence[tuple[int, int]], plan: Plan, size: int) -> list[int]:
-    """Tokens of these (rank, row) by rank."""
-    counts = [0] * size
-    for rank, row in rows:
-        counts[rank] += plan.lengths[row]
-    return counts
+def _rows(chosen: Tensor, ranks: Tensor) -> Tensor:
+    """The chosen rows of the plan, by (rank, row)."""
+    rows = chosen.nonzero().flatten()
+    return rows[ranks[rows].argsort(stable=True)]
+
+
+def _num_tokens(ranks: Tensor, lengths: Tensor, size: int) -> list[int]:
+    """Tokens of each rank."""
+    return lengths.new_zeros(size).index_add(0, ranks, lengths).tolist()
 
 
 def encode(batch: Batch) -> Tensor:
-    """uint8 [T, 13]: the columns side by side, a token a row."""
-    columns = (getattr(batch, name)[:, None].to(dtype) for name, dtype in COLUMNS.items())
-    return torch.cat([column.view(torch.uint8) for column in columns], dim=1)
+    """uint8 [T, 13]: a token a row."""
+    tokens = np.empty(batch.num_tokens, TOKEN)
+    for name in TOKEN.names:
+        tokens[name] = getattr(batch, name).numpy()
+    return torch.from_numpy(tokens.view(np.uint8).reshape(-1, TOKEN.itemsize))
 
 
 def decode(rows: Tensor) -> dict[str, Tensor]:
     """The columns [T] again, in a batch's dtypes."""
-    parts = rows.split([dtype.itemsize for dtype in COLUMNS.values()], dim=1)
-    columns = {}
-    for (name, dtype), part in zip(COLUMNS.items(), parts, strict=True):
-        column = part.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(1)
-        columns[name] = column.long() if dtype == torch.int32 else column
-    return columns
+    tokens = rows.numpy().reshape(-1).view(TOKEN)
+    dtypes = {name: np.int64 if TOKEN[name] == np.int32 else TOKEN[name] for name in TOKEN.names}
+    return {name: torch.from_numpy(tokens[name].astype(dtype)) for name, dtype in dtypes.items()}
 
 
-def _batches(columns: Mapping[str, Tensor], plan: Plan, rows: Sequence[int], num_updates: int) -> list[Batch]:
-    """What has arrived, cut into mini-batches in the plan's order, with the plan's numbers filled in."""
-    everything = lay_out([plan.keys[row] for row in rows], [plan.lengths[row] for row in rows], **columns)
-    places = sorted(range(len(rows)), key=lambda place: rows[place])
-    batches = []
-    for number in range(num_updates):
-        mine = [place for place in places if plan.minibatches[rows[place]] == number]
-        batch = everything.select(mine)
-        tokens = batch.starts.diff(), batch.loss_mask
-        batch.advantages = _spread([plan.advantages[rows[place]] for place in mine], *tokens)
-        batch.weights = _spread([plan.weights[rows[place]] for place in mine], *tokens)
-        batches.append(batch)
-    return batches
-
-
-def _spread(values: Sequence[float], lengths: Tensor, mask: Tensor) -> Tensor:
-    """Each sample's value at its sampled tokens: float32 [T]."""
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths) * mask
+def _batch(arrived: Tensor, plan: Plan, coming: Tensor, number: int) -> Batch:
+    """One mini-batch of the tokens of the rows that have come, in the plan's order, with the plan's numbers."""
+    starts = plan.lengths[coming].cumsum(0) - plan.lengths[coming]
+    order = coming.argsort()
+    order = order[plan.minibatches[coming[order]] == number]
+    rows = coming[order]
+    lengths = plan.lengths[rows]
+    tokens = arrived.index_select(0, runs(starts[order], lengths))
+    batch = lay_out(plan.keys[rows], lengths, **decode(tokens))
+    numbers = torch.stack((plan.advantages, plan.weights))[:, rows].float().repeat_interleave(lengths, dim=1)
+    batch.advantages, batch.weights = numbers * batch.loss_mask
+    return batch

@@ -11,6 +11,7 @@ from spmd_rl.dist import World
 from spmd_rl.learn import exchange, prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.value_loss import bind_value_loss
 from spmd_rl.rollout import Collected
 from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
@@ -44,6 +45,7 @@ class Learner:
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
         self._prepared: Metrics = {}
+        self._roofline = Roofline(cfg, policy, reference, critic, world)
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
@@ -89,6 +91,7 @@ class Learner:
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, self._world, self._seed
             )
+            self._prepared |= self._roofline.metrics(collected, self.plan, needs_old)
         return batches
 
     def _fill_in(self, batches: list[Batch], needs_old: bool) -> None:
@@ -131,12 +134,12 @@ class Learner:
             "actor/balance": plan.balance,
             "actor/left_out": len(plan.left_out) / max(1, len(plan.left_out) + len(plan.keys)),
         }
-        if plan.keys:
+        if len(plan.keys):
             own["critic/rewards/mean"] = plan.mean_reward
         if "critic/kl" in mean:
             own["critic/kl_coef"] = self._kl_factor * (settings.kl_reward_coef or settings.kl_coef)
             if settings.target_kl is not None:
-                kl_per_answer = mean["critic/kl"] * sum(plan.num_sampled) / len(plan.keys)
+                kl_per_answer = mean["critic/kl"] * int(plan.num_sampled.sum()) / len(plan.keys)
                 adapt = bind(adaptive_coef, settings)
                 self._kl_factor = adapt(self._kl_factor, kl_per_answer, len(plan.keys))
         return own

@@ -7,6 +7,7 @@ altogether, out of its group's baseline too; a mask takes it out of the loss alo
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from spmd_rl.algo import masks, shaping
 from spmd_rl.algo.groups import group_mean
 from spmd_rl.algo.inputs import Scored
 from spmd_rl.algo.moments import Moments
+from spmd_rl.batch import column
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
 from spmd_rl.rollout import Collected
@@ -41,31 +43,33 @@ class Metadata:
     @classmethod
     def of(cls, collected: Collected, greedy_answer: int | None = None) -> "Metadata":
         """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
-        rows, baselines, aside = [], [], []
+        answers: list[AnswerOutcome] = []
+        tickets: list[int] = []
+        baselines: list[float] = []
+        aside: list[tuple[Key, str]] = []
         for o in collected.accepted:
             scored = [a for a in o.answers if a.scored and a.num_answer_tokens]
-            baseline = next((a.score for a in scored if a.answer == greedy_answer), None)
-            for a in scored:
-                if a.answer == greedy_answer:
-                    aside.append(((o.ticket, a.answer), "greedy baseline"))
-                elif greedy_answer is not None and baseline is None:
-                    aside.append(((o.ticket, a.answer), "no greedy score"))
-                else:
-                    rows.append((o.ticket, a))
-                    baselines.append(baseline)
+            if greedy_answer is not None:
+                greedy = [a for a in scored if a.answer == greedy_answer]
+                reason = "greedy baseline" if greedy else "no greedy score"
+                aside += [((o.ticket, a.answer), reason) for a in greedy or scored]
+                scored = [a for a in scored if a.answer != greedy_answer] if greedy else []
+                baselines += [a.score for a in greedy] * len(scored)
+            answers += scored
+            tickets += [o.ticket] * len(scored)
         return cls(
-            answers=tuple(a for _, a in rows),
-            groups=torch.tensor([ticket for ticket, _ in rows], dtype=torch.int64),
-            scores=torch.tensor([a.score for _, a in rows], dtype=torch.float64),
-            lengths=torch.tensor([a.num_answer_tokens for _, a in rows], dtype=torch.int64),
-            greedy=None if greedy_answer is None else torch.tensor(baselines, dtype=torch.float64),
+            answers=tuple(answers),
+            groups=column(tickets),
+            scores=column([a.score for a in answers], np.float64),
+            lengths=column([a.num_answer_tokens for a in answers]),
+            greedy=None if greedy_answer is None else column(baselines, np.float64),
             aside=tuple(aside),
         )
 
     @property
-    def keys(self) -> tuple[Key, ...]:
+    def keys(self) -> list[Key]:
         """(ticket, answer)"""
-        return tuple((ticket, a.answer) for ticket, a in zip(self.groups.tolist(), self.answers, strict=True))
+        return [(ticket, a.answer) for ticket, a in zip(self.groups.tolist(), self.answers, strict=True)]
 
 
 def shape(
@@ -77,7 +81,7 @@ def shape(
     """
     scores = bind(shaping.scale_shift, settings)(data.scores)
     if settings.format_penalty:
-        wrong = torch.tensor([a.status == "wrong_format" for a in data.answers], dtype=torch.bool)
+        wrong = column([a.wrong_format for a in data.answers], np.bool_)
         scores = scores + bind(shaping.format_penalty, settings)(wrong)
     if settings.overlong_coef:
         scores = scores + bind(shaping.overlong_penalty, settings)(data.lengths, max_tokens)
@@ -93,19 +97,18 @@ def shape(
     return Scored(scores, data.groups, data.lengths, greedy), running
 
 
-def left_out(data: Metadata, settings: AlgorithmConfig) -> list[str | None]:
-    """Why each sample is left out of the loss; None for those that train. The first reason counts."""
-    reasons: list[str | None] = [None] * len(data.answers)
+def left_out(data: Metadata, settings: AlgorithmConfig) -> dict[int, str]:
+    """The rows that are left out of the loss, in order, each with the first reason."""
+    reasons: dict[int, str] = {}
     for reason, keep in _masks(data, settings):
-        for row, kept in enumerate(keep.tolist()):
-            if not kept and reasons[row] is None:
-                reasons[row] = reason
-    return reasons
+        for row in (~keep).nonzero().flatten().tolist():
+            reasons.setdefault(row, reason)
+    return dict(sorted(reasons.items()))
 
 
 def _masks(data: Metadata, settings: AlgorithmConfig) -> Iterator[tuple[str, Tensor]]:
     if settings.max_len_mask:
-        yield "truncated", masks.max_len_mask(torch.tensor([a.truncated for a in data.answers], dtype=torch.bool))
+        yield "truncated", masks.max_len_mask(column([a.truncated for a in data.answers], np.bool_))
     if settings.difficulty_mask:
         yield "too easy or too hard", bind(masks.difficulty_mask, settings)(data.scores, data.groups)
     if settings.error_max_len_clip:

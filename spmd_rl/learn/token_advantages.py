@@ -54,7 +54,7 @@ def finish(
             batch.advantages = clip(batch.advantages, settings.advantage_clip)
     if settings.loss in _SHARES:
         for number, batch in enumerate(batches):
-            total = sum(n for n, m in zip(plan.num_sampled, plan.minibatches, strict=True) if m == number)
+            total = int(plan.num_sampled[plan.minibatches == number].sum())
             mark(batch, settings, total, world, (seed, plan.step))  # [all]
     return metrics
 

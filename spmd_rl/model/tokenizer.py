@@ -13,7 +13,7 @@ Left out: padding (nothing here is padded), tool schemas, and several templates 
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,9 @@ class Tokenizer:
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
         self._rendered = lru_cache(RENDERED)(self._render)
+        # transformers' own wrapper would take twice the time of the decoding, and twice a sample
+        backend = getattr(hf, "backend_tokenizer", None)
+        self._decode = partial(hf.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
 
     def render(self, messages: Sequence[Message]) -> array:
         """Token ids ('i') of a conversation, up to where the model's answer begins. UserError: the template refuses.
@@ -61,7 +64,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens and without any tidying of spaces."""
-        return self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._decode(list(ids), skip_special_tokens=True)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

@@ -36,10 +36,10 @@ class InOrder(StepTickets):
         self._mine.add(self._key(f"r/{place}"))
         if not qualifies:
             self._count_unqualified()
-        self._advance(place)
+        self._advance(place, qualifies)
 
-    def _advance(self, by: int) -> None:
-        """Move the frontier as far as it goes, a few places at a time.
+    def _advance(self, by: int, qualifies: bool) -> None:
+        """Move the frontier as far as it goes, a few places at a time; the place `by` has just been resolved here.
 
         Whoever moves it looks again from there, so it alone goes on: one that loses the race had written its own ticket
         before the winner's next look, and leaves. Behind a long answer lie thousands of places, and many replicas.
@@ -48,8 +48,11 @@ class InOrder(StepTickets):
         seen = self._store.get(self._key("frontier")).decode()
         while True:
             place, count = first, _ = _parse(seen)
-            while count < goal and place < min(limit, first + STRIDE) and self._store.check([self._key(f"r/{place}")]):
-                count += self._store.get(self._key(f"r/{place}")) == b"1"
+            while count < goal and place < min(limit, first + STRIDE):
+                found = qualifies if place == by else self._outcome(place)
+                if found is None:
+                    break
+                count += found
                 place += 1
             moved = f"{place},{count},{by}"
             if place == first or self._store.compare_set(self._key("frontier"), seen, moved).decode() != moved:
@@ -58,6 +61,11 @@ class InOrder(StepTickets):
                 self._write_end(str(place))
                 return
             seen = moved
+
+    def _outcome(self, place: int) -> bool | None:
+        """Whether the ticket there qualifies; None if nobody has resolved it."""
+        key = self._key(f"r/{place}")
+        return self._store.get(key) == b"1" if self._store.check([key]) else None
 
     def frontier(self) -> tuple[int, int]:
         """(first unresolved place, qualifying places below it)"""

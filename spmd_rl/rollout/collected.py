@@ -13,13 +13,15 @@ import msgspec
 from spmd_rl.types import SCORED, Group, Sample
 
 
-class AnswerOutcome(msgspec.Struct, array_like=True, frozen=True):
+class AnswerOutcome(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Metadata of one sample: all that ranks tell each other of it."""
 
     answer: int
     rank: int
     """that generated it, and holds it"""
-    status: str
+    scored: bool
+    """Whether `score` means anything."""
+    wrong_format: bool
     score: float
     num_answer_tokens: int
     num_tokens: int
@@ -31,25 +33,23 @@ class AnswerOutcome(msgspec.Struct, array_like=True, frozen=True):
     num_prompt_tokens: int = 0
     """tokens before the first sampled one, which the group's samples have in common"""
 
-    @property
-    def scored(self) -> bool:
-        """Whether `score` means anything."""
-        return self.status in SCORED
-
 
 def answer_outcome(sample: Sample, rank: int, version: int) -> AnswerOutcome:
     """The metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
+    turns, status = sample.turns, sample.verdict.status
+    num_answer_tokens = sample.num_answer_tokens
     return AnswerOutcome(
         answer=sample.answer,
         rank=rank,
-        status=sample.verdict.status,
+        scored=status in SCORED,
+        wrong_format=status == "wrong_format",
         score=sample.verdict.score,
-        num_answer_tokens=sample.num_answer_tokens,
+        num_answer_tokens=num_answer_tokens,
         num_tokens=sample.num_tokens,
-        truncated=sample.turns[-1].finish_reason == "length",
-        stale=any(v != version for turn in sample.turns for v in turn.versions),
+        truncated=turns[-1].finish_reason == "length",
+        stale=sum([turn.versions.count(version) for turn in turns]) < num_answer_tokens,
         greedy=sample.greedy,
-        num_prompt_tokens=len(sample.turns[0].prompt_ids),
+        num_prompt_tokens=len(turns[0].prompt_ids),
     )
 
 
@@ -107,13 +107,13 @@ class Collected:
     @property
     def accepted(self) -> tuple[Outcome, ...]:
         """Outcomes of the groups that train."""
-        return tuple(o for o in self.outcomes if o.why_not is None)
+        return tuple([o for o in self.outcomes if o.why_not is None])
 
     @property
     def error_share(self) -> float:
         """Share of the resolved answers whose verdict is no score."""
-        answers = [a for o in self.outcomes for a in o.answers]
-        return sum(not a.scored for a in answers) / max(1, len(answers))
+        scored = [a.scored for o in self.outcomes for a in o.answers]
+        return scored.count(False) / max(1, len(scored))
 
     def metrics(self) -> dict[str, float]:
         """Means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
@@ -125,19 +125,20 @@ class Collected:
         for o in self.outcomes:
             domains[o.domain] += [a.score for a in o.answers if a.scored and not a.greedy]
         scores = [score for domain in domains.values() for score in domain]
+        num_accepted = len(self.accepted)
         metrics = {
-            "rollout/accepted": len(self.accepted),
-            "rollout/filtered": len(self.outcomes) - len(self.accepted),
+            "rollout/accepted": num_accepted,
+            "rollout/filtered": len(self.outcomes) - num_accepted,
             "rollout/aborted": self.num_aborted,
             "rollout/carried": self.num_carried,
             "rollout/bubble": self.bubble,
             "rollout/error_share": self.error_share,
-            "tokens": sum(a.num_tokens for a in answers),
+            "tokens": sum([a.num_tokens for a in answers]),
         }
         if answers:
-            metrics["rollout/response_length/mean"] = fmean(a.num_answer_tokens for a in answers)
-            metrics["rollout/truncated"] = fmean(a.truncated for a in answers)
-            metrics["rollout/stale"] = fmean(a.stale for a in answers)
+            metrics["rollout/response_length/mean"] = fmean([a.num_answer_tokens for a in answers])
+            metrics["rollout/truncated"] = fmean([a.truncated for a in answers])
+            metrics["rollout/stale"] = fmean([a.stale for a in answers])
         if scores:
             metrics["critic/score/mean"] = fmean(scores)
             metrics |= {f"score/{domain}/mean": fmean(values) for domain, values in domains.items() if values}

@@ -22,8 +22,11 @@ def why_not(answers: Sequence[AnswerOutcome], min_answers: int, settings: Filter
         return "too hard"
     if settings.max_mean_score is not None and fmean(scores) > settings.max_mean_score:
         return "too easy"
-    if settings.max_truncated is not None and fmean(a.truncated for a in answers) > settings.max_truncated:
+    if settings.max_truncated is not None and fmean([a.truncated for a in answers]) > settings.max_truncated:
         return "too many truncated"
-    if settings.max_mean_tokens is not None and fmean(a.num_answer_tokens for a in answers) > settings.max_mean_tokens:
+    if (
+        settings.max_mean_tokens is not None
+        and fmean([a.num_answer_tokens for a in answers]) > settings.max_mean_tokens
+    ):
         return "too long"
     return None

@@ -8,6 +8,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 
 import msgspec
@@ -79,11 +80,11 @@ def _joined(parts: list[Group]) -> Group:
 
 def harvest(cfg: RlvrConfig, step: int, book: StepTickets, told: Told, world: World) -> Harvest:
     """[all] Gather the metadata, and check that the tickets are whole."""
-    records = [msgspec.convert(r, Told) for r in world.gather("collect: outcomes", told)]
+    records: list[Told] = world.gather("collect: outcomes", told, Told)
     places = book.used([r.end for r in records], {place for r in records for place in r.counted})
     used = frozenset(book.round.order.ticket(place) for place in places)
-    finished = sorted((f for r in records for f in r.finished), key=lambda f: (f.ticket, f.part))
-    running = {Part(*part) for r in records for part in r.running}
+    finished = sorted([f for r in records for f in r.finished], key=attrgetter("ticket", "part"))
+    running = {part for r in records for part in r.running}
     kept = [f for f in finished if f.ticket not in used and cfg.rollout.carry]
     assert not any(part.ticket in used for part in running), "a used ticket is still under way"
     bubbles = [r.bubble for r in records if r.bubble is not None]
@@ -108,7 +109,7 @@ def _outcomes(
     outcomes = []
     for ticket, some in sorted(tickets.items()):
         assert [part.part for part in some] == list(range(parts)), f"ticket {ticket} is not whole"
-        answers = tuple(answer for part in some for answer in part.answers)
+        answers = tuple([answer for part in some for answer in part.answers])
         reason = why_not(answers, settings.min_answers, settings.filter)
         detail = next((part.detail for part in some if part.detail), "")
         outcomes.append(Outcome(ticket, some[0].domain, reason, answers, detail))

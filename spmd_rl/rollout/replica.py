@@ -73,19 +73,22 @@ class Replica:
 
     def step(self) -> list[Completion]:
         """A tick of engine steps on all ranks of the replica; what ended in them."""
+        self._world.journal.idle(False)
         self._tell(self._steps)
         completions = [c for _ in range(self._steps) if self._engine.num_unfinished for c in self._step()]
         self._world.progress(self._steps)
         return completions
 
     def rest(self) -> None:
-        """Let the peers know that their first rank lives, if they have not heard of it for a second."""
+        """There is nothing to compute; let the peers know that their first rank lives, once a second."""
+        self._world.journal.idle(True)
         if time.monotonic() - self._told > REST_SECONDS:
             self._tell(0)
 
     def end(self) -> None:
         """Let the peers go."""
         assert self.num_unfinished == 0
+        self._world.journal.idle(False)
         self._tell(0, end=True)
 
     def follow(self) -> None:
@@ -95,6 +98,8 @@ class Replica:
             tick = msgspec.convert(self._peers.broadcast("tick", None), Tick)
             if tick.seen != self._seen.digest():
                 raise RunFailed(f"rank {self._world.rank}: its engine gave other answers than its replica's first rank")
+            if tick.steps or tick.end:
+                self._world.journal.idle(False)
             self._apply([_request(fields) for fields in tick.add], tick.abort)
             for _ in range(tick.steps):
                 if self._engine.num_unfinished:
@@ -102,6 +107,7 @@ class Replica:
             self._world.progress(tick.steps)  # an empty tick is none: the first rank may wait for a verdict for ever
             if tick.end:
                 return
+            self._world.journal.idle(not self._engine.num_unfinished)
 
     def _tell(self, steps: int, end: bool = False) -> None:
         """Tell the peers, and do here what they do there."""

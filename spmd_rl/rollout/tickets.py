@@ -18,7 +18,9 @@ from typing import Protocol, TypeVar
 from spmd_rl.rollout.rounds import Round
 
 LOOKS_PER_SECOND = 10_000
-"""Over all replicas. A TCPStore answers some 35,000 a second; with few replicas each may look at every turn."""
+"""Over all replicas. A TCPStore answers some 35,000 a second."""
+LOOK_SECONDS = 0.002
+"""Of one replica at the most often: nobody waits longer than that for the end of a step."""
 
 T = TypeVar("T")
 
@@ -62,7 +64,7 @@ class StepTickets:
         """Places that the step uses up as far as this replica has seen; `used` says the whole."""
         self._store, self._prefix = store, prefix
         self._mine: set[str] = set()
-        self.pause = (replicas - 1) / LOOKS_PER_SECOND
+        self.pause = max(LOOK_SECONDS, replicas / LOOKS_PER_SECOND) if replicas > 1 else 0.0
         """Seconds between two looks of this replica at the same thing, at least."""
         self._clock = clock
         self._look_end = self._seldom(self._read_end)

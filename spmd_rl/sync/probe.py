@@ -14,16 +14,16 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
 
-PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(32, 64, 4)))
+PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(52, 64, 4)))
 """Ids any vocabulary has. The first, longer than an engine's KV block, would meet its own keys of the last publish in a
 stale prefix cache. Several at once, since a decode step of few rows costs what one row costs."""
 NEW_TOKENS = 2
 """The second token reads what the first one stored."""
 
-LIMITS = {torch.float32: 3e-4, torch.bfloat16: 0.25}
-"""Largest mean absolute difference of logprobs, by dtype. Measured on a 135M Llama over 60 such probes: at most 1e-5 in
-float32 and 0.1 in bfloat16. Two neighbouring layers exchanged give 0.26 to 1; one update missed (lr 2e-5) gives 1e-3,
-which only float32 can see."""
+LIMITS = {torch.float32: 3e-4, torch.bfloat16: 0.2}
+"""Largest mean absolute difference of logprobs, by dtype. Measured on a 135M Llama over 40 sets of weights: at most
+1e-5 in float32 and 0.08 in bfloat16. Each pair of neighbouring layers exchanged gives 0.1 to 10, half of them above
+0.45; one update missed (lr 2e-5) gives 1e-3, which only float32 can see."""
 
 
 def ask(engine: Engine, version: int) -> tuple[Batch, str]:

@@ -37,7 +37,7 @@ class Publisher:
         with self._world.phase("publish"):
             clock = [time.perf_counter()]
             with self._engine.awake():
-                with self._policy.awake():
+                with self._world.journal.kind("copy"), self._policy.awake():
                     handover = Handover(self._policy.weights(), self._world.device, self._world.progress)
                     fault = self._load(handover, version)  # [all]
                 clock.append(time.perf_counter())

@@ -3,12 +3,15 @@
 A phase's peak includes the phases nested in it. Left out: other processes (sidecars) and the host side of a GPU run.
 """
 
-from pathlib import Path
+import os
+import resource
+import time
 
 import torch
 
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
+MOMENT = 0.01
+"""Seconds within which a resident set has no peaks worth telling."""
+PAGE = resource.getpagesize()
 _BRIEF = "coordination"
 """Too short and too frequent to be measured by itself: it counts as part of the phase around it."""
 
@@ -18,6 +21,7 @@ class PhaseMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._on_accelerator = device.type != "cpu"
+        self._resident = ResidentPeak()
         self._open: list[str] = []
         self._peaks: dict[str, int] = {}
 
@@ -41,7 +45,7 @@ class PhaseMemory:
 
     def _settle(self) -> None:
         """Charge the peak since the last event to the open phases, and start a new one."""
-        peak = self._accelerator_peak() if self._on_accelerator else _resident_peak()
+        peak = self._accelerator_peak() if self._on_accelerator else self._resident.take()
         for phase in self._open:
             self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
 
@@ -51,14 +55,40 @@ class PhaseMemory:
         return peak
 
 
-def _resident_peak() -> int:
-    """Highest resident set since the last call, in bytes; the present one where the kernel cannot reset its mark."""
-    if not _STATUS.exists():
-        return 0
-    status = _STATUS.read_bytes()
-    field = b"VmHWM:"
+class ResidentPeak:
+    """Highest resident set of this process since it was last asked; the present one if that was a moment ago.
+
+    The kernel takes 60 us to tell the highest, and phases may follow each other closely.
+    """
+
+    def __init__(self) -> None:
+        self._status = _opened("/proc/self/status", os.O_RDONLY)
+        self._present = _opened("/proc/self/statm", os.O_RDONLY)
+        self._clear = _opened("/proc/self/clear_refs", os.O_WRONLY)
+        self._told = 0.0
+
+    def take(self) -> int:
+        """Bytes; 0 where the kernel tells nothing."""
+        if self._status < 0:
+            return 0
+        now = time.monotonic()
+        if now - self._told < MOMENT:
+            return int(os.pread(self._present, 256, 0).split()[1]) * PAGE
+        self._told, status = now, os.pread(self._status, 4096, 0)
+        try:
+            os.pwrite(self._clear, b"5", 0)  # proc(5): resets VmHWM
+        except OSError:  # among them that of -1
+            return _field(status, b"VmRSS:")
+        return _field(status, b"VmHWM:")
+
+
+def _field(status: bytes, name: bytes) -> int:
+    return int(status.split(name, 1)[1].split(maxsplit=1)[0]) * 1024
+
+
+def _opened(path: str, flags: int) -> int:
+    """A descriptor, or -1."""
     try:
-        _CLEAR.write_bytes(b"5")  # proc(5): resets VmHWM
+        return os.open(path, flags | os.O_CLOEXEC)
     except OSError:
-        field = b"VmRSS:"
-    return int(status.split(field, 1)[1].split(maxsplit=1)[0]) * 1024
+        return -1

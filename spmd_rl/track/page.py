@@ -39,11 +39,16 @@ svg .num{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
 svg .line polyline{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
 svg .line .faint{stroke-width:1;opacity:.35}
 svg .line circle{fill:var(--c)}
-svg rect:hover{opacity:.75}
+svg .pale{opacity:.3}svg .striped{stroke-dasharray:3 2.5}
+svg rect:hover,svg .striped:hover{opacity:.75}
+.key .pale{opacity:.3}.key .striped{background:repeating-linear-gradient(var(--c) 0 2px,transparent 2px 4px)}
 .sample{padding:14px 16px;min-width:0}.sample header{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12.5px;
 color:var(--soft);margin-bottom:8px}.sample header b{color:var(--ink);font-variant-numeric:tabular-nums}
 .sample pre{border-left:3px solid var(--rule);padding-left:12px;max-height:220px;overflow:auto}
 .sample pre+pre{margin-top:10px;border-color:var(--c)}
+table{border-collapse:collapse;margin:14px 0 8px;font-size:12.5px;font-variant-numeric:tabular-nums}
+th,td{padding:3px 0 3px 40px;text-align:right;font-weight:400}th{color:var(--soft)}tr>:first-child{padding-left:0;
+color:var(--soft);text-align:left}tr+tr{border-top:1px solid var(--rule)}
 details{margin-top:14px}summary{cursor:pointer;color:var(--soft);font-size:13.5px}
 details pre{margin-top:10px;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px}
 footer{margin-top:44px;color:var(--soft);font-size:12.5px}
@@ -78,9 +83,16 @@ def tile(number: str, words: str) -> str:
     return f'<div class="tile"><b>{escape(number)}</b><span>{escape(words)}</span></div>'
 
 
-def key(name: str, color: str) -> str:
-    """A legend entry."""
-    return f'<span class="key" style="--c:{color}"><i></i>{escape(name)}</span>'
+def key(name: str, color: str, look: str = "solid") -> str:
+    """A legend entry; `look` as in `svg.bar`."""
+    return f'<span class="key" style="--c:{color}"><i class="{look}"></i>{escape(name)}</span>'
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of numbers under `columns`, which are HTML; the first one names the rows."""
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def figure(title: str, note: str, keys: str, drawing: str) -> str:

@@ -174,8 +174,19 @@ def _timeline(run: RunData) -> str:
     order = [phase for phase in PHASES if phase in phases] + sorted(phases - set(PHASES))
     keys = "".join(page.key(phase, COLORS.get(phase, "var(--other)")) for phase in order)
     steps = sorted({span.step for row in ranks.values() for span in row})
-    note = f"steps {steps[0]} to {steps[-1]}" if steps else ""
-    return page.figure("Phases by rank", note, keys, timeline.draw(ranks, COLORS, NAMES))
+    note = f"steps {steps[0]} to {steps[-1]}; waits inside a library count as compute" if steps else ""
+    drawing = timeline.draw(ranks, COLORS, NAMES)
+    return page.figure("Phases by rank", note, keys, drawing and drawing + _kinds(ranks))
+
+
+def _kinds(ranks: dict[int, list[timeline.Span]]) -> str:
+    """Per rank, the seconds and the share of each kind of time; at the same time the legend of how they look."""
+    rows = []
+    for rank, spans in ranks.items():
+        seconds = timeline.sums(spans)
+        total = sum(seconds.values())
+        rows.append([f"rank {rank}", *(f"{s:.2f} s \u00b7 {100 * s / total:.1f} %" for s in seconds.values())])
+    return page.table(["", *(page.key(kind, "var(--soft)", look) for kind, look in timeline.KINDS.items())], rows)
 
 
 def _samples(run: RunData) -> str:

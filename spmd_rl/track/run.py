@@ -8,11 +8,13 @@ with Run.open(cfg, world) as track:
 """
 
 import fcntl
+import gc
 import os
 import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ class Run:
         self._id = run_id
         self._metrics = MetricsFile(self.directory / "metrics.jsonl")
         self._samples = SampleLog(self.directory / "samples", world.rank, world.size)
+        self._writer = ThreadPoolExecutor(1, "sample log")
+        self._logged: Future[None] | None = None
         self._memory = PhaseMemory(world.device)
         self._trackers: list[Tracker] = []
         self._progress = ProgressLine(cfg.steps, live=not cfg.debug) if world.rank == 0 else None
@@ -100,13 +104,16 @@ class Run:
         target.update({key: float(value) for key, value in values.items()})
 
     def log_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write this rank's samples of `step`, each with `ticket` and `answer`. Once a step, on every rank."""
-        with self._world.phase("track"):
-            self._samples.write(step, rows)
+        """Write this rank's samples of `step`, each with `ticket` and `answer`. Once a step, on every rank.
+
+        On a thread, beside what the step still has to compute; `rows` is iterated there. The step ends with it.
+        """
+        self._logged = self._writer.submit(self._samples.write, step, rows)
 
     def state(self) -> dict[str, Any]:
         """[all] For the checkpoint of the present step, whose line is not written yet."""
         assert self._step is not None, "a checkpoint is saved inside a step"
+        self._finish_log()  # a run that ends right after the checkpoint has the samples it was made of
         self._fold()
         return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self._line}
 
@@ -132,11 +139,15 @@ class Run:
             if self._world.rank == 0:
                 self._cut(step - 1, None)
                 self._open_trackers(step)
+            gc.collect()
+            gc.freeze()  # what the start has made stays: no collection needs to look at a million objects again
             self._world.journal.take_times()  # what came before the first step is nobody's step
             self._memory.take()
+            self._world.traffic.take()
             self._mark = time.perf_counter()
 
     def _end(self, step: int) -> None:
+        self._finish_log()
         # The clock runs on from here: writing this line is timed as the next step's phase `track`.
         now = time.perf_counter()
         total, self._mark = now - self._mark, now
@@ -144,6 +155,7 @@ class Run:
         # Shares of a mean, not a mean: a phase that only some ranks went through counts as 0 on the others.
         self.add({key: seconds / self._world.size for key, seconds in times.items()}, reduce="sum")
         self.add({f"memory/{_shown(phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()}, "max")
+        self.add({f"system/{name}": count for name, count in self._world.traffic.take().items()}, "sum")
         with self._world.phase("coordination"):
             self._fold()  # [all]
         self._derive()
@@ -155,6 +167,13 @@ class Run:
                 for tracker in self._trackers:
                     tracker.log(step, self._line)
         self._step = None
+
+    def _finish_log(self) -> None:
+        """Wait for the sample log's thread, and raise what it raised."""
+        if self._logged is not None:
+            with self._world.phase("track"):
+                self._logged.result()
+            self._logged = None
 
     def _fold(self) -> None:
         """[all] Bring the rank-local values into the line, with one collective."""
@@ -168,6 +187,8 @@ class Run:
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
         if "tokens" in line:
             line["system/tokens_per_s"] = line.pop("tokens") / line["time/total"]
+        if least := sum(seconds for key, seconds in line.items() if key.startswith("roofline/")):
+            line["system/efficiency"] = least / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _cut(self, last: int, line: Values | None) -> None:
         written = self._metrics.cut(last)

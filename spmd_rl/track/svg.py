@@ -191,6 +191,18 @@ def rect(x: float, y: float, width: float, height: float, color: str, tip: str) 
     )
 
 
+def bar(look: str, x: float, y: float, width: float, height: float, color: str, tip: str) -> str:
+    """A `rect` that looks `solid`, `pale` or `striped` (from left to right, so that a narrow one shows it too)."""
+    if look == "striped":
+        middle = x + width / 2
+        return (
+            f'<line class="striped" x1="{middle:.2f}" x2="{middle:.2f}" y1="{y:.2f}" y2="{y + height:.2f}" '
+            f'stroke="{color}" stroke-width="{width:.2f}"><title>{escape(tip)}</title></line>'
+        )
+    drawn = rect(x, y, width, height, color, tip)
+    return f'<g class="{look}">{drawn}</g>' if look != "solid" else drawn
+
+
 def svg(width: float, height: float, body: str) -> str:
     """The element, as wide as its column."""
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img">{body}</svg>'

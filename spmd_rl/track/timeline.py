@@ -1,17 +1,24 @@
-"""Who did what when: the phases of each rank over the last steps, from the tails of `journal/rank-N.jsonl`."""
+"""Who did what when: the phases of each rank over the last steps, from the tails of `journal/rank-N.jsonl`.
+
+Time in a phase is of a kind: compute, wait (for other ranks, or for anything to do) or copy. Waits inside of a
+library's collectives (FSDP's, the engine's) count as what the library does: a journal cannot see them.
+"""
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from spmd_rl.track.svg import label, rect, svg, text, ticks
+from spmd_rl.track.svg import bar, label, svg, text, ticks
 
+KINDS = {"compute": "solid", "wait": "pale", "copy": "striped"}
+"""Kinds of time, and how each is drawn."""
 MAX_RANKS = 16
 _TAIL_BYTES = 1 << 20
+_BOUNDS = ("start", "step", "enter", "exit", "collective", "collective_done", "kind", "kind_done")
 _SHORTEST = 0.5
 """Width, in units of the drawing, below which a span is not drawn by itself."""
 _decode = msgspec.json.Decoder(dict).decode
@@ -22,9 +29,15 @@ class Span:
     """A stretch of time in which `phase` was the innermost one. Seconds since the epoch."""
 
     phase: str
+    kind: str
     step: int
     begin: float
     end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.end - self.begin
 
 
 def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
@@ -39,22 +52,35 @@ def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Journal lines as spans: a nested phase interrupts the one around it."""
+    """Journal lines as spans: a nested phase, or kind of time, interrupts the one around it."""
     result: list[Span] = []
     phases: list[str] = []
+    kinds: list[str] = []
     since = 0.0
     for event in events:
-        now = event["t"]
-        if phases and now > since and event["event"] in ("enter", "exit", "step"):
-            result.append(Span(phases[-1], event["step"], since, now))
-        if event["event"] == "enter":
-            phases.append(event["phase"])
-        elif event["event"] == "exit" and phases:
-            phases.pop()
-        elif event["event"] not in ("step", "start"):
+        now, what = event["t"], event["event"]
+        if what not in _BOUNDS:
             continue
+        if phases and now > since:
+            result.append(Span(phases[-1], kinds[-1] if kinds else "compute", event["step"], since, now))
         since = now
+        if what == "enter":
+            phases.append(event["phase"])
+        elif what == "exit":
+            del phases[-1:]
+        elif what in ("collective", "kind"):
+            kinds.append(event.get("kind", "wait"))
+        elif what in ("collective_done", "kind_done"):
+            del kinds[-1:]
     return result
+
+
+def sums(row: Iterable[Span]) -> dict[str, float]:
+    """Seconds of each kind of time."""
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for span in row:
+        seconds[span.kind] += span.seconds
+    return seconds
 
 
 def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, str], width: float = 1150) -> str:
@@ -77,9 +103,9 @@ def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, 
         parts.append(text(left - 8, y + row / 2 + 4, f"rank {rank}", "end"))
         for span in coalesce(row_spans, _SHORTEST / scale):
             name = names.get(span.phase, span.phase)
-            tip = f"rank {rank}, step {span.step}: {name} {span.end - span.begin:.3f} s"
-            x, wide = left + (span.begin - begin) * scale, (span.end - span.begin) * scale
-            parts.append(rect(x, y, wide, row, colors.get(name, "var(--other)"), tip))
+            tip = f"rank {rank}, step {span.step}: {name}, {span.kind} {span.seconds:.3f} s"
+            x, wide = left + (span.begin - begin) * scale, span.seconds * scale
+            parts.append(bar(KINDS[span.kind], x, y, wide, row, colors.get(name, "var(--other)"), tip))
     for step in sorted({span.step for span in everything}):
         x = left + (min(span.begin for span in everything if span.step == step) - begin) * scale
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{floor}"/>')
@@ -88,16 +114,20 @@ def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, 
 
 
 def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
-    """Neighbours of one phase as one; what lasts less than `shortest` seconds goes to the span before it."""
+    """Neighbours of one phase and kind as one; what lasts less than `shortest` seconds goes to the span before it."""
     result: list[Span] = []
     for span in row:
         last = result[-1] if result else None
         close = last is not None and last.step == span.step and span.begin - last.end < shortest
-        if last is not None and close and (span.phase == last.phase or span.end - span.begin < shortest):
-            result[-1] = Span(last.phase, last.step, last.begin, span.end)
+        if last is not None and close and (_alike(span, last) or span.seconds < shortest):
+            result[-1] = replace(last, end=span.end)
         else:
             result.append(span)
     return result
+
+
+def _alike(one: Span, other: Span) -> bool:
+    return (one.phase, one.kind) == (other.phase, other.kind)
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from spmd_rl.batch import Batch
+from spmd_rl.model.size import ModelSize
 
 Metrics = dict[str, float]
 
@@ -41,13 +42,15 @@ class Role(Protocol):
 
     hidden_size: int
     """Width of the residual stream: from it follows what a sequence of a given length costs."""
+    size: ModelSize
+    """Counts of the model's weights: from them follows the least time that a step can take."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """[all] What `torch.distributed.checkpoint` shards and saves: model, optimizer; tensors only."""
+        """[all] Inside `awake`: what `torch.distributed.checkpoint` shards and saves: model and optimizer."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

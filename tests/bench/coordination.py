@@ -20,6 +20,8 @@ TARGET = 100.0
 """us a sample"""
 BLOCKS = 3
 """Timed stretches of `--steps` steps, after one that is not timed."""
+COUNTS = {"store_operations": "store operations", "meetings": "meetings", "meeting_bytes": "bytes"}
+"""What a run counts (see `dist/traffic.py`): each rank's part in a meeting counts, and so do the samples' own bytes."""
 PHASES = ("generate", "score", "prepare", "train", "publish", "coordination", "track", "other")
 
 
@@ -47,6 +49,7 @@ def measure(options: Any, ranks: int, seed: int) -> dict[str, Any]:
         "us_per_sample": [1e6 * block.rank_cpu_seconds / num_samples for block in blocks],
         "us_per_sample_sidecar": [1e6 * (b.cpu_seconds - b.rank_cpu_seconds) / num_samples for b in blocks],
         "ms_per_step": [1e3 * block.seconds / every for block in blocks],
+        "counts": {c: sum(line[f"system/{c}"] for line in lines) / num_samples / BLOCKS for c in COUNTS},
         "phases_ms": {p: 1e3 * statistics.fmean(line.get(f"time/{p}", 0.0) for line in lines) for p in PHASES},
     }
 
@@ -67,10 +70,20 @@ def main() -> None:
         wall = statistics.median(value for run in mine for value in run["ms_per_step"])
         phases = {phase: statistics.fmean(run["phases_ms"][phase] for run in mine) for phase in PHASES}
         figures = [f"{cpu:.0f}", f"{cpu / TARGET:.2f}", f"{sidecar:.0f}", f"{wall:.1f}"]
-        rows.append([str(ranks), str(mine[0]["samples"]), *figures, *(f"{ms:.1f}" for ms in phases.values())])
+        counts = (f"{statistics.fmean(run['counts'][count] for run in mine):.2f}" for count in COUNTS)
+        rows.append([str(ranks), str(mine[0]["samples"]), *figures, *counts, *(f"{ms:.1f}" for ms in phases.values())])
         drawn.append(show.Bar(f"{ranks} rank(s)", [("ranks", cpu), ("sidecar", sidecar)]))
-    columns = ["ranks", "samples a step", "CPU us/sample", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
-    show.table("Coordination: CPU per sample; wall per step and by phase, in ms", columns, rows)
+    columns = [
+        "ranks",
+        "samples a step",
+        "CPU us/sample",
+        f"of {TARGET:.0f}",
+        "sidecar's",
+        "ms a step",
+        *COUNTS.values(),
+        *PHASES,
+    ]
+    show.table("Coordination: CPU and counts per sample; wall per step and by phase, in ms", columns, rows)
     title = "What coordination costs, model compute stubbed out"
     show.bars(options.svg, title, "CPU us a sample", drawn, mark=(TARGET, f"{TARGET:.0f} us"))
 

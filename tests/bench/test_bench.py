@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.track.svg import Series
-from tests.bench import show, step_profile, work
+from tests.bench import show, soak, step_profile, work
 from tests.bench.bare_side import Loop
 from tests.bench.gate import Contestant
 from tests.models import tiny
@@ -135,3 +135,12 @@ def test_pictures_are_whole_documents(tmp_path):
 def test_threads_are_dealt_out():
     cores = len(os.sched_getaffinity(0))
     assert work.threads(1) == cores and work.threads(cores) == 1 and work.threads(8 * cores) == 1
+
+
+def test_growth_is_the_slope_after_the_first_quarter():
+    start = [(step, 100.0 * step) for step in range(0, 100, 20)]
+    level = [(step, 9e6) for step in range(100, 400, 20)]
+    assert soak.slope(start + level) == 0
+    rising = [(step, 9e6 + 2048.0 * step) for step in range(0, 400, 20)]
+    assert soak.slope(rising) == pytest.approx(2048) and soak.LIMIT < 2048
+    assert soak.quarter(rising, 3) - soak.quarter(rising, 0) == pytest.approx(300 * 2048)

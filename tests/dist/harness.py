@@ -110,8 +110,11 @@ def launch(
     directory: Path | str,
     stall_seconds: float = 60.0,
     env: dict[str, str] | None = None,
+    per_machine: int | None = None,
 ) -> Job:
     """Start `size` ranks without an agent; the store lives in this process. `directory` must be empty or new.
+
+    `per_machine`: ranks that take each other for neighbours; the last machine has what is left. By default all.
 
     They are forked from a process that has torch loaded (a second of CPU time each), unless `env` must come before it.
     """
@@ -122,11 +125,18 @@ def launch(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
     }
+    per_machine = per_machine or size
     task = _task(job, fn, args, stall_seconds)
     for rank in range(size):
-        mine = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        machine, local_rank = divmod(rank, per_machine)
+        mine = {
+            **common,
+            "RANK": str(rank),
+            "GROUP_RANK": str(machine),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(min(per_machine, size - machine * per_machine)),
+        }
         log = job.directory / f"rank-{rank}.log"
         if env is None:
             job.processes.append(Forked(log, mine, task))

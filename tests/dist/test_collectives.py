@@ -1,6 +1,8 @@
 """Named collectives over 1, 2 and 4 ranks: uneven and empty records, large ones, disagreement, coming apart."""
 
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -42,9 +44,11 @@ def _failure(call, *args) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_sees_the_same(size: int) -> None:
-    results = run_ranks(size, everything)
+@pytest.mark.parametrize(
+    ("size", "per_machine"), [(1, 1), (2, 2), (4, 4), (2, 1), (4, 2), pytest.param(4, 3, id="uneven machines")]
+)
+def test_every_rank_sees_the_same(size: int, per_machine: int) -> None:
+    results = run_ranks(size, everything, per_machine=per_machine)
     assert all(seen["failures"][0] == results[0]["failures"][0] for seen in results)
     for seen in results:
         assert seen["uneven"] == [[rank] * rank for rank in range(size)]
@@ -75,6 +79,30 @@ def meshes(world: World) -> list:
     with pytest.raises(UserError) as refused:
         world.mesh(dp=3, tp=2)
     return [made.get_local_rank("dp"), made.get_local_rank("tp"), list(made.mesh_dim_names), str(refused.value)]
+
+
+def blocks(world: World) -> list:
+    """What the ranks of each block tell each other, twice over, and what the traffic of it was."""
+    world.traffic.take()
+    pairs, again = world.split("pairs", 2), world.split("pairs", 2)
+    told = [pairs.gather("rank", world.rank), again.broadcast("rank", world.rank, src=1)]
+    return [*told, world.traffic.take()["meetings"]]
+
+
+@pytest.mark.parametrize("per_machine", [4, 2, 3, 1])
+def test_blocks_meet_apart_on_one_machine_or_several(per_machine: int) -> None:
+    results = run_ranks(4, blocks, per_machine=per_machine)
+    assert results == [[[0, 1], 1, 2.0], [[0, 1], 1, 2.0], [[2, 3], 3, 2.0], [[2, 3], 3, 2.0]]
+
+
+def left_behind(world: World) -> list[str]:
+    """What a start leaves in the temporary directory."""
+    world.barrier("all connected")
+    return [str(path) for path in Path(tempfile.gettempdir()).glob("spmd-rl-*/s")]
+
+
+def test_the_way_to_meet_has_no_name_left_behind() -> None:
+    assert run_ranks(2, left_behind) == [[], []]
 
 
 def test_mesh_axes_vary_last_first() -> None:

@@ -231,7 +231,7 @@ def bfloat16(world: World, path) -> dict[str, bool]:
                     lambda m, _, full=full, key=key: seen.update({full: getattr(m, key).detach().clone()})
                 )
     mine.logprobs(share, TEMPERATURE)
-    masters = {name: p.full_tensor() for name, p in mine._model.named_parameters()}
+    masters = {name: p.full_tensor() for name, p in mine._optimizer._parameters.items()}
     held = {name: (t.clone(), t.is_contiguous(), t.dtype) for name, t in mine.weights()}
     runs = []
     for _ in range(2):

@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from spmd_rl.dist import World
 from spmd_rl.errors import RunFailed
+from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import SHARES, TEMPERATURE, backend, global_batch, loss
 from tests.models import tiny
@@ -126,3 +127,32 @@ def refusals(world: World, path, other) -> list[bool]:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     path, other = tiny("llama", tmp_path / "a"), tiny("llama", tmp_path / "b", num_hidden_layers=3)
     assert run_ranks(1, refusals, str(path), str(other)) == [[True]]
+
+
+def asleep_between_uses(world: World, path) -> list[bool]:
+    """A backend whose tensors leave their device whenever it sleeps, beside one whose tensors stay."""
+    stays, leaves = backend(world, path), backend(world, path)
+    leaves._offloads = True  # the CPU plays the device
+    facts = []
+    for seed in range(3):
+        share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))
+        told = []
+        for mine in (stays, leaves):
+            with mine.awake():
+                logprobs, _ = mine.logprobs(share, TEMPERATURE)
+            with mine.awake():
+                told.append((logprobs.tolist(), mine.update(share, loss, TEMPERATURE)))
+        facts.append(told[0] == told[1])
+        held = [*leaves._model.parameters(), *leaves._optimizer.moments()]
+        facts.append(not any(tensor.to_local().untyped_storage().nbytes() for tensor in held))
+    with leaves.awake():
+        facts.append(torch.equal(weights(stays), weights(leaves)))
+        ours, theirs = (mine.state_dict()["optimizer"] for mine in (stays, leaves))
+        facts += [torch.equal(local(ours[name]), local(theirs[name])) for name in ours]
+    return facts
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_trainer_that_is_offloaded_between_uses_learns_the_same(tmp_path, size: int):
+    for facts in run_ranks(size, asleep_between_uses, str(tiny("llama", tmp_path, tie=True))):
+        assert all(facts) and len(facts) > 20

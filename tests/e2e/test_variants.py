@@ -41,6 +41,29 @@ def test_times_sum_to_the_step_and_overhead_is_small(tmp_path) -> None:
     assert sum(m["system/overhead"] for m in run.metrics()[1:]) / 3 < 0.1
 
 
+def test_efficiency_is_the_roofline_of_what_was_sampled_and_trained(tmp_path) -> None:
+    ceilings = "track.ceilings.flops=1e11", "track.ceilings.bytes_per_second=1e10"
+    run = Toy(tmp_path).start("steps=2", "algorithm.kl_coef=0.1", *ceilings, ranks=2)
+    assert run.wait() == 0, run.text()[-3000:]
+    line = run.metrics()[2]
+    seconds = {key: value for key, value in line.items() if key.startswith("roofline/")}
+    spent = line["time/total"] - line["time/eval"] - line["time/checkpoint"]
+    assert line["system/efficiency"] == pytest.approx(sum(seconds.values()) / spent)
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for row in run.samples(2):
+        if row["kept"]:
+            (turn,) = row["turns"]
+            groups.setdefault(row["ticket"], []).append((len(turn["prompt_ids"]), len(turn["token_ids"])))
+    prompts, answers = [group[0][0] for group in groups.values()], [a for group in groups.values() for a in group]
+    body, head, attention = 2 * 36992 + 64, 260 * 64, 2 * 64  # of the tiny Llama
+    sampled, seen = sum(a for _, a in answers), sum(p * a + a * a / 2 for p, a in answers)
+    flops = 2 * body * (sum(prompts) + sampled) + 2 * head * sampled
+    flops += 4 * attention * (seen + sum(p * p / 2 for p in prompts))
+    assert seconds["roofline/train"] == pytest.approx(3 * flops / 2e11)
+    assert seconds["roofline/logprobs"] == pytest.approx(flops / 2e11)  # the reference's
+    assert seconds["roofline/generate"] > max(a for _, a in answers) * 2 * (body + head) / 1e10
+
+
 def test_a_rank_may_hold_nothing(tmp_path) -> None:
     """Four ranks, two groups a step: two ranks generate and train on nothing."""
     run = Toy(tmp_path).start("steps=2", "rollout.prompts_per_step=2", ranks=4)

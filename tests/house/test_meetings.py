@@ -12,7 +12,10 @@ import pytest
 
 from tests.house.sources import FILES, ROOT, Function, rel, tree, words
 
-VERBS = {"gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "split", "collective"}
+VERBS = {
+    *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "split", "collective"),
+    *("bare_meeting", "_way_to_meet"),
+}
 HOLDERS = {"world", "_world", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""
 LOCAL = {"rank", "local_rank"}

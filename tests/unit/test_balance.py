@@ -4,7 +4,8 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.learn.balance import assign, partition, workload
@@ -16,6 +17,12 @@ def loads(costs, num_parts) -> list[int]:
     for cost, part in zip(costs, partition(costs, num_parts), strict=True):
         sums[part] += cost
     return sums
+
+
+def assigned(samples, num_ranks, hidden_size) -> tuple[list[int], list[int]]:
+    """`assign` of (ticket, tokens of the prompt, all tokens) per sample."""
+    ranks, loads = assign(torch.tensor(samples, dtype=torch.int64).view(-1, 3), num_ranks, hidden_size)
+    return ranks.tolist(), loads
 
 
 def heaviest_by_hand(costs, num_parts) -> int:
@@ -33,6 +40,31 @@ def test_close_to_the_best_partition_there_is(costs, num_parts) -> None:
     """Within the bound that is proven for this method (Michiels et al., ISAAC 2003)."""
     best = heaviest_by_hand(costs, num_parts)
     assert best <= max(loads(costs, num_parts)) <= (4 / 3 - 1 / (3 * num_parts)) * best
+
+
+def by_the_book(costs, num_parts) -> list[int]:
+    """The partition as the method is stated: all parts of all solutions written down, two of them united at a time."""
+    solutions = [[(-cost, i, (i,))] + [(0, len(costs), ())] * (num_parts - 1) for i, cost in enumerate(costs)]
+
+    def urgency(solution) -> tuple[int, int]:
+        return solution[0][0] - solution[-1][0], min(first for _, first, _ in solution)
+
+    while len(solutions) > 1:
+        a, b, *rest = sorted(solutions, key=urgency)
+        pairs = zip(a, reversed(b), strict=True)
+        solutions = [sorted((x + y, min(i, j), s + t) for (x, i, s), (y, j, t) in pairs), *rest]
+    parts = sorted(solutions[0], key=lambda part: part[1]) if costs else []
+    return [next(number for number, (_, _, items) in enumerate(parts) if i in items) for i in range(len(costs))]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    costs=st.sampled_from([3, 9, 10_000]).flatmap(lambda top: st.lists(st.integers(1, top), max_size=40)),
+    num_parts=st.integers(1, 6),
+)
+def test_the_partition_is_that_of_the_method(costs, num_parts) -> None:
+    """Whatever is united at once to save time."""
+    assert partition(costs, num_parts) == by_the_book(costs, num_parts)
 
 
 def test_the_example_of_karmarkar_and_karp() -> None:
@@ -69,10 +101,10 @@ def test_attention_counts(length: int, times: float) -> None:
 
 def test_tickets_stay_whole_where_that_is_faster_and_are_split_where_ranks_would_idle() -> None:
     samples = [(ticket, 40, 40 + 12) for ticket in range(8) for _ in range(8)]
-    ranks, loads = assign(samples, 2, 576)
+    ranks, loads = assigned(samples, 2, 576)
     assert all(len({r for r, (t, _, _) in zip(ranks, samples, strict=True) if t == ticket}) == 1 for ticket in range(8))
     assert loads[0] == loads[1] == 4 * (8 * workload(52, 576) - 7 * workload(40, 576))
-    ranks, loads = assign(samples[:16], 8, 576)  # two tickets, eight ranks
+    ranks, loads = assigned(samples[:16], 8, 576)  # two tickets, eight ranks
     assert sorted(ranks.count(rank) for rank in range(8)) == [2] * 8
     assert max(loads) < 8 * workload(52, 576) - 7 * workload(40, 576)
 
@@ -82,13 +114,20 @@ def test_tickets_stay_whole_where_that_is_faster_and_are_split_where_ranks_would
     num_ranks=st.integers(1, 5),
 )
 def test_loads_are_what_the_ranks_compute(samples, num_ranks) -> None:
+    """And no plan that splits a ticket would have been better than one that does not."""
     prompts = {ticket: prompt for ticket, prompt, _ in samples}
     samples = sorted((ticket, prompts[ticket], prompts[ticket] + rest) for ticket, _, rest in samples)
-    ranks, loads = assign(samples, num_ranks, 64)
-    for rank in range(num_ranks):
-        mine = [item for item, r in zip(samples, ranks, strict=True) if r == rank]
-        shared = sum(
-            (len([1 for t, _, _ in mine if t == ticket]) - 1) * workload(prompts[ticket], 64)
-            for ticket in {t for t, _, _ in mine}
-        )
-        assert loads[rank] == sum(workload(total, 64) for _, _, total in mine) - shared
+
+    def work(ranks: list[int]) -> list[int]:
+        sums = [0] * num_ranks
+        for rank, (_, prompt, total) in zip(ranks, samples, strict=True):
+            sums[rank] += workload(total, 64) - workload(prompt, 64)
+        for rank, ticket in {(rank, ticket) for rank, (ticket, _, _) in zip(ranks, samples, strict=True)}:
+            sums[rank] += workload(prompts[ticket], 64)
+        return sums
+
+    ranks, loads = assigned(samples, num_ranks, 64)
+    assert loads == work(ranks)
+    spread = partition([workload(total, 64) for _, _, total in samples], num_ranks)
+    if len({(rank, ticket) for rank, (ticket, _, _) in zip(spread, samples, strict=True)}) > len(prompts):
+        assert max(loads) <= max(work(spread))

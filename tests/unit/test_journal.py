@@ -51,6 +51,23 @@ def test_a_wait_counts_as_arrived_at_the_next_collective_and_leaves_no_trace(tmp
     assert [line["event"] for line in lines(journal)] == ["start", "collective", "collective_done"]
 
 
+def test_kinds_of_time_nest_and_idling_is_written_where_it_begins_and_ends(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    with journal.kind("copy"), journal.collective("meet"):
+        pass
+    for idle in (False, True, True, False, False):
+        journal.idle(idle)
+    told = [(line["event"], line.get("kind")) for line in lines(journal)[1:]]
+    assert told == [
+        ("kind", "copy"),
+        ("collective", "wait"),
+        ("collective_done", None),
+        ("kind_done", None),
+        ("kind", "wait"),
+        ("kind_done", None),
+    ]
+
+
 def test_times_are_exclusive_and_taken_once() -> None:
     with solo() as world:
         with world.phase("generate"):

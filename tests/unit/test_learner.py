@@ -169,3 +169,4 @@ def test_lineage_says_why_each_sample_was_kept_or_not() -> None:
         (4, 0, True, None), (4, 1, True, None), (4, 2, False, "no score"),
     ]  # fmt: skip
     assert rows[0]["turns"][0]["versions"] == [0, 0]
+    assert [row["turns"][0]["logprobs"] for row in rows] == [[-0.1] * 2, [-0.1] * 3, [-0.1]]

@@ -14,7 +14,7 @@ from spmd_rl.dist import solo
 from spmd_rl.track import Run, curve, render, report
 from spmd_rl.track.rundata import extremes, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
-from spmd_rl.track.timeline import Span, coalesce, read_journals, spans
+from spmd_rl.track.timeline import Span, coalesce, read_journals, spans, sums
 from tests.synthetic import make_run
 
 VOID = {"meta", "br", "hr", "img", "link"}
@@ -163,18 +163,55 @@ def test_best_and_worst_are_disjoint_and_scored(tmp_path: Path) -> None:
     assert ([row["ticket"] for row in best], [row["ticket"] for row in worst]) == ([1, 2], [0])
 
 
-def test_a_nested_phase_interrupts_the_one_around_it() -> None:
-    def event(t: float, kind: str, phase: str = "") -> dict:
-        return {"t": t, "event": kind, "phase": phase, "step": 1}
+def event(t: float, what: str, phase: str = "", **fields: str) -> dict:
+    return {"t": t, "event": what, "phase": phase, "step": 1, **fields}
 
-    events = [event(0, "step"), event(1, "enter", "a"), event(2, "collective", "a"), event(3, "enter", "b")]
+
+def test_a_nested_phase_interrupts_the_one_around_it() -> None:
+    events = [event(0, "step"), event(1, "enter", "a"), event(2, "note"), event(3, "enter", "b")]
     events += [event(4, "exit", "b"), event(6, "exit", "a"), event(9, "step")]
-    assert spans(events) == [Span("a", 1, 1, 3), Span("b", 1, 3, 4), Span("a", 1, 4, 6)]
+    expected = [Span("a", "compute", 1, 1, 3), Span("b", "compute", 1, 3, 4), Span("a", "compute", 1, 4, 6)]
+    assert spans(events) == expected
+
+
+def test_the_innermost_kind_of_time_counts_whatever_the_phase() -> None:
+    events = [event(0, "enter", "publish"), event(1, "kind", kind="copy"), event(2, "collective", kind="wait")]
+    events += [event(4, "collective_done"), event(7, "kind_done"), event(8, "collective", kind="compute")]
+    events += [event(9, "collective_done"), event(10, "exit", "publish"), event(10, "kind", kind="wait")]
+    events += [event(11, "enter", "score"), event(14, "kind_done"), event(16, "exit", "score")]
+    row = spans(events)
+    kinds = [(span.kind, span.seconds) for span in row if span.phase == "publish"]
+    assert kinds == [
+        ("compute", 1),
+        ("copy", 1),
+        ("wait", 2),
+        ("copy", 3),
+        ("compute", 1),
+        ("compute", 1),
+        ("compute", 1),
+    ]
+    assert [(span.kind, span.seconds) for span in row if span.phase == "score"] == [("wait", 3), ("compute", 2)]
+    assert sums(row) == {"compute": 6, "wait": 5, "copy": 4}
+
+
+def test_the_page_tells_compute_wait_and_copy_of_each_rank(run_dir: Path) -> None:
+    page = draw(run_dir)
+    ranks = read_journals(run_dir / "journal", 3)
+    for row in ranks.values():
+        seconds, total = sums(row), sum(span.seconds for span in row)
+        assert all(seconds.values())
+        for spent in seconds.values():
+            assert f"{spent:.2f} s \u00b7 {100 * spent / total:.1f} %" in page.text
+    assert page.values.count("striped") > len(ranks) and page.values.count("pale") > len(ranks)
+    assert "step 12: train, compute" in page.text and "step 12: publish, copy" in page.text
 
 
 def test_short_spans_go_to_the_one_before() -> None:
-    row = [Span("a", 1, 0, 1), Span("b", 1, 1, 1.01), Span("a", 1, 1.01, 2), Span("c", 1, 2, 3), Span("c", 2, 3, 4)]
-    assert coalesce(row, 0.1) == [Span("a", 1, 0, 2), Span("c", 1, 2, 3), Span("c", 2, 3, 4)]
+    def span(phase: str, begin: float, end: float, step: int = 1, kind: str = "compute") -> Span:
+        return Span(phase, kind, step, begin, end)
+
+    row = [span("a", 0, 1), span("b", 1, 1.01), span("a", 1.01, 2), span("a", 2, 3, kind="wait"), span("c", 3, 4, 2)]
+    assert coalesce(row, 0.1) == [span("a", 0, 2), span("a", 2, 3, kind="wait"), span("c", 3, 4, 2)]
 
 
 def test_the_timeline_has_the_last_start_only(run_dir: Path) -> None:
@@ -183,7 +220,7 @@ def test_the_timeline_has_the_last_start_only(run_dir: Path) -> None:
     again += [{"t": 2e9 + i, "event": e, "phase": "update", "step": 5} for i, e in enumerate(("enter", "exit"))]
     path.write_text(path.read_text() + "".join(json.dumps(event) + "\n" for event in again))
     ranks = read_journals(run_dir / "journal", 3)
-    assert ranks[0] == [Span("update", 5, 2e9, 2e9 + 1)]
+    assert ranks[0] == [Span("update", "compute", 5, 2e9, 2e9 + 1)]
     assert {span.step for span in ranks[1]} == {10, 11, 12}
 
 

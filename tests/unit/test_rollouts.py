@@ -1,5 +1,6 @@
 """The scheduler on one rank: what a step accepts, what it aborts, and what it must not depend on."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -334,3 +335,15 @@ def test_a_rollouts_own_exception_is_the_one_that_is_told(world: World) -> None:
     rollouts = Rollouts(settings(), engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, failing)
     with pytest.raises(KeyError, match="a mistake of mine"):
         rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 60)])
+
+
+def test_time_without_anything_to_compute_is_told_as_waiting(world: World) -> None:
+    scorer = FakeScorer(even, lambda p: 0.05)
+    Rollouts(settings(), FakeEngine(), FakePrompts(5), scorer, FakeTokenizer(), world).collect(1)
+    events = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
+    since = {"kind": [], "kind_done": []}
+    for event in events:
+        if event["event"] in since:
+            since[event["event"]].append(event["t"])
+    waited = sum(since["kind_done"]) - sum(since["kind"])
+    assert len(since["kind"]) == len(since["kind_done"]) and 0.03 < waited < 0.5

@@ -21,7 +21,7 @@ def shaped(groups: list[Group], running: Moments | None = None, max_tokens: int 
     return scored.scores.tolist(), moments
 
 
-def reasons(groups: list[Group], **settings) -> list[str | None]:
+def reasons(groups: list[Group], **settings) -> dict[int, str]:
     return left_out(Metadata.of(collected(groups)), AlgorithmConfig(**settings))
 
 
@@ -54,18 +54,18 @@ def test_running_moments_go_on_from_step_to_step() -> None:
 
 def test_masks_give_their_reasons() -> None:
     groups = [truncated(group(1, [(3, 1.0), (9, 0.0)]), 0), group(2, [(1, 1.0), (1, 1.0)])]
-    assert reasons(groups) == [None] * 4
-    assert reasons(groups, max_len_mask=True) == ["truncated", None, None, None]
-    assert reasons(groups, difficulty_mask=True) == [None, None, "too easy or too hard", "too easy or too hard"]
+    assert reasons(groups) == {}
+    assert reasons(groups, max_len_mask=True) == {0: "truncated"}
+    assert reasons(groups, difficulty_mask=True) == {2: "too easy or too hard", 3: "too easy or too hard"}
     long = {"error_max_len_clip": True, "error_max_len_threshold": 9}
-    assert reasons(groups, max_len_mask=True, **long) == ["truncated", "long and wrong", None, None]
+    assert reasons(groups, max_len_mask=True, **long) == {0: "truncated", 1: "long and wrong"}
 
 
 def test_what_is_left_out_stays_in_the_baseline_and_leaves_the_divisor() -> None:
     groups = [truncated(group(1, [(3, 1.0), (5, 0.0)]), 0)]
     plan = planned(groups, max_len_mask=True, norm_std=False)
-    assert plan.keys == ((1, 1),) and plan.advantages == (-0.5,)
-    assert plan.weights == pytest.approx([1 / 5])
+    assert plan.keys.tolist() == [[1, 1]] and plan.advantages.tolist() == [-0.5]
+    assert plan.weights.tolist() == pytest.approx([1 / 5])
     assert plan.left_out == (((1, 0), "truncated"),)
     rows = list(lineage.rows(collected(groups), plan, FakeTokenizer()))
     assert [(row["kept"], row["why_not"]) for row in rows] == [(False, "truncated"), (True, None)]
@@ -77,7 +77,7 @@ def test_loss_weights_have_mean_one() -> None:
     raw = torch.tensor([1.5 * 1.25, 0.5 * 1.25, 1.0 * 2.0, 1.0 * 2.0])
     assert weights.tolist() == pytest.approx((raw / raw.mean()).tolist())
     plan = planned([group(1, [(2, 1.0), (6, 0.0)])], length_loss_weight=True)
-    assert plan.weights == pytest.approx([1.5 / 8, 0.5 / 8])
+    assert plan.weights.tolist() == pytest.approx([1.5 / 8, 0.5 / 8])
     some = loss_weights(data, AlgorithmConfig(length_loss_weight=True), torch.tensor([1, 2]))
     assert some.mean() == pytest.approx(1.0), "those that do not train have no part in the mean"
 
@@ -87,7 +87,7 @@ def test_the_greedy_answer_is_a_baseline_and_never_trains() -> None:
     settings = AlgorithmConfig(advantage="remax", reward_scale=2)
     sizes = {"num_updates": 1, "num_ranks": 1, "hidden_size": 64, "max_tokens": 8}
     plan, _ = prepare.plan(collected(groups), settings, Moments(), greedy_answer=2, **sizes)
-    assert plan.keys == ((1, 0), (1, 1)) and plan.advantages == (0.5, -1.5)
+    assert plan.keys.tolist() == [[1, 0], [1, 1]] and plan.advantages.tolist() == [0.5, -1.5]
     no_score = [((2, answer), "no greedy score") for answer in (0, 1)]
     assert plan.left_out == (((1, 2), "greedy baseline"), *no_score)
 

@@ -84,12 +84,21 @@ class TrainConfig:
     """Optimizer steps on one step's samples."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, a third more compute."""
+    reshard_after_forward: bool | None = None
+    """Give gathered layers back after use. `false` keeps them until the optimizer has stepped: two bytes a weight more,
+    two gathers an update less. Default: `true` on devices, `false` on CPU."""
+    compile: bool = False
+    """Compile the decoder layers (`torch.compile`): faster steps after a minute or so of compiling in the first ones.
+    Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
     offload: bool = False
     """Keep weights and optimizer state in host memory while generating. No effect on CPU."""
 
     def __post_init__(self) -> None:
         one_of(self, name=("fsdp2",))
         at_least(self, tp=1, pp=1, cp=1, ep=1, tokens_per_microbatch=1, updates_per_step=1)
+        # torch may meet a layer's second pass with another graph than its first, and then refuses
+        both = self.compile and self.activation_checkpointing
+        require(not both, "compile: not together with activation_checkpointing")
 
 
 @dataclass

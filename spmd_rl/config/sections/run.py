@@ -1,6 +1,6 @@
 """The run itself: `run`, `checkpoint`, `track`, `journal`, `sidecar`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import expanduser
 
 from spmd_rl.config.values import above, at_least, one_of
@@ -37,6 +37,24 @@ class CheckpointConfig:
 
 
 @dataclass
+class CeilingsConfig:
+    """What one device reaches at best: `track.ceilings`."""
+
+    flops: float | None = None
+    """Floating-point operations per second that a device reaches at best in `policy.dtype`: what `system/efficiency` is
+    measured against, like the next three. Default: the device's own, if it is known and the dtype is bfloat16."""
+    bytes_per_second: float | None = None
+    """Between a device and its own memory."""
+    link_bytes_per_second: float | None = None
+    """From another device of the node."""
+    host_bytes_per_second: float | None = None
+    """From or to the memory of the host."""
+
+    def __post_init__(self) -> None:
+        above(self, flops=0, bytes_per_second=0, link_bytes_per_second=0, host_bytes_per_second=0)
+
+
+@dataclass
 class TrackConfig:
     """Trackers beside the run directory's own files. None needs an account."""
 
@@ -46,6 +64,7 @@ class TrackConfig:
     """Write event files into `run.dir/tensorboard`."""
     swanlab: str = "off"
     """`off`, `offline` or `cloud`."""
+    ceilings: CeilingsConfig = field(default_factory=CeilingsConfig)
 
     def __post_init__(self) -> None:
         one_of(self, wandb=("off", "offline", "online"), swanlab=("off", "offline", "cloud"))

@@ -61,9 +61,6 @@ class Optimizer:
         for p in self._parameters.values():
             self._adamw.state[p]["step"].copy_(state["step"])
 
-    def to(self, device: torch.device) -> None:
-        """Move the moments; no-op where they are there already."""
-        for state in self._adamw.state.values():
-            for key, tensor in state.items():
-                if tensor.device.type != device.type:
-                    state[key] = tensor.to(device)
+    def moments(self) -> list[Tensor]:
+        """The live tensors of the state that are as large as the parameters."""
+        return [state[moment] for state in self._adamw.state.values() for moment in MOMENTS]

@@ -20,15 +20,17 @@ from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from spmd_rl.dist import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
+from spmd_rl.model.size import ModelSize
 from spmd_rl.train.base import Metrics
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.sharing import fold
 
-ROUND_TOKENS = 128
-"""Tokens and targets of a forward are filled up to a multiple of this."""
+ROUND_TOKENS, FEW_TOKENS = 128, 32
+"""Tokens and targets of a forward are filled up to a multiple of the first; few of them to one of the second."""
 
 Forward = Callable[[Batch], tuple[Tensor, ...]]
 """[all] Of a micro-batch on the device: float32 [N] each, at the tokens of the loss mask."""
@@ -38,7 +40,11 @@ PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 def filled_up(rows: Tensor) -> Tensor:
     """[N] -> [N rounded up], zeros at the end: kernels are kept per shape."""
-    return F.pad(rows, (0, -len(rows) % ROUND_TOKENS))
+    return F.pad(rows, (0, -len(rows) % _granule(len(rows))))
+
+
+def _granule(count: int) -> int:
+    return ROUND_TOKENS if count > ROUND_TOKENS else FEW_TOKENS
 
 
 class FSDP2Role:
@@ -60,12 +66,19 @@ class FSDP2Role:
         self._world, self._train, self._settings = world, train, optimizer
         self._dtype, self._total_updates = dtype, total_updates
         self._updates = self._skipped_in_a_row = 0
-        self.hidden_size = model.config.get_text_config().hidden_size
+        self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
         self._model = model.requires_grad_(optimizer is not None)
         recompute = train.activation_checkpointing and optimizer is not None
-        shard.shard(model, world.mesh(dp=world.size), dtype, recompute)
+        for layer in shard.decoder_layers(model) if train.compile else ():
+            layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
+        # A gathered layer holds the weights until the next update: whoever has room need not gather it again
+        on_device = world.device.type != "cpu"
+        self._keeps = not (on_device if train.reshard_after_forward is None else train.reshard_after_forward)
+        shard.shard(model, world, dtype, self._keeps, recompute)
         self._optimizer = Optimizer(model, optimizer) if optimizer is not None else None
         self._offloads = train.offload and world.device.type != "cpu"
+        self._weights = Offload(model.parameters(), constant=self._optimizer is None)
+        self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
         if self._offloads:
             self._leave()
 
@@ -85,13 +98,14 @@ class FSDP2Role:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
             self._world.progress()
-        shard.reshard(self._model)
+        if not self._keeps:
+            shard.reshard(self._model)
         return columns
 
     def _update(self, batch: Batch, forward: Forward, loss: PerToken) -> Metrics:
         """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
         assert self._optimizer is not None and self._settings is not None, "a frozen role has no update"
-        self._optimizer.to(self._world.device)
+        self._moments.back()
         sums, count = self._accumulate(batch, forward, loss)
         sums["grad_square"] = self._optimizer.local_grad_square()
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
@@ -129,6 +143,7 @@ class FSDP2Role:
             for name, values in columns.items():
                 sums[name] = sums.get(name, 0.0) + (values.detach().double().sum() if real else 0.0)
             self._world.progress()
+        shard.reshard(self._model)  # the weights are about to change
         return {name: float(value) for name, value in sums.items()}, count
 
     def _outputs(self, micro: Batch) -> Tensor:
@@ -138,7 +153,8 @@ class FSDP2Role:
         """
         targets = micro.loss_mask.nonzero().squeeze(-1)
         assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
-        folded = rounded(fold(micro), ROUND_TOKENS)
+        folded = fold(micro)
+        folded = rounded(folded, _granule(len(folded.token_ids)))
         output = self._model(
             input_ids=folded.token_ids[None],
             position_ids=folded.position_ids[None],
@@ -163,23 +179,24 @@ class FSDP2Role:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """See `Role`. The optimizer's state comes when `update` or `state_dict` first wants it."""
-        if self._offloads:
-            self._model.to(self._world.device)
+        self._weights.back()
         yield
         if self._offloads:
             self._leave()
 
     def _leave(self) -> None:
-        self._model.to("cpu")
-        if self._optimizer is not None:
-            self._optimizer.to(torch.device("cpu"))
+        shard.reshard(self._model)
+        with self._world.journal.kind("copy"):
+            shard.reshard(self._model)
+            self._weights.leave()
+            self._moments.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Role`: the live tensors, so that a load in place needs no copy."""
         shard.reshard(self._model)
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in self._model.named_parameters()}}
         if self._optimizer is not None:
-            self._optimizer.to(self._world.device)
+            self._moments.back()
             state["optimizer"] = self._optimizer.state_dict()
         return state
 
@@ -206,3 +223,4 @@ class FSDP2Role:
     def close(self) -> None:
         """See `Role`."""
         self._model, self._optimizer = nn.Module(), None
+        self._weights = self._moments = Offload(())

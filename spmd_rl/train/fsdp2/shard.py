@@ -6,35 +6,52 @@ expert parallelism.
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.dist import World
+from spmd_rl.train.fsdp2.comm import open_comms
 
-def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, recompute: bool = False) -> None:
-    """Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters' own.
 
-    Parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding). recompute:
-    compute each decoder layer's activations again in the backward pass instead of keeping them.
+def shard(model: nn.Module, world: World, dtype: torch.dtype, keep: bool, recompute: bool = False) -> None:
+    """[all] Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters'.
+
+    Parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding). keep: what
+    has been gathered stays so until `reshard`. recompute: compute each decoder layer's activations again in the
+    backward pass instead of keeping them.
     """
     (master,) = {p.dtype for p in model.parameters()}
     assert master in (torch.float32, torch.float64)
-    # a policy of the same dtype would copy every gradient once more
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
-    policy = MixedPrecisionPolicy() if dtype == master else mixed
     layers = decoder_layers(model)
+    comms = open_comms(_units(model, layers), world, dtype)  # [all]
+    # a policy of the same dtype would copy every gradient once more; ours sum in the masters' dtype by themselves
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if comms is None else dtype)
+    policy = MixedPrecisionPolicy() if dtype == master else mixed
+    mesh = world.mesh(dp=world.size)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
         layer.training = recompute
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for unit in fsdp_units(model) if mesh.size() > 1 else ():  # alone, a factor would only copy every gradient
+    for unit in fsdp_units(model):
+        unit.set_reshard_after_backward(not keep, recurse=False)
+        if comms is not None:
+            comms.attach(unit)
+        if world.size == 1:  # alone, a factor would only copy every gradient
+            continue
         # The loss carries global weights, so ranks' gradients are summed. Neither setter reaches into submodules, and
         # gloo has no pre-multiplied sum, so that the second one is needed too.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _units(model: nn.Module, layers: list[nn.Module]) -> list[list[nn.Parameter]]:
+    """Parameters of each unit: the layers', and what is left for the root."""
+    inside = [list(layer.parameters()) for layer in layers]
+    known = {id(p) for unit in inside for p in unit}
+    return [*inside, [p for p in model.parameters() if id(p) not in known]]
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -51,7 +68,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all gathered parameters. After a forward without backward the root still holds its own."""
+    """Free all gathered parameters. After a forward without backward the root holds its own in any case."""
     for unit in fsdp_units(model):
         unit.reshard()
 

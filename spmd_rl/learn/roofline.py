@@ -1,0 +1,50 @@
+"""`Roofline`: a step's `roofline/*` seconds, from what the learner knows of it; see `track/efficiency.py`."""
+
+import torch
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.dist import World
+from spmd_rl.learn.prepare import Plan
+from spmd_rl.rollout import Collected
+from spmd_rl.track.efficiency import Devices, Pass, Tokens, find_ceilings, roofline
+from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
+
+
+class Roofline:
+    """The work of one step on the devices of this run. Where their ceilings are not known it has no metrics."""
+
+    def __init__(
+        self,
+        cfg: RlvrConfig,
+        policy: TrainBackend,
+        reference: TrainBackend | None,
+        critic: CriticBackend | None,
+        world: World,
+    ) -> None:
+        self._policy, self._reference, self._critic = policy, reference, critic
+        self._warmup = cfg.algorithm.critic_warmup
+        self._ceilings = find_ceilings(cfg.track.ceilings, world.device, cfg.policy.dtype)
+        offload = cfg.train.offload and world.device.type != "cpu"
+        itemsize = getattr(torch, cfg.policy.dtype).itemsize
+        self._devices = Devices(world.size, cfg.engine.tp, itemsize, offload)
+
+    def metrics(self, collected: Collected, plan: Plan, needs_old: bool) -> Metrics:
+        """Seconds by phase, equal on all ranks. needs_old: the policy's logprobs were computed before the update."""
+        if self._ceilings is None:
+            return {}
+        used = {tuple(key) for key in plan.keys.tolist()}
+        generated, trained = [], []
+        for outcome in collected.outcomes:
+            rows = {
+                (outcome.ticket, a.answer): (a.num_prompt_tokens, a.num_answer_tokens, a.num_tokens)
+                for a in outcome.answers
+            }
+            generated.append(list(rows.values()))
+            trained.append([row for key, row in rows.items() if key in used])
+        passes = [Pass(self._policy.size, int(needs_old), plan.step > self._warmup)]
+        passes += [Pass(self._reference.size, 1, False)] if self._reference else []
+        passes += [Pass(self._critic.size, 1, True)] if self._critic else []
+        seconds = roofline(
+            Tokens.of(generated), Tokens.of(trained), self._policy.size, passes, self._devices, self._ceilings
+        )
+        return {f"roofline/{phase}": value for phase, value in seconds.items()}

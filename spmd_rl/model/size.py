@@ -1,0 +1,52 @@
+"""`ModelSize`: what a model's arithmetic and memory traffic scale with, counted on the model itself."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Counts of numbers, whatever their dtype."""
+
+    parameters: int
+    """All."""
+    read: int
+    """Of these, what a decode step reads: all but a table of which only the rows of its tokens are looked up."""
+    per_token: int
+    """Of these, what each token is multiplied by: without the output embedding and the experts it is not sent to."""
+    head: int
+    """The output embedding: only where the next token matters."""
+    kv: int
+    """KV cache of one token, all layers: 2 x layers x key-value heads x head dimension."""
+    attention: int
+    """Width of the attention over all layers: layers x heads x head dimension."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelSize":
+        """Of a Hugging Face causal language model, whole, that is: not sharded yet."""
+        config = model.config.get_text_config()
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        output, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        parameters = sum(p.numel() for p in model.parameters())
+        read = parameters - (0 if output is table else table.numel())
+        return cls(
+            parameters=parameters,
+            read=read,
+            per_token=read - output.numel() - _idle(model),
+            head=output.numel(),
+            kv=2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+            attention=layers * heads * head_dim,
+        )
+
+
+def _idle(model: nn.Module) -> int:
+    """Parameters of the routed experts that a token is not sent to."""
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for name in names if (n := getattr(config, name, None))), 0)
+    if not experts:
+        return 0
+    routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return routed * (experts - config.num_experts_per_tok) // experts
