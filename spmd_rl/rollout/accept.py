@@ -11,77 +11,92 @@ from collections.abc import Callable
 from spmd_rl.rollout.rounds import Round
 from spmd_rl.rollout.tickets import StepTickets, Store
 
-STRIDE = 16
-"""Places by which `accept: ticket` moves its frontier at once."""
+BLOCK = 31
+"""Places whose outcomes share one counter of the store: two bits each, in 64 with a sign."""
 
 
 class InOrder(StepTickets):
     """`accept: ticket`. The step ends at the K-th qualifying ticket of the contiguous resolved prefix.
 
-    r/<place>   "1" if the ticket qualifies, else "0", written once by the replica that resolved it
-    frontier    "<place>,<count>,<by>": all places below are resolved, so many of them qualify; written by the replica
-                that resolved the place `by`
+    b/<n>       outcomes of BLOCK places, added by whoever resolves one, who thereby learns of the others: bit 2 i that
+                place n BLOCK + i is resolved, bit 2 i + 1 that it qualifies
+    frontier    "<n>,<count>": all blocks below n are whole, and so many of their places qualify
     """
 
     shared_keys = (*StepTickets.shared_keys, "frontier")
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._store.compare_set(self._key("frontier"), "", "0,0,")
-        self._look_frontier = self._seldom(self.frontier)
+        self._store.compare_set(self._key("frontier"), "", "0,0")
+        self._look_resolved = self._seldom(self.resolved)
 
     def resolve(self, place: int, qualifies: bool) -> None:
-        """See `StepTickets`; any replica that resolves a ticket moves the frontier."""
-        self._store.set(self._key(f"r/{place}"), "1" if qualifies else "0")
-        self._mine.add(self._key(f"r/{place}"))
+        """See `StepTickets`; any replica that resolves a ticket moves the frontier.
+
+        Only one that closes a gap at the beginning of its block can move anything: behind a long answer lie thousands
+        of places, and nobody walks them before it has ended.
+        """
+        block, slot = divmod(place, BLOCK)
+        outcomes = self._add(block, (3 if qualifies else 1) << 2 * slot)
         if not qualifies:
             self._count_unqualified()
-        self._advance(place, qualifies)
+        if _prefix(outcomes) > slot:
+            self._advance(block, outcomes)
 
-    def _advance(self, by: int, qualifies: bool) -> None:
-        """Move the frontier as far as it goes, a few places at a time; the place `by` has just been resolved here.
+    def _advance(self, block: int, outcomes: int) -> None:
+        """Move the frontier, if it is at this block, as far as it goes.
 
-        Whoever moves it looks again from there, so it alone goes on: one that loses the race had written its own ticket
-        before the winner's next look, and leaves. Behind a long answer lie thousands of places, and many replicas.
+        If it is below, whoever moves it here reads the block's outcomes after that, and sees ours among them.
         """
         goal, limit = self.round.goal, self.round.limit
         seen = self._store.get(self._key("frontier")).decode()
-        while True:
-            place, count = first, _ = _parse(seen)
-            while count < goal and place < min(limit, first + STRIDE):
-                found = qualifies if place == by else self._outcome(place)
-                if found is None:
-                    break
-                count += found
-                place += 1
-            moved = f"{place},{count},{by}"
-            if place == first or self._store.compare_set(self._key("frontier"), seen, moved).decode() != moved:
+        while _parse(seen)[0] == block:
+            count, known = _parse(seen)[1], min(_prefix(outcomes), limit - block * BLOCK)
+            for slot in range(known):
+                count += outcomes >> 2 * slot + 1 & 1
+                if count == goal:
+                    self._write_end(str(block * BLOCK + slot + 1))
+                    return
+            if block * BLOCK + known == limit:
+                self._write_end(str(limit))
+            if known < BLOCK:
                 return
-            if count == goal or place == limit:
-                self._write_end(str(place))
-                return
-            seen = moved
+            moved = f"{block + 1},{count}"
+            seen = self._store.compare_set(self._key("frontier"), seen, moved).decode()
+            block += 1
+            outcomes = self._add(block, 0)
 
-    def _outcome(self, place: int) -> bool | None:
-        """Whether the ticket there qualifies; None if nobody has resolved it."""
-        key = self._key(f"r/{place}")
-        return self._store.get(key) == b"1" if self._store.check([key]) else None
+    def _add(self, block: int, outcome: int) -> int:
+        """All outcomes of a block with this one. Whoever comes first will delete them."""
+        outcomes = self._store.add(key := self._key(f"b/{block}"), outcome)
+        if outcomes == outcome:
+            self._mine.add(key)
+        return outcomes
 
-    def frontier(self) -> tuple[int, int]:
-        """(first unresolved place, qualifying places below it)"""
-        return _parse(self._store.get(self._key("frontier")).decode())
+    def resolved(self) -> int:
+        """Places of the contiguous resolved prefix."""
+        block, _ = _parse(self._store.get(self._key("frontier")).decode())
+        return block * BLOCK + _prefix(self._add(block, 0))
 
     def qualifying(self, below: int) -> int | None:
         """How many of the places under `below` qualify; None until all of them are known to be resolved."""
-        resolved, count = self._look_frontier()
-        if resolved <= below:
-            return count if resolved == below else None
-        return sum(self._store.get(self._key(f"r/{place}")) == b"1" for place in range(below))
+        if self._look_resolved() < below:
+            return None
+        outcomes = [self._add(block, 0) for block in range(-(-below // BLOCK))]
+        return sum(outcomes[place // BLOCK] >> 2 * (place % BLOCK) + 1 & 1 for place in range(below))
 
     def used(self, ends: list[str], counted: set[int]) -> set[int]:
         """All places up to the end."""
         assert len(set(ends)) == 1, "replicas disagree on the step's end"
         return set(range(int(ends[0])))
+
+
+def _prefix(outcomes: int) -> int:
+    """Resolved places at the beginning of a block."""
+    slot = 0
+    while slot < BLOCK and outcomes >> 2 * slot & 1:
+        slot += 1
+    return slot
 
 
 class ByArrival(StepTickets):
@@ -121,5 +136,5 @@ def tickets(
 
 
 def _parse(frontier: str) -> tuple[int, int]:
-    place, count, _ = frontier.split(",")
-    return int(place), int(count)
+    block, count = frontier.split(",")
+    return int(block), int(count)

@@ -1,9 +1,9 @@
 """(d) What coordination costs per sample: the door with model compute stubbed out, on 1 to 8 ranks.
 
-    python -m tests.bench.coordination --ranks 1 2 4 8 --steps 40 --json d.json --svg d.svg
+    python -m tests.bench.coordination --ranks 1 2 4 8 --prompts 8 32 --steps 40 --json d.json --svg d.svg
 
-See `stub_side.py` for what is left in. Every rank has 8 prompts x 8 answers a step, one thread, and nothing to wait for
-but its peers. CPU-seconds are those of the ranks, summed, over the samples of all of them: what a sample costs wherever
+See `stub_side.py` for what is left in. Every rank has 8 prompts x 8 answers a step (the demo's work), then four times as
+many: part of the cost is a step's, whatever it holds. One thread a rank, and nothing to wait for but its peers. CPU-seconds are those of the ranks, summed, over the samples of all of them: what a sample costs wherever
 there is a core per rank. The sidecar's are told apart. Wall time is of this machine: more ranks than cores take turns.
 """
 
@@ -25,12 +25,12 @@ COUNTS = {"store_operations": "store operations", "meetings": "meetings", "meeti
 PHASES = ("generate", "score", "prepare", "train", "publish", "coordination", "track", "other")
 
 
-def measure(options: Any, ranks: int, seed: int) -> dict[str, Any]:
-    """One world size."""
-    folder = options.dir / f"coordination-{ranks}-{seed}"
+def measure(options: Any, ranks: int, prompts: int, seed: int) -> dict[str, Any]:
+    """One world size; `prompts` a step for each rank."""
+    folder = options.dir / f"coordination-{ranks}-{prompts}-{seed}"
     work.fresh(folder)
     every, first, last = options.steps, options.steps + 1, (1 + BLOCKS) * options.steps
-    size = [f"rollout.prompts_per_step={8 * ranks}", *options.settings]
+    size = [f"rollout.prompts_per_step={prompts * ranks}", f"engine.max_running={8 * prompts}", *options.settings]
     overrides = work.settings(size, seed, last + 2, folder / "run")
     cfg = work.loaded(overrides)
     command = [*work.launcher(sys.executable, ranks), "-m", "tests.bench.stub_side", *overrides]
@@ -44,6 +44,7 @@ def measure(options: Any, ranks: int, seed: int) -> dict[str, Any]:
     num_samples = every * work.num_samples(cfg)
     return {
         "ranks": ranks,
+        "prompts": prompts,
         "seed": seed,
         "samples": num_samples // every,
         "us_per_sample": [1e6 * block.rank_cpu_seconds / num_samples for block in blocks],
@@ -57,33 +58,31 @@ def measure(options: Any, ranks: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = work.parser(__doc__, steps=40)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 32], help="a step, for each rank")
     options = parser.parse_args()
-    runs = []
-    for ranks in options.ranks:
-        runs += [measure(options, ranks, seed) for seed in options.seed]
-        show.record(options.json, {"benchmark": "coordination", "runs": runs})
-    rows, drawn = [], []
-    for ranks in options.ranks:
-        mine = [run for run in runs if run["ranks"] == ranks]
-        cpu = statistics.fmean(value for run in mine for value in run["us_per_sample"])
-        sidecar = statistics.fmean(value for run in mine for value in run["us_per_sample_sidecar"])
-        wall = statistics.median(value for run in mine for value in run["ms_per_step"])
-        phases = {phase: statistics.fmean(run["phases_ms"][phase] for run in mine) for phase in PHASES}
-        figures = [f"{cpu:.0f}", f"{cpu / TARGET:.2f}", f"{sidecar:.0f}", f"{wall:.1f}"]
-        counts = (f"{statistics.fmean(run['counts'][count] for run in mine):.2f}" for count in COUNTS)
-        rows.append([str(ranks), str(mine[0]["samples"]), *figures, *counts, *(f"{ms:.1f}" for ms in phases.values())])
-        drawn.append(show.Bar(f"{ranks} rank(s)", [("ranks", cpu), ("sidecar", sidecar)]))
-    columns = [
-        "ranks",
-        "samples a step",
-        "CPU us/sample",
-        f"of {TARGET:.0f}",
-        "sidecar's",
-        "ms a step",
-        *COUNTS.values(),
-        *PHASES,
-    ]
-    show.table("Coordination: CPU and counts per sample; wall per step and by phase, in ms", columns, rows)
+    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for prompts in options.prompts:
+        for ranks in options.ranks:
+            cases[ranks, prompts] = [measure(options, ranks, prompts, seed) for seed in options.seed]
+            show.record(
+                options.json, {"benchmark": "coordination", "runs": [r for runs in cases.values() for r in runs]}
+            )
+    costs, counts, drawn = [], [], []
+    for (ranks, _), runs in cases.items():
+        cpu, sidecar, wall = (
+            statistics.fmean(value for run in runs for value in run[key])
+            for key in ("us_per_sample", "us_per_sample_sidecar", "ms_per_step")
+        )
+        samples = runs[0]["samples"]
+        head = [str(ranks), str(samples)]
+        phases = (statistics.fmean(run["phases_ms"][phase] for run in runs) for phase in PHASES)
+        costs.append([*head, f"{cpu:.0f}", f"{cpu / TARGET:.2f}", f"{sidecar:.0f}", f"{wall:.1f}"])
+        costs[-1] += [f"{ms:.1f}" for ms in phases]
+        counts.append([*head, *(f"{statistics.fmean(run['counts'][count] for run in runs):.2f}" for count in COUNTS)])
+        drawn.append(show.Bar(f"{ranks} rank(s), {samples} samples", [("ranks", cpu), ("sidecar", sidecar)]))
+    columns = ["ranks", "samples", "CPU us/sample", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
+    show.table("Coordination: CPU per sample; wall per step and by phase, in ms", columns, costs)
+    show.table("Counts per sample, over all ranks", ["ranks", "samples", *COUNTS.values()], counts)
     title = "What coordination costs, model compute stubbed out"
     show.bars(options.svg, title, "CPU us a sample", drawn, mark=(TARGET, f"{TARGET:.0f} us"))
 
