@@ -20,6 +20,7 @@ def _prepare_environment() -> None:
         "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks_per_node)),  # torchrun sets 1 before we are asked
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "TORCH_FR_BUFFER_SIZE": "0",  # a traceback kept of each collective: the journal names one that hangs
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
