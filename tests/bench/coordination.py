@@ -2,10 +2,10 @@
 
     python -m tests.bench.coordination --ranks 1 2 4 8 --prompts 8 32 --steps 40 --json d.json --svg d.svg
 
-See `stub_side.py` for what is left in. Every rank has 8 prompts x 8 answers a step (the demo's work), then four times as
-many: part of the cost is a step's, whatever it holds. One thread a rank, and nothing to wait for but its peers.
-CPU-seconds are those of the ranks, summed, over the samples of all of them: what a sample costs wherever there is a core
-per rank. The sidecar's are told apart. Wall time is of this machine: more ranks than cores take turns.
+See `stub_side.py` for what is left in. Every rank has 8 prompts x 8 answers a step (the demo's work), then four times
+as many: part of the cost is a step's, whatever it holds. One thread a rank, and nothing to wait for but its peers.
+CPU-seconds are those of the ranks, summed, over the samples of all of them: what a sample costs wherever there is a
+core per rank. The sidecar's are told apart. Wall time is of this machine: more ranks than cores take turns.
 """
 
 import statistics

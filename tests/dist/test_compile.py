@@ -16,7 +16,7 @@ from tests.models import tiny
 
 
 def differences(world: World, path) -> list[float]:
-    """[all] The number of graphs; relative differences of logprobs and entropy, and of moments, that is of gradients."""
+    """[all] The number of graphs; relative differences of logprobs and entropy, and of moments, that is gradients."""
     seen = []
     for compiled in (False, True):
         policy = PolicyConfig(**{**SETTINGS, "lr": 0.0})
