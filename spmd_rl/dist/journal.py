@@ -74,10 +74,10 @@ class Journal:
         finally:
             for watcher in self._watchers:
                 watcher.exit(name)
-            self._charge()
+            self.note("exit", phase=name)
+            self._charge()  # what it takes to say so is the phase's too
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
-            self.note("exit", phase=name)
 
     @contextmanager
     def collective(self, name: str, kind: str = "wait") -> Iterator[int]:

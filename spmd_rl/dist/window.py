@@ -30,7 +30,7 @@ class SharedWindow:
 
         `meet`: how all ranks meet over it; by default at a named barrier.
         """
-        if world.size == 1 or world.local_size < world.size or world.device.type != "cpu" or sys.platform != "linux":
+        if not cls.possible(world):
             return None
         fd = _reserve(2 * num_bytes) if world.rank == 0 else None
         path = world.broadcast("window: open", fd and f"/proc/{os.getpid()}/fd/{fd}")  # [all]
@@ -41,6 +41,11 @@ class SharedWindow:
         if fd is not None:
             os.close(fd)
         return cls(memory, meet or partial(world.barrier, "window: meet"))
+
+    @staticmethod
+    def possible(world: World) -> bool:
+        """Whether all ranks are CPU ranks of one machine that can; the same on all of them."""
+        return world.device.type == "cpu" and 1 < world.size == world.local_size and sys.platform == "linux"
 
     def half(self, turn: int) -> Tensor:
         """uint8 [num_bytes]"""

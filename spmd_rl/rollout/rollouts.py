@@ -111,8 +111,9 @@ class Rollouts:
     def collect(self, step: int) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
         s, world, replica = self._settings, self._world, self._replica
-        round = plan_round(self._cursor, s, self._carried)
-        book = tickets(world.store, f"step{step}", round, replica.count)
+        with world.phase("coordination"):
+            round = plan_round(self._cursor, s, self._carried)
+            book = tickets(world.store, f"step{step}", round, replica.count)
         with world.phase("generate"), self._engine.awake():
             began, self._pump.idle_seconds, num_aborted = time.perf_counter(), 0.0, 0
             if replica.leads:

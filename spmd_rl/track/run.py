@@ -108,7 +108,8 @@ class Run:
 
         On a thread, beside what the step still has to compute; `rows` is iterated there. The step ends with it.
         """
-        self._logged = self._writer.submit(self._samples.write, step, rows)
+        with self._world.phase("track"):
+            self._logged = self._writer.submit(self._samples.write, step, rows)
 
     def state(self) -> dict[str, Any]:
         """[all] For the checkpoint of the present step, whose line is not written yet."""

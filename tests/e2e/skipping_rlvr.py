@@ -4,6 +4,7 @@ SKIP="collect: outcomes" torchrun ... tests/e2e/skipping_rlvr.py key=value ...
 """
 
 import os
+from typing import Any
 
 import torch
 
@@ -23,9 +24,9 @@ def skips(world: World) -> bool:
     return world.rank == 1 and world.journal.step == STEP
 
 
-def skipping_gather(world: World, name: str, record):
+def skipping_gather(world: World, name: str, record, type=Any):
     """Of a gather: only one's own record."""
-    return [record] * world.size if skips(world) and name == SKIP else gather(world, name, record)
+    return [record] * world.size if skips(world) and name == SKIP else gather(world, name, record, type)
 
 
 def skipping_forward(backend: FSDP2Backend, micro, temperature: float):

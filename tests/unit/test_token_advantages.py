@@ -29,7 +29,7 @@ def finished(batches: list[Batch], **settings) -> tuple[list[list[float]], dict[
     """Advantages at the sampled tokens of each batch, and the metrics."""
     algorithm = AlgorithmConfig(**settings)
     with solo() as world:
-        plan = replace(PLAN, num_sampled=(int(batches[0].loss_mask.sum()),), minibatches=(0,))
+        plan = replace(PLAN, num_sampled=batches[0].loss_mask.sum()[None], minibatches=torch.tensor([0]))
         metrics = token_advantages.finish(batches, plan, algorithm, algorithm.kl_reward_coef, world, seed=7)
     assert all(not batch.advantages[~batch.loss_mask].any() for batch in batches)
     return [batch.advantages[batch.loss_mask].tolist() for batch in batches], metrics

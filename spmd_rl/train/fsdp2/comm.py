@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from spmd_rl.dist import SharedWindow, World
+from spmd_rl.errors import RunFailed
+
+LIMIT = 2**30
+"""Bytes of all ranks' gradients of one unit, beyond which they go through the process group."""
 
 
 class Gather:
@@ -85,19 +89,23 @@ class Comms:
 
 
 def open_comms(units: Sequence[Sequence[nn.Parameter]], world: World, dtype: torch.dtype) -> Comms | None:
-    """[all] For units of these parameters, in compute dtype `dtype`; None on a device, and over several machines."""
-    if world.device.type != "cpu":
-        return None
+    """[all] For units of these parameters, in compute dtype `dtype`; None where it is for the process group to do.
+
+    Which of the two sums gradients never depends on the memory that happens to be free: with more than two ranks their
+    sums differ in the last bits. RunFailed, on all ranks, if what is needed cannot be had.
+    """
     master, trains = units[0][0].dtype, any(p.requires_grad for unit in units for p in unit)
-    if world.size == 1:
+    if world.device.type == "cpu" and world.size == 1:
         return Comms(None, Reduce(None, 0, 1, master) if trains else None)
     most = max(sum(_padded(p, world.size) for p in unit) for unit in units) * dtype.itemsize
+    if not SharedWindow.possible(world) or world.size * most > LIMIT:
+        return None
     meet = world.bare_meeting("fsdp")  # [all]
     gathered = SharedWindow.open(world, most, meet)  # [all]
-    if gathered is None or not trains:
-        return gathered and Comms(Gather(gathered), None)
-    reduced = SharedWindow.open(world, world.size * most, meet)  # [all]
-    return reduced and Comms(Gather(gathered), Reduce(reduced, world.rank, world.size, master))
+    reduced = SharedWindow.open(world, world.size * most, meet) if trains else None  # [all]
+    if gathered is None or (trains and reduced is None):
+        raise RunFailed(f"no memory for {2 * (1 + world.size) * most >> 20} MiB that the ranks would share")
+    return Comms(Gather(gathered), reduced and Reduce(reduced, world.rank, world.size, master))
 
 
 def _padded(parameter: nn.Parameter, size: int) -> int:

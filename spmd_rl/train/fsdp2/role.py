@@ -187,7 +187,6 @@ class FSDP2Role:
     def _leave(self) -> None:
         shard.reshard(self._model)
         with self._world.journal.kind("copy"):
-            shard.reshard(self._model)
             self._weights.leave()
             self._moments.leave()
 
