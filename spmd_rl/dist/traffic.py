@@ -78,11 +78,6 @@ class CountedStore:
         self._traffic.store_operations += 1
         return self._store.delete_key(key)
 
-    def wait(self, keys: list[str]) -> None:
-        """Until all are there."""
-        self._traffic.store_operations += 1
-        self._store.wait(keys)
-
     def clone(self) -> dist.Store:
         """A connection of its own to the same keys, not counted."""
         return self._store.clone()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,7 @@ class ModelSize:
     def of(cls, model: nn.Module) -> "ModelSize":
         """Of a Hugging Face causal language model, whole, that is: not sharded yet."""
         config = model.config.get_text_config()
-        layers, heads = config.num_hidden_layers, config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layers, heads, width = config.num_hidden_layers, config.num_attention_heads, head_dim(config)
         output, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         parameters = sum(p.numel() for p in model.parameters())
         read = parameters - (0 if output is table else table.numel())
@@ -36,9 +36,14 @@ class ModelSize:
             read=read,
             per_token=read - output.numel() - _idle(model),
             head=output.numel(),
-            kv=2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-            attention=layers * heads * head_dim,
+            kv=2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * width,
+            attention=layers * heads * width,
         )
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Width of an attention head; older configurations do not say it."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _idle(model: nn.Module) -> int:

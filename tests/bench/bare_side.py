@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.build import build_model
 from spmd_rl.model.logprobs import token_logprobs
+from spmd_rl.model.size import head_dim
 from tests.bench.gate import Gate
 
 ATTENTION = "bare"
@@ -100,8 +101,7 @@ class Loop:
         config, rows = self._model.config, [answer for group in answers for answer in group]
         length = max(map(len, prompts)) + max(map(len, rows))
         heads = config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (len(prompts), heads, length, head_dim)
+        shape = (len(prompts), heads, length, head_dim(config))
         parts = [[self._model.lm_head.weight.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in "kv"]
         cache = Cache(*parts, torch.tensor([len(prompt) - 1 for prompt in prompts]))
         padded = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)

@@ -142,7 +142,7 @@ def main() -> None:
     drawn = [
         Series(label, color, [(cpu, score) for _, cpu, score in done["points"][name]])
         for done in races
-        for name, label, color in (("trl", "TRL", show.COLORS[1]), ("ours", f"ours, {options.engine}", show.COLORS[0]))
+        for name, label, color in (("trl", "TRL", show.COLORS[0]), ("ours", f"ours, {options.engine}", show.COLORS[1]))
     ]
     show.lines(options.svg, "Held-out score by CPU-seconds of training", "CPU-seconds", "mean held-out score", drawn)
 

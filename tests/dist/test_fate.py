@@ -38,7 +38,7 @@ def rounds(world: World, num_rounds: int, odd: str = "") -> None:
                 world.gather("plan", round_)
             time.sleep(0.02)
     if odd == "deaf":
-        world.store.wait(["never written"])
+        world.clone_store().wait(["never written"])
 
 
 def killed_once(world: World) -> int:
