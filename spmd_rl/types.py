@@ -80,6 +80,8 @@ class Turn:
     logprobs: array  # 'f'
     versions: array  # 'i'
     finish_reason: FinishReason
+    text: str = ""
+    """What the sampled tokens say, special ones left out."""
 
 
 @dataclass(frozen=True, slots=True)

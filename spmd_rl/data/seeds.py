@@ -15,13 +15,32 @@ def counter_seed(*parts: int | str) -> int:
     Each part is written as its type, its length and itself (`i2:42,` or `s5:train,`), so ("ab", "c") and ("a", "bc")
     differ, and so do 1 and "1". The same on every machine and Python version; a golden test holds it.
     """
-    return int.from_bytes(blake2b(_encode(parts), digest_size=8).digest(), "little")
+    return Seeds(*parts).seed()
+
+
+class Seeds:
+    """The seeds of all lists that begin with these parts: `Seeds(a, b).seed(c)` is `counter_seed(a, b, c)`."""
+
+    __slots__ = ("_begun",)
+
+    def __init__(self, *parts: int | str) -> None:
+        self._begun = blake2b(_encode(parts), digest_size=8)
+
+    def seed(self, *parts: int | str) -> int:
+        """Of the list that ends with these parts."""
+        whole = self._begun.copy()
+        whole.update(_encode(parts))
+        return int.from_bytes(whole.digest(), "little")
 
 
 def _encode(parts: tuple[int | str, ...]) -> bytes:
     chunks = []
     for part in parts:
-        assert type(part) in (int, str), f"counter_seed takes int and str, not {part!r}"
-        text = str(part).encode()
-        chunks.append(b"%b%d:%b," % (b"i" if type(part) is int else b"s", len(text), text))
+        if type(part) is int:
+            text = b"%d" % part
+            chunks.append(b"i%d:%b," % (len(text), text))
+        else:
+            assert type(part) is str, f"counter_seed takes int and str, not {part!r}"
+            text = part.encode()
+            chunks.append(b"s%d:%b," % (len(text), text))
     return b"".join(chunks)

@@ -69,7 +69,7 @@ class CountedStore:
         return self._store.check(keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards."""
+        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards, or `expected`."""
         self._traffic.store_operations += 1
         return self._store.compare_set(key, expected, desired)
 

@@ -23,37 +23,49 @@ class Claim(Protocol):
 class StoreClaim:
     """`claim: store`.
 
-    A replica takes up to a whole ticket's parts at once, while it has room for them: the answers of one prompt then
+    A replica takes all that it has room for at once, and whole tickets where it can: the answers of one prompt then
     meet in one prefix cache, and a ticket is split where slots are short.
     """
 
     def __init__(self, tickets: StepTickets) -> None:
         self._tickets = tickets
         self._reserved: deque[int] = deque()
+        self._taken: int | None = None
+        """parts that all replicas together had taken when this one last did"""
 
     @property
     def waits_for(self) -> int | None:
         """The place of the part reserved here that may not start yet."""
         round = self._tickets.round
-        reserved = self._reserved[0] if self._reserved else len(round.open)
-        return round.open[reserved][0] if reserved < len(round.open) else None
+        if not self._reserved or self._reserved[0] >= round.num_open(round.limit):
+            return None
+        return round.open(self._reserved[0])[0]
 
     def next(self, room: int) -> list[Part]:
         """See `Claim`. A part that may not start yet stays reserved here."""
         round, parts = self._tickets.round, []
+        num_open = round.num_open(round.limit)
         while room > 0:
             if not self._reserved:
-                self._reserved.extend(self._tickets.take(min(room, round.parts)))
+                self._reserved.extend(self._take(room))
             while self._reserved and room > 0:
-                if self._reserved[0] >= len(round.open):
+                if self._reserved[0] >= num_open:
                     return parts
-                place, part = round.open[self._reserved[0]]
-                if place >= self._tickets.allowed():
+                place, part = round.open(self._reserved[0])
+                if not self._tickets.may_start(place):
                     return parts
                 self._reserved.popleft()
                 parts.append(part)
                 room -= 1
         return parts
+
+    def _take(self, room: int) -> range:
+        """As many parts as fit, in whole tickets; those of one where they might have to wait, or it is the first."""
+        round = self._tickets.round
+        surely = 0 if self._taken is None else min(room, round.num_open(round.sure) - self._taken)
+        taken = self._tickets.take(max(surely - surely % round.parts, min(room, round.parts)))
+        self._taken = taken.stop
+        return taken
 
 
 class StaticClaim:
@@ -66,14 +78,14 @@ class StaticClaim:
     def __init__(self, tickets: InOrder, replica: int, replicas: int) -> None:
         self._tickets, self._replicas = tickets, replicas
         self._next, round = replica, tickets.round
-        self._wave_end = min(round.limit, round.goal + round.extra)
+        self._wave_end = round.sure
 
     def next(self, room: int) -> list[Part]:
         """See `Claim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
         round, parts = self._tickets.round, []
         while True:
-            while self._next < len(round.open) and round.open[self._next][0] < self._wave_end:
-                parts.append(round.open[self._next][1])
+            while self._next < round.num_open(self._wave_end):
+                parts.append(round.open(self._next)[1])
                 self._next += self._replicas
             if parts or self._wave_end == round.limit:
                 return parts

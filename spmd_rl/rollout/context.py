@@ -2,7 +2,7 @@
 
 async def my_rollout(ctx: Context) -> Sample:
     turn = await ctx.generate(ctx.render(ctx.prompt.messages))
-    verdict = await ctx.score(ctx.text(turn))
+    verdict = await ctx.score(turn.text)
     return ctx.sample(verdict)
 """
 
@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from spmd_rl.data.seeds import counter_seed
+from spmd_rl.data.seeds import Seeds
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.pump import Pump
 from spmd_rl.types import AnswerInfo, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
@@ -34,8 +34,9 @@ class Context:
 
     prompt: Prompt
     ticket: int
-    epoch: int
     answer: int
+    seeds: Seeds
+    """of the prompt's answers in this epoch: what this one draws follows from its number, its turn and its tokens"""
     sampling: Sampling
     tokenizer: Tokenizer
     pump: Pump
@@ -51,44 +52,38 @@ class Context:
 
         An answer that the end of a step cut short goes on in the next one, with that step's policy.
         """
-        history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
-        before = concat([*history, prompt_ids], "i")
-        turn = Turn(prompt_ids, array("i"), array("f"), array("i"), "abort")
-        while turn.finish_reason == "abort":
-            c = await self.pump.generate(self._request(before, turn.token_ids))
-            turn = Turn(
-                prompt_ids,
-                turn.token_ids + c.token_ids,
-                turn.logprobs + c.logprobs,
-                turn.versions + c.versions,
-                c.finish_reason,
-            )
+        before = prompt_ids
+        if self.turns:
+            history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
+            before = concat([*history, prompt_ids], "i")
+        c = await self.pump.generate(self._request(before, 0))
+        token_ids, logprobs, versions = c.token_ids, c.logprobs, c.versions
+        while c.finish_reason == "abort":
+            c = await self.pump.generate(self._request(before + token_ids, len(token_ids)))
+            token_ids, logprobs, versions = token_ids + c.token_ids, logprobs + c.logprobs, versions + c.versions
+        turn = Turn(prompt_ids, token_ids, logprobs, versions, c.finish_reason, self.tokenizer.decode(token_ids))
         self.turns.append(turn)
         return turn
 
-    def _request(self, before: array, begun: array) -> Request:
-        """Continue the `begun` tokens of the next turn, which follow on all that was `before`."""
-        s, number = self.sampling, len(self.turns)
-        sampled = len(begun) + sum(len(turn.token_ids) for turn in self.turns)
+    def _request(self, tokens: array, num_begun: int) -> Request:
+        """Go on after these `tokens`, the last `num_begun` of which belong to the next turn."""
+        s, ticket, answer, number = self.sampling, self.ticket, self.answer, len(self.turns)
+        num_sampled = num_begun + sum([len(turn.token_ids) for turn in self.turns])
         return Request(
-            id=f"{s.split}/{self.ticket}/{self.answer}/{number}",
-            prompt_ids=before + begun,
-            max_new_tokens=s.max_new_tokens - len(begun),
+            id=f"{s.split}/{ticket}/{answer}/{number}",
+            prompt_ids=tokens,
+            max_new_tokens=s.max_new_tokens - num_begun,
             temperature=s.temperature,
-            seed=counter_seed(s.seed, s.split, self.epoch, self.prompt.id, self.answer, number, sampled),
-            order=(self.ticket, self.answer, number),
+            seed=self.seeds.seed(answer, number, num_sampled),
+            order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
         )
 
-    def text(self, turn: Turn) -> str:
-        """The answer's text, without special tokens."""
-        return self.tokenizer.decode(turn.token_ids)
-
-    async def score(self, answer: str) -> Verdict:
-        """The verdict of the prompt's rewarder."""
-        num_tokens = sum(len(turn.token_ids) for turn in self.turns)
+    def score(self, answer: str) -> Awaitable[Verdict]:
+        """Await the verdict of the prompt's rewarder."""
+        num_tokens = sum([len(turn.token_ids) for turn in self.turns])
         info = AnswerInfo(num_tokens, self.turns[-1].finish_reason, len(self.turns))
-        return await self.scorer.score(self.prompt, answer, info)
+        return self.scorer.score(self.prompt, answer, info)
 
     def sample(self, verdict: Verdict) -> Sample:
         """The finished rollout."""
@@ -101,5 +96,5 @@ Rollout = Callable[[Context], Awaitable[Sample]]
 async def single_turn(ctx: Context) -> Sample:
     """Ask once, judge once."""
     turn = await ctx.generate(ctx.render(ctx.prompt.messages))
-    verdict = await ctx.score(ctx.text(turn))
+    verdict = await ctx.score(turn.text)
     return ctx.sample(verdict)

@@ -10,7 +10,8 @@ Left out: what a rollout is (`context.py`), which ones to start (`rollouts.py`) 
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
+from operator import attrgetter
 
 from spmd_rl.rollout.replica import Replica
 from spmd_rl.types import Completion, Request
@@ -35,19 +36,19 @@ class Pump:
         """Requests asked for and not ended."""
         return len(self._futures)
 
-    async def generate(self, request: Request) -> Completion:
-        """Wait for the request's completion; an aborted one has `finish_reason='abort'`."""
+    def generate(self, request: Request) -> Awaitable[Completion]:
+        """Await the request's completion; an aborted one has `finish_reason='abort'`."""
         assert request.id not in self._futures, f"request {request.id} is under way already"
         self._ready.append(request)
-        self._futures[request.id] = asyncio.get_running_loop().create_future()
-        return await self._futures[request.id]
+        future = self._futures[request.id] = asyncio.get_running_loop().create_future()
+        return future
 
     async def turn(self) -> None:
         """Let coroutines run, then compute engine steps, or sleep a moment if there is nothing to compute."""
         await asyncio.sleep(0)
-        for request in sorted(self._ready, key=lambda r: r.order):
-            self._replica.add(request)
-        self._ready.clear()
+        if self._ready:
+            self._replica.add(sorted(self._ready, key=attrgetter("order")))
+            self._ready.clear()
         if self._replica.num_unfinished:
             self._deliver(self._replica.step())
             self._nap = IDLE_SECONDS

@@ -5,7 +5,7 @@ different batches. So the first rank alone decides, once a *tick*: what to add, 
 compute. It tells its peers, then all do the same; the first rank's completions count. At `engine.tp=1` a replica is one
 rank and a tick is told to nobody.
 
-    replica.add(request); completions = replica.step(); ...; replica.end()     # first rank
+    replica.add(requests); completions = replica.step(); ...; replica.end()     # first rank
     replica.follow()                                                           # its peers, until `end`
 
 A rank that fails ends the whole job within a second (`dist/guard.py`): nothing is handled here.
@@ -51,7 +51,8 @@ class Replica:
         self.index, self.count = world.rank // tp, world.size // tp
         self.leads = world.rank % tp == 0
         self._engine, self._world = engine, world
-        self._peers = world.split("replica", tp)  # [all]
+        peers = world.split("replica", tp)  # [all]
+        self._peers = peers if tp > 1 else None
         self._steps = STEPS_PER_TICK if tp > 1 else 1
         self._adds: list[Request] = []
         self._aborts: list[str] = []
@@ -63,9 +64,9 @@ class Replica:
         """Requests added whose completion has not been handed out."""
         return len(self._adds) + self._engine.num_unfinished
 
-    def add(self, request: Request) -> None:
-        """Queue a request, from the next step on."""
-        self._adds.append(request)
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests, from the next step on."""
+        self._adds += requests
 
     def abort(self, ids: Iterable[str]) -> None:
         """Stop requests that were added before the last step; they come back from the next one."""
@@ -113,8 +114,9 @@ class Replica:
         """Tell the peers, and do here what they do there."""
         adds, self._adds = self._adds, []
         aborts, self._aborts = self._aborts, []
-        tick = Tick([_fields(request) for request in adds], aborts, steps, end, self._seen.digest())
-        self._peers.broadcast("tick", tick)
+        if self._peers is not None:
+            tick = Tick([_fields(request) for request in adds], aborts, steps, end, self._seen.digest())
+            self._peers.broadcast("tick", tick)
         self._told = time.monotonic()
         self._apply(adds, aborts)
 
@@ -126,8 +128,9 @@ class Replica:
 
     def _step(self) -> list[Completion]:
         completions = self._engine.step()
-        for completion in completions:
-            self._seen.update(completion.id.encode() + completion.token_ids.tobytes())
+        if self._peers is not None:
+            for completion in completions:
+                self._seen.update(completion.id.encode() + completion.token_ids.tobytes())
         return completions
 
 

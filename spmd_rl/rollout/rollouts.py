@@ -9,7 +9,7 @@ Left out: the rules of a step (`rounds.py`, `accept.py`, `claims.py`) and what i
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data.prompts import Prompts
+from spmd_rl.data.seeds import Seeds
 from spmd_rl.dist import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import UserError
@@ -148,31 +149,41 @@ class Rollouts:
     async def _until_end(self, claims: Claim, book: StepTickets, step: int) -> int:
         """Fill `_finished`, until the step has ended. Returns the number of requests stopped then."""
         self._reports.clear()
-        for part in list(self._finished):
-            self._report(part, book, step)
-        while not book.ended():
+        self._report(self._finished, book, step)
+        while not book.ended(self._under_way(book)):
             while parts := claims.next(self._room()):
                 for part in parts:
                     self._running[part] = self._start_part(part)
                 await asyncio.sleep(0)  # their requests now stand in the pump, and count in `_room`
             await self._turn(book)
-            for part in sorted(part for part, (_, samples) in self._running.items() if samples.done()):
-                prompt, samples = self._running.pop(part)
-                self._finished[part] = Group(prompt, part.ticket, tuple(samples.result()))
-                self._report(part, book, step)
+            if done := [part for part, (_, samples) in self._running.items() if samples.done()]:
+                for part in done:
+                    prompt, samples = self._running.pop(part)
+                    self._finished[part] = Group(prompt, part.ticket, tuple(samples.result()))
+                self._report(done, book, step)
         return await self._pause()
 
-    def _report(self, part: Part, book: StepTickets, step: int) -> None:
-        """A part's verdicts are all in; resolve its ticket if it was the last part."""
-        place = book.round.places[part.ticket]
-        mine = finished(self._finished[part], part.number, self._world.rank, step - 1)
-        self._reports[part] = mine
-        answers: Sequence[AnswerOutcome] | None = mine.answers
-        if book.round.parts > 1:
-            pooled = book.pool(place, part.number, msgspec.msgpack.encode(mine.answers))
-            answers = pooled and [a for one in pooled for a in msgspec.msgpack.decode(one, type=list[AnswerOutcome])]
-        if answers is not None:
-            book.resolve(place, why_not(answers, self._settings.min_answers, self._settings.filter) is None)
+    def _under_way(self, book: StepTickets) -> int | None:
+        """The place of one of the tickets that this replica works on."""
+        return next((book.round.order.place(part.ticket) for part in self._running), None)
+
+    def _report(self, parts: Iterable[Part], book: StepTickets, step: int) -> None:
+        """The verdicts of these parts are all in; resolve the tickets of which they were the last."""
+        outcomes: dict[int, bool] = {}
+        for part in sorted(parts):
+            place = book.round.order.place(part.ticket)
+            mine = finished(self._finished[part], part.number, self._world.rank, step - 1)
+            self._reports[part] = mine
+            answers: Sequence[AnswerOutcome] | None = mine.answers
+            if book.round.parts > 1:
+                pooled = book.pool(place, part.number, msgspec.msgpack.encode(mine.answers))
+                answers = pooled and [
+                    a for one in pooled for a in msgspec.msgpack.decode(one, type=list[AnswerOutcome])
+                ]
+            if answers is not None:
+                outcomes[place] = why_not(answers, self._settings.min_answers, self._settings.filter) is None
+        if outcomes:
+            book.resolve(outcomes)
 
     async def _pause(self) -> int:
         """Empty the engine; unless they are carried, give up the coroutines too."""
@@ -205,8 +216,10 @@ class Rollouts:
         self, prompt: Prompt, ticket: int, epoch: int, sampling: dict[int, Sampling], pump: Pump
     ) -> asyncio.Future[list[Sample]]:
         """One coroutine per sample: answer number -> how it is drawn."""
+        first = next(iter(sampling.values()))
+        seeds = Seeds(first.seed, first.split, epoch, prompt.id)
         fixed = (self._tokenizer, pump, self._scorer)
-        contexts = [Context(prompt, ticket, epoch, answer, s, *fixed) for answer, s in sampling.items()]
+        contexts = [Context(prompt, ticket, answer, seeds, s, *fixed) for answer, s in sampling.items()]
         return asyncio.gather(*map(self._rollout, contexts))
 
     def _room(self) -> int:
@@ -228,7 +241,8 @@ class Rollouts:
                 waiting = self._scorer.outstanding
                 for _ in range(SCORE_TURNS):
                     await self._pump.turn()
-                    if self._pump.num_requests or self._scorer.outstanding != waiting or book.ended():
+                    moved = self._pump.num_requests or self._scorer.outstanding != waiting
+                    if moved or book.ended(self._under_way(book)):
                         break
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:

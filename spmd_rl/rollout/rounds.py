@@ -5,6 +5,7 @@ ticket has a *place*: 0 is the first to start. A replica claims *parts* of ticke
 answers each; a ticket has one part unless that is less than a group.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,10 @@ class Cursor:
         """The ticket at this place of the order: holes first."""
         return self.holes[place] if place < len(self.holes) else self.next + place - len(self.holes)
 
+    def place(self, ticket: int) -> int:
+        """Where in the order a ticket is that no step has used."""
+        return bisect_left(self.holes, ticket) if ticket < self.next else len(self.holes) + ticket - self.next
+
     def after(self, used: Iterable[int]) -> "Cursor":
         """The cursor of the next step, once these tickets are used."""
         used = set(used)
@@ -57,17 +62,25 @@ class Round:
     carried: frozenset[Part] = frozenset()
     """parts that a replica has begun in an earlier step; nobody else may claim them"""
 
-    @cached_property
-    def open(self) -> list[tuple[int, Part]]:
-        """(place, part) of all that can be claimed, in order."""
-        tickets = ((place, self.order.ticket(place)) for place in range(self.limit))
-        parts = ((place, Part(ticket, n)) for place, ticket in tickets for n in range(self.parts))
-        return [(place, part) for place, part in parts if part not in self.carried]
+    @property
+    def sure(self) -> int:
+        """Tickets that may start at once."""
+        return min(self.limit, self.goal + self.extra)
+
+    def num_open(self, below: int) -> int:
+        """Parts that can be claimed, of the tickets at places under `below`."""
+        return below * self.parts - bisect_left(self._closed, below * self.parts)
+
+    def open(self, number: int) -> tuple[int, Part]:
+        """(place, part) of one of the parts that can be claimed, which are numbered in order."""
+        open_before = [closed - index for index, closed in enumerate(self._closed)]
+        place, part = divmod(number + bisect_right(open_before, number), self.parts)
+        return place, Part(self.order.ticket(place), part)
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """ticket -> place"""
-        return {self.order.ticket(place): place for place in range(self.limit)}
+    def _closed(self) -> list[int]:
+        """Carried parts as numbers among all parts of the round, in order."""
+        return sorted(self.order.place(part.ticket) * self.parts + part.number for part in self.carried)
 
     @property
     def long(self) -> bool:

@@ -1,9 +1,9 @@
 """The tickets of one step on a store that all replicas share, and the rule that ends the step, with no one in charge.
 
     claimed       counter: the next open part to hand out
-    unqualified   counter: resolved tickets that will not train; each lets one more ticket start
+    news          counter: resolved tickets that will not train (each lets one more start), and ENDED at the end
     p/<place>     parts of the ticket whose answers are judged, where a ticket has several; p/<place>/<n>: their scores
-    end           written once: the step has ended
+    end           written once: what the step ended with
 
 How a ticket is accepted is `accept.py`'s. Operations per ticket do not grow with the number of replicas, and what a
 replica merely looks at it looks at so seldom that all of them together ask `LOOKS_PER_SECOND` times.
@@ -11,9 +11,10 @@ replica merely looks at it looks at so seldom that all of them together ask `LOO
 Left out: engines, prompts and scores; the simulator drives this very code with a store and a clock of its own.
 """
 
+import math
 import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from spmd_rl.rollout.rounds import Round
 
@@ -21,8 +22,8 @@ LOOKS_PER_SECOND = 10_000
 """Over all replicas. A TCPStore answers some 35,000 a second."""
 LOOK_SECONDS = 0.002
 """Of one replica at the most often: nobody waits longer than that for the end of a step."""
-
-T = TypeVar("T")
+ENDED = 1 << 32
+"""In `news`, above any number of tickets."""
 
 
 class Store(Protocol):
@@ -45,7 +46,7 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards."""
+        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards, or `expected`."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
@@ -67,24 +68,26 @@ class StepTickets:
         self.pause = max(LOOK_SECONDS, replicas / LOOKS_PER_SECOND) if replicas > 1 else 0.0
         """Seconds between two looks of this replica at the same thing, at least."""
         self._clock = clock
-        self._look_end = self._seldom(self._read_end)
-        self._look_unqualified = self._seldom(lambda: store.add(self._key("unqualified"), 0))
-        self._ended = False
+        self._alone = replicas == 1
+        self._known, self._known_at = 0, -math.inf
+        """of `news`, and when"""
+        self._end_mark = ""
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
     def take(self, count: int) -> range:
-        """Indices into `round.open` of the next `count` unclaimed parts.
+        """Numbers, as `round.open` knows them, of the next `count` unclaimed parts.
 
         They may lie beyond what the step needs: then they are nobody's, and start later.
         """
         end = self._store.add(self._key("claimed"), count)
         return range(end - count, end)
 
-    def allowed(self) -> int:
-        """Places below this one may start now: the goal, the extra ones, and one for each that did not qualify."""
-        return min(self.round.limit, self.round.goal + self.round.extra + self._look_unqualified())
+    def may_start(self, place: int) -> bool:
+        """Whether the ticket there may start now: the goal, the extra ones, and one for each that did not qualify."""
+        sure = self.round.sure
+        return place < sure or place < min(self.round.limit, sure + self._news() % ENDED)
 
     def pool(self, place: int, number: int, scores: bytes) -> list[bytes] | None:
         """All parts' scores, by number, if this part is the last of its ticket; else None: another will be."""
@@ -97,46 +100,37 @@ class StepTickets:
             return None
         return [self._store.get(f"{key}/{n}") for n in range(self.round.parts)]
 
-    def resolve(self, place: int, qualifies: bool) -> None:
-        """All verdicts of the ticket at `place` are in."""
+    def resolve(self, outcomes: Mapping[int, bool]) -> None:
+        """All verdicts of the tickets at these places are in; whether each qualifies."""
         raise NotImplementedError
 
     def used(self, ends: list[str], counted: set[int]) -> set[int]:
         """Places that the step uses up, from what all replicas say at its end: `end_mark()` and `counted`."""
         raise NotImplementedError
 
-    def ended(self) -> bool:
-        """Whether the step has ended, as far as this replica knows."""
-        self._ended = self._ended or self._look_end()
-        return self._ended
+    def ended(self, under_way: int | None = None) -> bool:
+        """Whether the step has ended, as far as this replica knows. `under_way`: a place that it still works on."""
+        return self._known >= ENDED or self._news() >= ENDED
 
     def end_mark(self) -> str:
         """What was written at the end."""
-        return self._store.get(self._key("end")).decode()
+        return self._end_mark or self._store.get(self._key("end")).decode()
 
-    def _seldom(self, look: Callable[[], T]) -> Callable[[], T]:
-        """`look`, but what it last saw if that is newer than this replica's share of `LOOKS_PER_SECOND`."""
-        seen: list[tuple[float, T]] = []
+    def _tell(self, news: int) -> None:
+        """Add to the news, and hear of the others'."""
+        self._known, self._known_at = self._store.add(self._key("news"), news), self._clock()
 
-        def look_or_remember() -> T:
-            now = self._clock()
-            if not seen or now - seen[0][0] >= self.pause:
-                seen[:] = [(now, look())]
-            return seen[0][1]
-
-        return look_or_remember
-
-    def _read_end(self) -> bool:
-        return self._store.check([self._key("end")])
+    def _news(self) -> int:
+        """What this replica knows of the news; it asks for the others' where there are any."""
+        if not self._alone and self._clock() - self._known_at >= self.pause:
+            self._tell(0)
+        return self._known
 
     def _write_end(self, mark: str) -> None:
-        self._store.compare_set(self._key("end"), "", mark)
-        self._ended = True
+        self._end_mark = self._store.compare_set(self._key("end"), "", mark).decode()
+        self._tell(ENDED)
 
-    def _count_unqualified(self) -> None:
-        self._store.add(self._key("unqualified"), 1)
-
-    shared_keys: tuple[str, ...] = ("claimed", "unqualified", "end")
+    shared_keys: tuple[str, ...] = ("claimed", "news", "end")
 
     def forget(self, shared: bool) -> None:
         """Delete the keys this replica wrote, and the step's own if `shared`; when no replica can still read them."""

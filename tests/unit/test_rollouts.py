@@ -137,7 +137,7 @@ def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
     async def three_turns(ctx: Context) -> Sample:
         for _ in range(3):
             turn = await ctx.generate(ctx.render(ctx.prompt.messages))
-        return ctx.sample(await ctx.score(ctx.text(turn)))
+        return ctx.sample(await ctx.score(turn.text))
 
     rollouts = Rollouts(settings(), FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, three_turns)
     sample = rollouts.collect(1).groups[0].samples[0]

@@ -1,5 +1,6 @@
 """The end-of-step rules: functions of outcomes or of arrival, no matter which replica sees what first."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -44,12 +45,12 @@ def play(round: Round, outcomes: list[bool], replicas: int, kind: str, seed: int
             started.append(part)
         if running and order.random() < 0.7:
             r, part = running.pop(order.randrange(len(running)))
-            place = round.places[part.ticket]
+            place = round.order.place(part.ticket)
             pooled = books[r].pool(place, part.number, bytes([part.number]))
             if pooled is not None:
                 assert pooled == [bytes([n]) for n in range(round.parts)]
                 resolved.append(place)
-                books[r].resolve(place, outcomes[place])
+                books[r].resolve({place: outcomes[place]})
     assert all(book.ended() for book in books)
     used = books[0].used([b.end_mark() for b in books], {place for b in books for place in b.counted})
     return {"used": used, "started": started, "running": running, "books": books, "resolved": resolved}
@@ -128,9 +129,9 @@ def test_static_waves_start_what_is_missing() -> None:
     deal = StaticClaim(book, 0, 1)
     assert [part.ticket for part in deal.next(1)] == [0, 1, 2, 3]
     for place, qualifies in ((3, True), (1, False), (0, True)):
-        book.resolve(place, qualifies)
+        book.resolve({place: qualifies})
         assert deal.next(9) == [], "a wave is not whole before all its tickets are resolved"
-    book.resolve(2, False)
+    book.resolve({2: False})
     assert book.resolved() == 4
     assert [part.ticket for part in deal.next(9)] == [4]
     assert deal.next(9) == []
@@ -141,7 +142,7 @@ def test_store_claim_keeps_its_reservation() -> None:
     mine, other = StoreClaim(book), StoreClaim(book)
     assert mine.next(5) == [Part(0, 0)]
     assert other.next(5) == [], "beyond the goal nothing starts"
-    book.resolve(0, False)
+    book.resolve({0: False})
     assert other.next(5) == [], "the second ticket is reserved by the first, the third by the other"
     assert mine.next(5) == [Part(1, 0)]
     assert StoreClaim(book).next(0) == [], "no room, no claim"
@@ -164,7 +165,7 @@ def test_forget_leaves_no_key(accept: str) -> None:
     StoreClaim(book).next(2)
     for part in range(2):
         book.pool(0, part, b"x")
-    book.resolve(0, True)
+    book.resolve({0: True})
     assert book.ended() and store.num_keys() > before
     book.forget(shared=True)
     assert store.num_keys() == before
@@ -177,7 +178,7 @@ def test_store_operations_per_ticket_do_not_grow_with_replicas(replicas: int, ac
     round = Round(Cursor(), goal=64, extra=0, limit=64, accept=accept)
     books = [tickets(store, "s", round, replicas) for _ in range(replicas)]
     for place in range(64):
-        books[place % replicas].resolve(place, True)
+        books[place % replicas].resolve({place: True})
     assert 64 < store.calls <= 8 * 64
 
 
@@ -188,24 +189,24 @@ def test_a_crowd_behind_a_long_answer_does_not_walk_the_whole_way_each() -> None
     books = [tickets(store, "s", round, crowd) for _ in range(crowd)]
     late = [(books[i], place) for i, place in enumerate([0, *range(goal - crowd + 1, goal)])]
     for place in range(1, goal - crowd + 1):
-        books[0].resolve(place, True)
+        books[0].resolve({place: True})
     begin = store.calls
 
     def interrupting(name: str):
         def ask(*args):
             if late:
                 book, place = late.pop()
-                book.resolve(place, True)
+                book.resolve({place: True})
             return store.__getattr__(name)(*args)
 
         return ask
 
     store.get, store.compare_set = interrupting("get"), interrupting("compare_set")
     book, place = late.pop(0)
-    book.resolve(place, True)
+    book.resolve({place: True})
     while late:
         book, place = late.pop()
-        book.resolve(place, True)
+        book.resolve({place: True})
     assert all(book.ended() for book in books)
     assert books[0].end_mark() == str(goal)
     assert store.calls - begin < goal / 2, "replicas walked over places that were not theirs to walk"
@@ -221,7 +222,7 @@ def test_in_order_whoever_comes_between_the_end_is_found(order, bad, goal, data)
 
     def one() -> None:
         place = left.pop()
-        books[place % 3].resolve(place, place not in bad)
+        books[place % 3].resolve({place: place not in bad})
 
     def between(name: str):
         asked = getattr(store, name)
@@ -241,6 +242,48 @@ def test_in_order_whoever_comes_between_the_end_is_found(order, bad, goal, data)
     qualifying = [place for place in range(80) if place not in bad]
     expected = qualifying[goal - 1] + 1 if len(qualifying) >= goal else 80
     assert store.get("s/end").decode() == str(expected)
+
+
+def test_a_replica_takes_what_it_has_room_for_at_once_and_reserves_one_ticket() -> None:
+    store = Counting()
+    round = Round(Cursor(), goal=5, extra=1, limit=20, parts=2)
+    deal = StoreClaim(tickets(store, "s", round, replicas=2))
+    assert deal.next(7)[:6] == [Part(place, n) for place in range(3) for n in range(2)]
+    assert store.calls == 3, "a ticket, to learn how many there are; two more; and half of the one that does not fit"
+    deal = StoreClaim(tickets(store, "t", round, replicas=2))
+    assert deal.next(6) == [Part(place, n) for place in range(3) for n in range(2)]
+    assert deal.next(9) == [Part(place, n) for place in range(3, 6) for n in range(2)]
+    assert deal.waits_for == 6, "beyond the tickets that surely start it holds one"
+    other = StoreClaim(tickets(store, "t", round, replicas=2))
+    assert (other.next(9), other.waits_for) == ([], 7)
+
+
+def test_nobody_looks_for_what_cannot_be_there() -> None:
+    """Alone a replica knows all there is; and no step ends while one of its first K places is under way."""
+    alone, many = Counting(), Counting()
+    round = Round(Cursor(), goal=3, extra=0, limit=9)
+    for store, replicas in ((alone, 1), (many, 2)):
+        book = tickets(store, "s", round, replicas, clock=itertools.count().__next__)
+        assert not any(book.ended(under_way=2) for _ in range(50))
+        assert store.calls == 0
+        assert not any(book.ended(under_way=3) or book.ended() for _ in range(50))
+        book.resolve({0: True, 2: True, 1: True})
+        assert book.ended() and book.end_mark() == "3"
+    assert alone.calls == 3, "one counter, and the end twice: what it is, and that it is there"
+    assert many.calls == 103
+
+
+@given(st.sets(st.integers(0, 19)), st.sets(st.integers(0, 40), max_size=9), st.integers(1, 3))
+def test_open_parts_are_all_but_those_carried_in_the_order_of_places(holes, carried, parts) -> None:
+    order = Cursor(20, tuple(sorted(holes)))
+    every = [(place, Part(order.ticket(place), n)) for place in range(15) for n in range(parts)]
+    mine = {part for number, (_, part) in enumerate(every) if number in carried}
+    round = Round(order, goal=4, extra=2, limit=15, parts=parts, carried=frozenset(mine))
+    expected = [(place, part) for place, part in every if part not in mine]
+    assert [round.open(number) for number in range(round.num_open(15))] == expected
+    for below in range(16):
+        assert round.num_open(below) == sum(place < below for place, _ in expected)
+    assert all(order.place(part.ticket) == place for place, part in every)
 
 
 def test_a_look_at_the_store_is_not_taken_more_often_than_a_share_of_all() -> None:

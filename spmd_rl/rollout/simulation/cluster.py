@@ -12,6 +12,7 @@ from spmd_rl.rollout.rounds import Cursor, Part, Round, plan_round, slots
 from spmd_rl.rollout.simulation.replica import Replica
 from spmd_rl.rollout.simulation.scene import Scene
 from spmd_rl.rollout.simulation.store import CountingStore
+from spmd_rl.rollout.tickets import ENDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Cluster:
         began, before = self.now, self._counters()
         for index, (replica, book) in enumerate(zip(replicas, books, strict=True)):
             replica.begin(self.now, number, book, claim(scene.settings.claim, book, index, len(replicas)), room)
-        self._play(round, f"{name}/unqualified")
+        self._play(round, f"{name}/news")
         places = books[0].used([book.end_mark() for book in books], {p for book in books for p in book.counted})
         used = {round.order.ticket(place) for place in places}
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
@@ -82,7 +83,7 @@ class Cluster:
         computed = sum(engine.busy for engine in engines), sum(engine.tokens for engine in engines)
         return *computed, self.store.operations, self.store.looks
 
-    def _play(self, round: Round, unqualified: str) -> None:
+    def _play(self, round: Round, news: str) -> None:
         """From event to event, until every replica knows that the step has ended."""
         replicas, over, stuck = self._replicas, False, 0
         agenda = Agenda(replicas)
@@ -101,7 +102,7 @@ class Cluster:
                     over = True
                     agenda.look(agenda.live, time)
                 continue
-            allowed = min(round.limit, round.goal + round.extra + int(self.store.peek(unqualified)))
+            allowed = min(round.limit, round.sure + int(self.store.peek(news)) % ENDED)
             place = replicas[index].waits_for
             if over or (place is not None and place < allowed):
                 replicas[index].look_after(time)

@@ -114,15 +114,14 @@ class Replica:
             self.look = now + STORE_SECONDS  # for more
 
     def _report(self, part: Part) -> None:
-        place = self._book.round.places[part.ticket]
+        place = self._book.round.order.place(part.ticket)
         if self._book.pool(place, part.number, b"") is not None:
-            self._book.resolve(place, self._scene.qualifies(part.ticket))
+            self._book.resolve({place: self._scene.qualifies(part.ticket)})
 
     def _ended(self, now: float) -> bool:
         before = self._store.looks
         ended = self._book.ended()
         if self._store.looks > before:
-            kinds = 1 if self.waits_for is None else 2  # at the step's end, and at what may start
-            self._store.looks += kinds * max(0, ceil((now - self._looked) / self.interval) - 1)
+            self._store.looks += max(0, ceil((now - self._looked) / self.interval) - 1)
             self._looked = now
         return ended

@@ -19,7 +19,7 @@ class CountingStore:
         return self._values.get(key, b"0")
 
     def _count(self, key: str, look: bool) -> None:
-        if look and key.endswith(("/end", "/unqualified")):
+        if look and key.endswith("/news"):
             self.looks += 1
         else:
             self.operations += 1
@@ -47,11 +47,11 @@ class CountingStore:
         return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards."""
+        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards, or `expected`."""
         self._count(key, look=False)
         if self._values.get(key, b"") == expected.encode():
             self._values[key] = desired.encode()
-        return self._values[key]
+        return self._values.get(key, expected.encode())
 
     def delete_key(self, key: str) -> bool:
         """Forget."""
