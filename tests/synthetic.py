@@ -11,6 +11,9 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from spmd_rl.track.samples import SampleRow, TurnRow
+from spmd_rl.types import Message
+
 PHASES = {
     "generate": 6.0,
     "score": 0.2,
@@ -112,22 +115,24 @@ def journal(num_steps: int, rng: random.Random, rank: int, num_ranks: int) -> li
     return events
 
 
-def sample(ticket: int, answer: int, rng: random.Random) -> dict:
+def sample(ticket: int, answer: int, rng: random.Random) -> SampleRow:
     """A row of `samples/`."""
     a, b = rng.randrange(10), rng.randrange(10)
     right = rng.random() < 0.7
     text = f"{a + b if right else rng.choice([a * b, a - b])}"
-    return {
-        "id": f"{ticket:032x}",
-        "ticket": ticket,
-        "answer": answer,
-        "messages": [{"role": "user", "content": f"State the final answer to the following: {a} + {b} = <b>?</b>"}],
-        "turns": [{"text": text, "token_ids": [33, 2], "logprobs": [-0.2, -0.1], "versions": [3, 3]}],
-        "verdict": {"status": "ok", "score": float(right), "parts": {}},
-        "advantage": 0.6 if right else -1.4,
-        "kept": True,
-        "why_not": None,
-    }
+    return SampleRow(
+        ticket=ticket,
+        answer=answer,
+        id=f"{ticket:032x}",
+        domain="arithmetic",
+        messages=[Message("user", f"State the final answer to the following: {a} + {b} = <b>?</b>")],
+        ground_truth=f"{a + b}",
+        turns=[TurnRow(text, [9, ticket, answer], [33, 2], [-0.2, -0.1], [3, 3], "stop")],
+        verdict={"status": "ok", "score": float(right), "parts": {}},
+        advantage=0.6 if right else -1.4,
+        kept=True,
+        why_not=None,
+    )
 
 
 if __name__ == "__main__":

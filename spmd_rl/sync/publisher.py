@@ -10,6 +10,7 @@ Nothing a rank finds makes it leave alone: findings are gathered, and all ranks 
 
 import time
 from itertools import pairwise
+from typing import TypeVar
 
 from spmd_rl.batch import Batch
 from spmd_rl.dist import World
@@ -19,6 +20,8 @@ from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.sync import probe
 from spmd_rl.sync.handover import Handover
 from spmd_rl.train.base import Metrics, TrainBackend
+
+T = TypeVar("T")
 
 
 class Publisher:
@@ -43,15 +46,15 @@ class Publisher:
                 clock.append(time.perf_counter())
                 fault = fault or self._compare(handover)
                 clock.append(time.perf_counter())
-                self._decide("publish: weights", version, fault, handover.digest())  # [all]
+                self._agree(version, fault, handover.digest())  # [all]
                 answers, fault = probe.ask(self._engine, version)
             # From here on the engine may sleep: the trainer's weights never meet its KV cache on the device.
             with self._policy.awake():
-                abs_diff = self._judge(answers, fault, version, probe.LIMITS[handover.dtype])  # [all]
+                abs_diff, fault = self._judge(answers, fault, probe.LIMITS[handover.dtype])  # [all]
             clock.append(time.perf_counter())
             load_seconds, compare_seconds, probe_seconds = (b - a for a, b in pairwise(clock))
             metrics = {
-                "publish/bytes": handover.num_bytes,
+                "publish/bytes": float(handover.num_bytes),
                 "publish/seconds": clock[-1] - clock[0],
                 "publish/gather_seconds": handover.gather_seconds,
                 "publish/copy_seconds": load_seconds - handover.gather_seconds - handover.hash_seconds,
@@ -59,7 +62,8 @@ class Publisher:
                 "publish/probe_seconds": probe_seconds,
                 "publish/probe_abs_diff": abs_diff,
             }
-            return self._world.reduce("publish: metrics", metrics, op="max")  # [all]
+            told = self._decide("publish: probe", version, fault, metrics)  # [all]
+            return {key: max(theirs[key] for theirs in told) for key in told[0]}
 
     def _load(self, handover: Handover, version: int) -> str:
         """[all] Stream the weights through the engine's loader; what went wrong, or nothing."""
@@ -82,23 +86,30 @@ class Publisher:
                 return f"the engine holds other bytes of {name} than it was given"
         return f"the engine holds no {next(iter(missing))}" if missing else ""
 
-    def _judge(self, batch: Batch, fault: str, version: int, limit: float) -> float:
-        """[all] Mean absolute difference between the engine's and the trainer's logprobs of the probe's answers."""
+    def _judge(self, batch: Batch, fault: str, limit: float) -> tuple[float, str]:
+        """[all] Mean absolute difference between the engine's and the trainer's logprobs of the probe's answers.
+
+        And the first fault: the one found before, or that they are too far apart.
+        """
         batch = batch.to(self._world.device)
         logprobs, _ = self._policy.logprobs(batch, temperature=1.0)  # [all]
         difference = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
         abs_diff = difference.mean().item() if len(difference) else 0.0
         if not fault and not abs_diff <= limit:  # a NaN is no success
             fault = f"the engine's logprobs are {abs_diff:.3g} from the trainer's on average (limit {limit:g})"
-        self._decide("publish: probe", version, fault)  # [all]
-        return abs_diff
+        return abs_diff, fault
 
-    def _decide(self, name: str, version: int, fault: str, digest: bytes = b"") -> None:
+    def _agree(self, version: int, fault: str, digest: bytes) -> None:
         """[all] RunFailed on every rank if any found a fault, or if the ranks were handed different bytes."""
-        records = self._world.gather(name, [fault, digest])
+        digests = self._decide("publish: weights", version, fault, digest)  # [all]
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if odd:
+            raise RunFailed(f"publish of version {version}: ranks {odd} were handed other weights than rank 0")
+
+    def _decide(self, name: str, version: int, fault: str, word: T) -> list[T]:
+        """[all] Every rank's word, by rank; RunFailed on every rank if any found a fault."""
+        records = self._world.gather(name, [fault, word])  # [all]
         for rank, (found, _) in enumerate(records):
             if found:
                 raise RunFailed(f"publish of version {version}, rank {rank}: {found}")
-        odd = [rank for rank, record in enumerate(records) if record != records[0]]
-        if odd:
-            raise RunFailed(f"publish of version {version}: ranks {odd} were handed other weights than rank 0")
+        return [word for _, word in records]

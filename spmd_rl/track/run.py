@@ -30,7 +30,7 @@ from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine
 from spmd_rl.track.profile import trace
 from spmd_rl.track.progress import ProgressLine
-from spmd_rl.track.samples import SampleLog
+from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
 _CLOSING_SECONDS = 3.0
@@ -103,8 +103,8 @@ class Run:
         assert not target.keys() & values.keys(), f"measured twice in a step: {sorted(target.keys() & values.keys())}"
         target.update({key: float(value) for key, value in values.items()})
 
-    def log_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write this rank's samples of `step`, each with `ticket` and `answer`. Once a step, on every rank.
+    def log_samples(self, step: int, rows: Iterable[SampleRow]) -> None:
+        """Write this rank's samples of `step`. Once a step, on every rank.
 
         On a thread, beside what the step still has to compute; `rows` is iterated there. The step ends with it.
         """
@@ -188,7 +188,7 @@ class Run:
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
         if "tokens" in line:
             line["system/tokens_per_s"] = line.pop("tokens") / line["time/total"]
-        if least := sum(seconds for key, seconds in line.items() if key.startswith("roofline/")):
+        if least := sum([seconds for key, seconds in line.items() if key.startswith("roofline/")]):
             line["system/efficiency"] = least / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _cut(self, last: int, line: Values | None) -> None:

@@ -1,32 +1,56 @@
 """`samples/step-000001.jsonl`: every sample of a step, in (ticket, answer) order, merged from the ranks' own parts.
 
-Each rank writes `.step-000001.rank-0-of-2.jsonl`; rank 0 merges them line by line, so that no process holds the whole
-batch. A part appears complete or not at all, and so does the merged file: whatever a killed run left is either
-finished (`recover`) or removed.
+Each rank writes `.step-000001.rank-0-of-2.part`; rank 0 merges them stretch by stretch, so that no process holds the
+whole batch, and none parses a line: a part of several begins with a line that says which stretches follow. The only
+part of a run of one rank is the file itself under another name. A part appears complete or not at all, and so does the
+merged file: whatever a killed run left is either finished (`recover`) or removed.
 """
 
-import heapq
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-_PART = re.compile(r"\.step-(\d+)\.rank-(\d+)-of-(\d+)\.jsonl")
+from spmd_rl.types import FinishReason, Message
+
+_PART = re.compile(r"\.step-(\d+)\.rank-(\d+)-of-(\d+)\.part")
 _MERGED = re.compile(r"step-(\d+)\.jsonl")
 
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+_decode_index = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
 
-class _Key(msgspec.Struct):
+
+class TurnRow(msgspec.Struct, gc=False):
+    """One turn of a `SampleRow`."""
+
+    text: str
+    prompt_ids: list[int] | msgspec.Raw
+    """or their JSON, where several samples have them in common"""
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class SampleRow(msgspec.Struct, gc=False):
+    """One line: a sample from its prompt to its advantage, and why it was kept or not."""
+
     ticket: int
     answer: int
-
-
-_encoder = msgspec.json.Encoder(enc_hook=lambda value: value.tolist() if isinstance(value, array) else str(value))
-_key = msgspec.json.Decoder(_Key)
+    id: str
+    domain: str
+    messages: Sequence[Message]
+    ground_truth: str
+    turns: list[TurnRow]
+    verdict: Mapping[str, Any]
+    advantage: float | None
+    kept: bool
+    why_not: str | None
 
 
 class SampleLog:
@@ -41,23 +65,22 @@ class SampleLog:
         """The merged file of a step."""
         return self.root / f"step-{step:06d}.jsonl"
 
-    def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """This rank's part: any rows with `ticket` and `answer`, in any order; `array` values become lists.
-
-        The report also reads `messages`, `turns`, `verdict`, `advantage`, `kept` and `why_not`.
-        """
-        keyed = sorted(((row["ticket"], row["answer"], _encoder.encode(row)) for row in rows), key=lambda row: row[:2])
+    def write(self, step: int, rows: Iterable[SampleRow]) -> None:
+        """This rank's part, of rows in any order."""
+        lines = sorted([(row.ticket, row.answer, _encode(row) + b"\n") for row in rows])
         part = self._part(step, self._rank)
         temporary = part.with_suffix(".tmp")
         with open(temporary, "wb") as file:
-            file.writelines(line + b"\n" for _, _, line in keyed)
+            if self._num_ranks > 1:
+                file.write(_encode(_stretches(lines)) + b"\n")
+            file.writelines(map(itemgetter(2), lines))
         os.replace(temporary, part)
 
     def merge(self, step: int) -> None:
         """Rank 0, after all ranks have written: one file of all parts. Nothing to do where no rank logged samples."""
         parts = [part for rank in range(self._num_ranks) if (part := self._part(step, rank)).exists()]
         if parts:
-            self._merge(step, parts)
+            self._merge(step, parts, self._num_ranks)
 
     def recover(self) -> None:
         """Rank 0, before any rank writes: merge the complete parts of a killed run, remove the others."""
@@ -70,7 +93,7 @@ class SampleLog:
                 path.unlink()
         for (step, num_ranks), parts in left.items():
             if len(parts) == num_ranks and not self.path(step).exists():
-                self._merge(step, parts)
+                self._merge(step, parts, num_ranks)
             else:
                 _remove(parts)
 
@@ -82,21 +105,31 @@ class SampleLog:
                 path.unlink()
 
     def _part(self, step: int, rank: int) -> Path:
-        return self.root / f".step-{step:06d}.rank-{rank}-of-{self._num_ranks}.jsonl"
+        return self.root / f".step-{step:06d}.rank-{rank}-of-{self._num_ranks}.part"
 
-    def _merge(self, step: int, parts: Iterable[Path]) -> None:
+    def _merge(self, step: int, parts: Sequence[Path], num_ranks: int) -> None:
+        if num_ranks == 1:
+            os.replace(parts[0], self.path(step))
+            return
         temporary = self.root / f".step-{step:06d}.merge.tmp"
-        with ExitStack() as files, open(temporary, "wb") as out:
-            streams = [_keyed(files.enter_context(open(part, "rb"))) for part in parts]
-            out.writelines(line for _, line in heapq.merge(*streams))
+        with ExitStack() as opened, open(temporary, "wb") as out:
+            files = [opened.enter_context(open(part, "rb")) for part in parts]
+            stretches = sorted([(*s, file) for file, part in enumerate(files) for s in _decode_index(part.readline())])
+            out.writelines(files[file].read(num_bytes) for _, _, num_bytes, file in stretches)
         os.replace(temporary, self.path(step))
         _remove(parts)
 
 
-def _keyed(lines: Iterable[bytes]) -> Iterator[tuple[tuple[int, int], bytes]]:
-    for line in lines:
-        key = _key.decode(line)
-        yield (key.ticket, key.answer), line
+def _stretches(lines: Iterable[tuple[int, int, bytes]]) -> list[list[int]]:
+    """[ticket, first answer, bytes] of lines that no other rank's can come between: answers of a ticket, one by one."""
+    stretches: list[list[int]] = []
+    due = None
+    for ticket, answer, line in lines:
+        if due != (ticket, answer):
+            stretches.append([ticket, answer, 0])
+        stretches[-1][2] += len(line)
+        due = ticket, answer + 1
+    return stretches
 
 
 def _remove(paths: Iterable[Path]) -> None:

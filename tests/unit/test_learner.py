@@ -1,8 +1,11 @@
 """The learner: which passes it makes, what it leaves out, and what it evaluates."""
 
 import json
+from array import array
 from contextlib import nullcontext
+from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -11,8 +14,9 @@ from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.dist import solo
 from spmd_rl.learn import Learner, evaluate, lineage, policy_loss
 from spmd_rl.rollout import Rollouts
+from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
-from tests.unit.test_prepare import GROUPS, collected, sample
+from tests.unit.test_prepare import GROUPS, collected, group, plan_of, planned, sample
 
 
 class FakeBackend:
@@ -165,8 +169,51 @@ def test_lineage_says_why_each_sample_was_kept_or_not() -> None:
     harvest = collected(GROUPS[:1])
     _, _, learner = step(RlvrConfig(), harvest)
     rows = list(lineage.rows(harvest, learner.plan, FakeTokenizer()))
-    assert [(r["ticket"], r["answer"], r["kept"], r["why_not"]) for r in rows] == [
+    assert [(r.ticket, r.answer, r.kept, r.why_not) for r in rows] == [
         (4, 0, True, None), (4, 1, True, None), (4, 2, False, "no score"),
     ]  # fmt: skip
-    assert rows[0]["turns"][0]["versions"] == [0, 0]
-    assert [row["turns"][0]["logprobs"] for row in rows] == [[-0.1] * 2, [-0.1] * 3, [-0.1]]
+    assert rows[0].turns[0].versions == [0, 0]
+    assert [row.turns[0].logprobs for row in rows] == [[-0.1] * 2, [-0.1] * 3, [-0.1]]
+
+
+def test_lineage_finds_its_own_rows_in_everyones_plan() -> None:
+    everyones = [group(ticket, [(2, ticket / 8), (1, 0.0), (1, 1.0)]) for ticket in (3, 4, 5, 6)]
+    plan = planned(everyones)
+    advantages = dict(zip(map(tuple, plan.keys.tolist()), plan.advantages.tolist(), strict=True))
+    for mine in ([everyones[0], everyones[2]], [everyones[3]], []):
+        harvest = replace(collected(mine), dropped=((group(1, [(2, 1.0)]), "too easy"),))
+        rows = list(lineage.rows(harvest, plan, FakeTokenizer()))
+        assert [(row.ticket, row.answer, row.kept, row.why_not) for row in rows[:1]] == [(1, 0, False, "too easy")]
+        assert rows[0].advantage is None
+        assert {(row.ticket, row.answer): row.advantage for row in rows[1:]} == {
+            s.key: advantages[s.key] for g in mine for s in g.samples
+        }
+        assert all(row.kept for row in rows[1:])
+
+
+def test_a_line_of_the_sample_log() -> None:
+    """Two answers to the same prompt, the first in two turns, the second without a score."""
+    asked, more = array("i", [5, 6]), array("i", [7])
+    turns = [
+        Turn(asked, array("i", [1]), array("f", [-0.1]), array("i", [0]), "stop", "a"),
+        Turn(more, array("i", [2, 3]), array("f", [-0.25, -1e-9]), array("i", [0, 1]), "length", 'b"'),
+        Turn(asked, array("i", [4]), array("f", [-2.0]), array("i", [1]), "stop", ""),
+    ]
+    verdicts = Verdict("ok", 1.0, {"part": 0.5}), Verdict("error", detail="why")
+    samples = Sample(4, 0, tuple(turns[:2]), verdicts[0]), Sample(4, 1, (turns[2],), verdicts[1])
+    harvest = collected([Group(Prompt("1d", (Message("user", "?"),), "toy", "42"), 4, samples)])
+    head = '"id":"1d","domain":"toy","messages":[{"role":"user","content":"?"}],"ground_truth":"42"'
+    told = [
+        msgspec.json.encode(row).decode() for row in lineage.rows(harvest, plan_of(harvest, AlgorithmConfig()), None)
+    ]
+    assert told == [
+        f'{{"ticket":4,"answer":0,{head},"turns":['
+        '{"text":"a","prompt_ids":[5,6],"token_ids":[1],"logprobs":[-0.1],"versions":[0],"finish_reason":"stop"},'
+        '{"text":"b\\"","prompt_ids":[7],"token_ids":[2,3],"logprobs":[-0.25,-0.0],"versions":[0,1],'
+        '"finish_reason":"length"}],"verdict":{"status":"ok","score":1.0,"parts":{"part":0.5}},'
+        '"advantage":0.0,"kept":true,"why_not":null}',
+        f'{{"ticket":4,"answer":1,{head},"turns":['
+        '{"text":"","prompt_ids":[5,6],"token_ids":[4],"logprobs":[-2.0],"versions":[1],"finish_reason":"stop"}],'
+        '"verdict":{"status":"error","score":0.0,"parts":{},"detail":"why"},'
+        '"advantage":null,"kept":false,"why_not":"no score"}',
+    ]

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import xxhash
 
 from spmd_rl import sync
 from spmd_rl.dist import solo
@@ -247,6 +248,14 @@ def test_fingerprints_see_every_bit_and_its_place(digest, dtype):
         swapped[[i, j]] = swapped[[j, i]]
         seen.add(digest(swapped))
     assert len(seen) == 4 + 2 * len(raw) and digest(tensor) == own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_a_fingerprint_is_of_the_bytes_in_their_order_whatever_the_layout(dtype):
+    whole = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for tensor in (whole, whole.T, whole[1:4], whole[:, ::3], whole[2, 5], whole[:0], torch.nn.Parameter(whole, False)):
+        in_order = bytes(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).tolist())
+        assert fingerprint(tensor) == xxhash.xxh3_128_digest(in_order)
 
 
 def test_a_fingerprint_leaves_the_storage_resizable():

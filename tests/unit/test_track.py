@@ -5,10 +5,10 @@ import math
 import random
 import signal
 import time
-from array import array
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig, TrackConfig
@@ -16,7 +16,7 @@ from spmd_rl.dist import solo
 from spmd_rl.errors import UserError
 from spmd_rl.track import Run
 from spmd_rl.track.metrics import MetricsFile, combine
-from spmd_rl.track.samples import SampleLog
+from spmd_rl.track.samples import SampleLog, SampleRow, TurnRow
 from tests.synthetic import sample
 
 
@@ -28,7 +28,7 @@ def lines(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def rows() -> list[dict]:
+def rows() -> list[SampleRow]:
     return [sample(ticket, answer, random.Random(0)) for ticket in (3, 1) for answer in (1, 0)]
 
 
@@ -144,34 +144,64 @@ def test_combine_takes_the_ranks_that_have_a_key() -> None:
     assert combine("max", records) == {"a": 2.0, "b": 4.0}
 
 
+def written(keys: list[tuple[int, int]]) -> list[bytes]:
+    """The lines of these samples."""
+    return [msgspec.json.encode(row) + b"\n" for row in made(keys)]
+
+
+def made(keys: list[tuple[int, int]]) -> list[SampleRow]:
+    return [sample(ticket, answer, random.Random(f"{ticket} {answer}")) for ticket, answer in keys]
+
+
 def test_parts_of_all_ranks_become_one_ordered_file(tmp_path: Path) -> None:
     logs = [SampleLog(tmp_path, rank, 3) for rank in range(3)]
     keys = [(ticket, answer) for ticket in range(10, 0, -1) for answer in range(3)]
     for rank, log in enumerate(logs):
-        log.write(1, ({"ticket": t, "answer": a, "ids": array("i", [t, a])} for t, a in keys[rank:20:3]))
+        log.write(1, iter(made(keys[rank:20:3])))
     logs[0].merge(1)
     merged = [json.loads(line) for line in logs[0].path(1).read_text().splitlines()]
     assert [(row["ticket"], row["answer"]) for row in merged] == sorted(keys[:20])
-    assert merged[0]["ids"] == [merged[0]["ticket"], merged[0]["answer"]]
+    assert merged[0]["turns"][0]["prompt_ids"] == [9, merged[0]["ticket"], merged[0]["answer"]]
+    assert logs[0].path(1).read_bytes() == b"".join(written(sorted(keys[:20])))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001.jsonl"]
+
+
+def test_answers_of_one_ticket_keep_their_order_whoever_holds_them(tmp_path: Path) -> None:
+    held = [[(5, 0), (5, 1), (5, 6), (6, 0)], [], [(5, 2), (5, 3), (5, 7), (4, 9)], [(5, 4), (5, 5)]]
+    for rank, keys in enumerate(held):
+        SampleLog(tmp_path, rank, 4).write(1, made(keys))
+    log = SampleLog(tmp_path, 0, 4)
+    log.merge(1)
+    assert log.path(1).read_bytes() == b"".join(written(sorted(sum(held, []))))
+
+
+def test_a_step_of_which_nobody_logs_samples_has_no_file(tmp_path: Path) -> None:
+    SampleLog(tmp_path, 0, 2).merge(1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_recover_finishes_whole_sets_and_drops_the_rest(tmp_path: Path) -> None:
     for step, ranks in ((1, (0, 1)), (2, (1,))):
         for rank in ranks:
-            SampleLog(tmp_path, rank, 2).write(step, [{"ticket": 0, "answer": rank}])
+            SampleLog(tmp_path, rank, 2).write(step, made([(0, rank)]))
+    SampleLog(tmp_path, 0, 1).write(3, made([(7, 1), (7, 0)]))
     (tmp_path / ".step-000002.rank-0-of-2.tmp").write_text("half")
     SampleLog(tmp_path, 0, 1).recover()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001.jsonl"]
-    assert len((tmp_path / "step-000001.jsonl").read_text().splitlines()) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000003.jsonl"]
+    assert (tmp_path / "step-000001.jsonl").read_bytes() == b"".join(written([(0, 0), (0, 1)]))
+    assert (tmp_path / "step-000003.jsonl").read_bytes() == b"".join(written([(7, 0), (7, 1)]))
 
 
-def test_many_samples_are_quick(tmp_path: Path) -> None:
-    log = SampleLog(tmp_path, 0, 1)
-    ids, logprobs = array("i", range(50)), array("f", [-0.5] * 50)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_many_samples_are_quick(tmp_path: Path, num_ranks: int) -> None:
+    logs = [SampleLog(tmp_path, rank, num_ranks) for rank in range(num_ranks)]
+    turn = TurnRow("", list(range(50)), list(range(50)), [-0.5] * 50, [0] * 50, "length")
+    row = msgspec.structs.replace(made([(0, 0)])[0], turns=[turn])
     began = time.perf_counter()
-    log.write(1, ({"ticket": i // 8, "answer": i % 8, "ids": ids, "logprobs": logprobs} for i in range(20_000)))
-    log.merge(1)
+    for rank, log in enumerate(logs):
+        tickets = range(rank, 2_500, num_ranks)
+        log.write(1, (msgspec.structs.replace(row, ticket=t, answer=a) for t in tickets for a in range(8)))
+    logs[0].merge(1)
     assert time.perf_counter() - began < 5
 
 
