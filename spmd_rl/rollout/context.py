@@ -7,8 +7,9 @@ async def my_rollout(ctx: Context) -> Sample:
 """
 
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from spmd_rl.data.seeds import Seeds
 from spmd_rl.model.tokenizer import Tokenizer
@@ -90,7 +91,7 @@ class Context:
         return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy=self.sampling.temperature == 0)
 
 
-Rollout = Callable[[Context], Awaitable[Sample]]
+Rollout = Callable[[Context], Coroutine[Any, Any, Sample]]
 
 
 async def single_turn(ctx: Context) -> Sample:

@@ -9,8 +9,9 @@ Left out: the rules of a step (`rounds.py`, `accept.py`, `claims.py`) and what i
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,7 +33,8 @@ from spmd_rl.rollout.pump import Pump
 from spmd_rl.rollout.replica import Replica
 from spmd_rl.rollout.rounds import Cursor, Part, plan_round, slots
 from spmd_rl.rollout.tickets import StepTickets
-from spmd_rl.types import Group, Prompt, Sample, Scorer
+from spmd_rl.rollout.under_way import UnderWay
+from spmd_rl.types import Group, Prompt, Scorer
 
 END = "generate: end of step"
 """The collective at which the replicas meet when they know the step's end."""
@@ -63,7 +65,9 @@ class Rollouts:
         self._pump = Pump(self._replica)
         self._runner = asyncio.Runner()
         self._cursor = Cursor()
-        self._running: dict[Part, tuple[Prompt, asyncio.Future[list[Sample]]]] = {}
+        self._running: dict[Part, UnderWay] = {}
+        self._ended: list[Part] = []
+        """of these, since anyone looked"""
         self._finished: dict[Part, Group] = {}
         """Of this step; with `carry`, also what an earlier step did not use."""
         self._reports: dict[Part, Finished] = {}
@@ -156,11 +160,12 @@ class Rollouts:
                     self._running[part] = self._start_part(part)
                 await asyncio.sleep(0)  # their requests now stand in the pump, and count in `_room`
             await self._turn(book)
-            if done := [part for part, (_, samples) in self._running.items() if samples.done()]:
-                for part in done:
-                    prompt, samples = self._running.pop(part)
-                    self._finished[part] = Group(prompt, part.ticket, tuple(samples.result()))
-                self._report(done, book, step)
+            if self._ended:
+                for part in self._ended:
+                    answers = self._running.pop(part)
+                    self._finished[part] = Group(answers.prompt, part.ticket, answers.samples())
+                self._report(self._ended, book, step)
+                self._ended.clear()
         return await self._pause()
 
     def _under_way(self, book: StepTickets) -> int | None:
@@ -196,13 +201,11 @@ class Rollouts:
 
     async def _give_up(self) -> None:
         """Cancel all coroutines."""
-        given_up = [samples for _, samples in self._running.values()]
-        for samples in given_up:
-            samples.cancel()
-        await asyncio.gather(*given_up, return_exceptions=True)
+        await asyncio.gather(*[answers.cancel() for answers in self._running.values()])
         self._running.clear()
+        self._ended.clear()
 
-    def _start_part(self, part: Part) -> tuple[Prompt, asyncio.Future[list[Sample]]]:
+    def _start_part(self, part: Part) -> UnderWay:
         s = self._settings
         epoch, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
         sampling = Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)
@@ -210,17 +213,23 @@ class Rollouts:
         answers = dict.fromkeys(range(s.answers_per_prompt)[first:][: self._per_part], sampling)
         if self._cfg.algorithm.uses_greedy and first + self._per_part >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last part
-        return prompt, self._start(prompt, part.ticket, epoch, answers, self._pump)
+        return self._start(prompt, part.ticket, epoch, answers, self._pump, partial(self._ended.append, part))
 
     def _start(
-        self, prompt: Prompt, ticket: int, epoch: int, sampling: dict[int, Sampling], pump: Pump
-    ) -> asyncio.Future[list[Sample]]:
+        self,
+        prompt: Prompt,
+        ticket: int,
+        epoch: int,
+        sampling: dict[int, Sampling],
+        pump: Pump,
+        ended: Callable[[], object],
+    ) -> UnderWay:
         """One coroutine per sample: answer number -> how it is drawn."""
         first = next(iter(sampling.values()))
         seeds = Seeds(first.seed, first.split, epoch, prompt.id)
         fixed = (self._tokenizer, pump, self._scorer)
         contexts = [Context(prompt, ticket, answer, seeds, s, *fixed) for answer, s in sampling.items()]
-        return asyncio.gather(*map(self._rollout, contexts))
+        return UnderWay(prompt, map(self._rollout, contexts), ended)
 
     def _room(self) -> int:
         """Parts that fit beside what is under way."""
@@ -257,10 +266,12 @@ class Rollouts:
 
     async def _answer_all(self, mine: list[tuple[int, Prompt]], sampling: dict[int, Sampling]) -> list[Group]:
         pump = Pump(self._replica)  # not the one in which carried requests wait
-        started = [self._start(prompt, number, 0, sampling, pump) for number, prompt in mine]
-        everything = asyncio.gather(*started)
-        while not everything.done():
+        ended: list[int] = []
+        started = {n: self._start(prompt, n, 0, sampling, pump, partial(ended.append, n)) for n, prompt in mine}
+        groups: dict[int, Group] = {}
+        while len(groups) < len(started):
             await pump.turn()
-        answers = everything.result()  # a rollout's own exception comes before what follows from it
+            groups |= {n: Group(started[n].prompt, n, started[n].samples()) for n in ended}
+            ended.clear()
         self._replica.end()
-        return [Group(prompt, number, tuple(samples)) for (number, prompt), samples in zip(mine, answers, strict=True)]
+        return [groups[number] for number in started]

@@ -14,8 +14,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from spmd_rl import wire
@@ -39,8 +39,7 @@ MAX_DEATHS = 5
 """So many dead hosts in a row, without a verdict between, and what is under way gets `error`."""
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
+class _Call(msgspec.Struct, eq=False):
     domain: str
     score: wire.Score
     num_bytes: int
