@@ -74,7 +74,7 @@ class Batch:
         """A batch of these segments, in this order."""
         rows = torch.as_tensor(segments, dtype=torch.int64, device=self.starts.device)
         lengths = self.starts.diff()[rows]
-        index = runs(self.starts[rows], lengths)
+        index = _runs(self.starts[rows], lengths)
         columns = {"starts": _bounds(lengths), "keys": self.keys[rows]}
         for f in fields(self):
             if f.name not in columns and (value := getattr(self, f.name)) is not None:
@@ -82,12 +82,12 @@ class Batch:
         return Batch(**columns)
 
 
-def column(values: Sequence[float], dtype: type[np.generic] = np.int64) -> Tensor:
+def column(values: Sequence[float] | np.ndarray, dtype: type[np.generic] = np.int64) -> Tensor:
     """`torch.tensor` of plain numbers, in a third of its time."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
-def runs(starts: Tensor, lengths: Tensor) -> Tensor:
+def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
     """starts[i], starts[i] + 1, ..., starts[i] + lengths[i] - 1, end to end for all i. int64 [sum of `lengths`]."""
     bounds = _bounds(lengths)
     shifts = (starts - bounds[:-1]).repeat_interleave(lengths)
@@ -111,40 +111,64 @@ def sampled_runs(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.unique_consecutive(owner[batch.loss_mask], return_inverse=True)[1], runs
 
 
+TOKEN = np.dtype([("token_ids", "<i4"), ("rollout_logprobs", "<f4"), ("versions", "<i4"), ("loss_mask", "?")])
+"""What a sample brings of each token: 13 bytes."""
+
+
+def flatten(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens laid end to end, `TOKEN` [T], and how many each sample has, int64 [S]."""
+    turns = [turn for sample in samples for turn in sample.turns]
+    parts = [part for turn in turns for part in (turn.prompt_ids, turn.token_ids)]
+    lengths = np.array([len(part) for part in parts], np.int64)
+    mask = np.repeat(np.arange(len(parts)) % 2 == 1, lengths)
+    tokens = np.zeros(len(mask), TOKEN)
+    tokens["token_ids"] = _joined(parts, np.int32)
+    tokens["rollout_logprobs"][mask] = _joined([turn.logprobs for turn in turns], np.float32)
+    tokens["versions"] = -1
+    tokens["versions"][mask] = _joined([turn.versions for turn in turns], np.int32)
+    tokens["loss_mask"] = mask
+    bounds = _cumulated(lengths)[2 * _cumulated([len(sample.turns) for sample in samples])]
+    return tokens, bounds[1:] - bounds[:-1]
+
+
+def _joined(arrays: Sequence[array], dtype: type[np.generic]) -> np.ndarray:
+    """All elements of arrays, in order."""
+    return np.frombuffer(b"".join(arrays), dtype)
+
+
+def _cumulated(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Where each run of these lengths begins, laid end to end, and where the last one ends. int64 [len + 1]."""
+    bounds = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return bounds
+
+
+def lay_out(
+    keys: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, advantages: np.ndarray, weights: np.ndarray
+) -> Batch:
+    """Segments of these keys, int64 [S, 2], with token counts, int64 [S], and tokens, `TOKEN` [T]; all are copied.
+
+    advantages, weights: float64 [S], of each sampled token of the segment.
+    """
+    starts = _cumulated(lengths)
+    assert starts[-1] == len(tokens)
+    mask = tokens["loss_mask"].copy()
+    return Batch(
+        token_ids=column(tokens["token_ids"]),
+        position_ids=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)),
+        starts=torch.from_numpy(starts),
+        keys=column(keys),
+        loss_mask=torch.from_numpy(mask),
+        rollout_logprobs=column(tokens["rollout_logprobs"], np.float32),
+        versions=column(tokens["versions"]),
+        advantages=torch.from_numpy(np.repeat(advantages.astype(np.float32), lengths) * mask),
+        weights=torch.from_numpy(np.repeat(weights.astype(np.float32), lengths) * mask),
+    )
+
+
 def pack(samples: Iterable[Sample]) -> Batch:
     """Samples laid end to end in the order given; advantages and weights are zero. Legal with no sample at all."""
     samples = list(samples)
-    turns = [turn for sample in samples for turn in sample.turns]
-    ids = [part for turn in turns for part in (turn.prompt_ids, turn.token_ids)]
-    sampled = torch.arange(len(ids)) % 2 == 1
-    mask = sampled.repeat_interleave(column([len(part) for part in ids]))
-    logprobs = _joined([turn.logprobs for turn in turns], np.float32)
-    versions = _joined([turn.versions for turn in turns], np.int32).long()
-    return lay_out(
-        column([sample.key for sample in samples]).view(-1, 2),
-        column([sample.num_tokens for sample in samples]),
-        token_ids=_joined(ids, np.int32).long(),
-        loss_mask=mask,
-        rollout_logprobs=torch.zeros(len(mask)).masked_scatter_(mask, logprobs),
-        versions=torch.full((len(mask),), -1).masked_scatter_(mask, versions),
-    )
-
-
-def _joined(arrays: Iterable[array], dtype: type[np.generic]) -> Tensor:
-    """All elements of arrays, in order."""
-    return torch.from_numpy(np.frombuffer(bytearray().join(arrays), dtype))
-
-
-def lay_out(keys: Tensor, lengths: Tensor, **columns: Tensor) -> Batch:
-    """Segments of these keys, int64 [S, 2], and token counts, int64 [S]; `columns` are those that a sample brings."""
-    starts = _bounds(lengths)
-    num_tokens = int(starts[-1])
-    assert all(len(values) == num_tokens for values in columns.values())
-    return Batch(
-        position_ids=torch.arange(num_tokens) - starts[:-1].repeat_interleave(lengths),
-        starts=starts,
-        keys=keys,
-        advantages=torch.zeros(num_tokens),
-        weights=torch.zeros(num_tokens),
-        **columns,
-    )
+    tokens, lengths = flatten(samples)
+    keys = np.array([sample.key for sample in samples], np.int64).reshape(-1, 2)
+    return lay_out(keys, lengths, tokens, *np.zeros((2, len(samples))))

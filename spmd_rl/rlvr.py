@@ -58,7 +58,7 @@ def run(cfg: RlvrConfig) -> None:
             with track.step(step):
                 collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
                 batches = learner.prepare(collected)  # [all] advantages, logprobs where they are needed
-                track.log_samples(step, lineage.rows(collected, learner.plan, tokenizer))
+                track.log_samples(step, lineage.rows(collected, learner.plan))
                 track.add(collected.metrics() | learner.update(batches))  # [all]
                 track.add(publish(version=step))  # [all] verified
                 track.add(evaluate(cfg, rollouts, world, step))  # [all] when due

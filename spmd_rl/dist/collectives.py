@@ -1,4 +1,4 @@
-"""Named collectives: metadata as msgpack, and, over gloo, the bytes of samples. No tensors of the model.
+"""Named collectives over metadata, as msgpack. No tensors.
 
 Every record says which collective its rank believes to be in, so that ranks that have come apart are told so by name.
 Never pickle. How records travel is `star.py`'s.
@@ -6,15 +6,14 @@ Never pickle. How records travel is `star.py`'s.
 
 import reprlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
-from hashlib import blake2b
 from typing import Any, Literal, NoReturn
 
 import msgspec
-import torch.distributed as dist
-from torch import Tensor
+import numpy as np
+import xxhash
 
 from spmd_rl.dist.star import Meet
 from spmd_rl.errors import RunFailed
@@ -28,15 +27,31 @@ _decode = msgspec.msgpack.decode
 _decoder = cache(msgspec.msgpack.Decoder)
 
 
+def _plain(value: Any) -> Any:
+    """An array as msgpack can say it."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, value.tobytes()]
+    raise NotImplementedError
+
+
+_spell_out = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_plain).encode
+
+
+class _Brief(reprlib.Repr):
+    """The beginning of a value; an array looks like a list."""
+
+    def repr_ndarray(self, array: np.ndarray, level: int) -> str:
+        """See `reprlib`."""
+        return self.repr1(array[: self.maxlist + 1].tolist(), level)
+
+
 class Collectives:
     """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
 
-    def __init__(
-        self, rank: int, size: int, meet: Meet | None, meeting: Meeting, group: dist.ProcessGroup | None = None
-    ) -> None:
-        """`meet` is None at size 1. `meeting` journals a name, and numbers it. `group`: gloo, for `exchange` alone."""
+    def __init__(self, rank: int, size: int, meet: Meet | None, meeting: Meeting) -> None:
+        """`meet` is None at size 1. `meeting` journals a name, and numbers it."""
         assert (meet is None) == (size == 1)
-        self._rank, self._size, self._meet_all, self._meeting, self._group = rank, size, meet, meeting, group
+        self._rank, self._size, self._meet_all, self._meeting = rank, size, meet, meeting
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
         """[all] Each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""
@@ -50,20 +65,22 @@ class Collectives:
         return _decode(self._meet("broadcast", name, payload)[src])
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] RunFailed on all ranks, naming those that differ from the most common value, unless all are equal."""
-        digest = blake2b(_encode(value), digest_size=16).digest()
-        votes = self.gather(name, [digest, reprlib.repr(value)])
-        digests = [vote for vote, _ in votes]
+        """[all] RunFailed on all ranks, naming those that differ from the most common value, unless all are equal.
+
+        Arrays may be part of it.
+        """
+        digests = self.gather(name, _digest(value) if self._size > 1 else b"")
         common = max(digests, key=lambda d: (digests.count(d), -digests.index(d)))
-        odd = [rank for rank, vote in enumerate(digests) if vote != common]
+        odd = [rank for rank, digest in enumerate(digests) if digest != common]
         if odd:
-            shown, expected = votes[odd[0]][1], votes[digests.index(common)][1]
+            told = self.gather(name, _Brief().repr(value))  # all ranks see the same digests, and come here
+            shown, expected = told[odd[0]], told[digests.index(common)]
             raise RunFailed(f"{name}: ranks {odd} differ from the others: {shown} instead of {expected}")
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
         """[all] Element by element, in float64 and in rank order; every rank must bring the same keys."""
         keys = sorted(values)
-        digest = blake2b(_encode(keys), digest_size=16).digest()
+        digest = _digest(keys)
         records = self.gather(name, [digest, [float(values[key]) for key in keys]])
         odd = [rank for rank, (theirs, _) in enumerate(records) if theirs != records[0][0]]
         if odd:
@@ -76,21 +93,6 @@ class Collectives:
     def barrier(self, name: str) -> None:
         """[all] Nobody returns before all have come."""
         self._meet("barrier", name, b"")
-
-    def exchange(self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """[all] One all-to-all: of `rows` [n, ...], the first `sent[0]` go to rank 0, the next `sent[1]` to rank 1, ...
-
-        Returns `received[0]` rows of rank 0, then `received[1]` of rank 1, ... Everyone knows beforehand how many come,
-        from a plan on which all ranks agree. On the CPU; any number may be 0.
-        """
-        assert len(sent) == len(received) == self._size and sum(sent) == len(rows)
-        self._meet("exchange", name, b"")
-        if self._size == 1:
-            return rows
-        with self._meeting(f"{name}: rows"):
-            arrived = rows.new_empty(sum(received), *rows.shape[1:])
-            dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
-            return arrived
 
     def _meet(self, kind: str, name: str, payload: bytes) -> list[bytes]:
         """[all] Every rank's payload."""
@@ -110,3 +112,7 @@ class Collectives:
             ranks = [rank for rank, place in enumerate(places) if place == (seq, label)]
             told.append(f"ranks {ranks} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}")
         raise RunFailed("ranks are in different collectives: " + "; ".join(told))
+
+
+def _digest(value: Any) -> bytes:
+    return xxhash.xxh3_128_digest(_spell_out(value))

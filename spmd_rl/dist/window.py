@@ -11,11 +11,35 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from spmd_rl.dist.world import World
+
+class Ranks(Protocol):
+    """What is needed of a `World`."""
+
+    rank: int
+    size: int
+    local_size: int
+    device: torch.device
+
+    def gather(self, name: str, record: Any) -> list[Any]:
+        """[all] Each rank's record."""
+        ...
+
+    def broadcast(self, name: str, record: Any) -> Any:
+        """[all] The record of rank 0."""
+        ...
+
+    def agree(self, name: str, value: Any) -> None:
+        """[all] RunFailed on all ranks unless they have the same."""
+        ...
+
+    def barrier(self, name: str) -> None:
+        """[all] Nobody returns before all have come."""
+        ...
 
 
 class SharedWindow:
@@ -25,27 +49,33 @@ class SharedWindow:
         self._halves, self._meet = memory.chunk(2), meet
 
     @classmethod
-    def open(cls, world: World, num_bytes: int, meet: Callable[[], object] | None = None) -> "SharedWindow | None":
+    def open(
+        cls, world: Ranks, num_bytes: int, meet: Callable[[], object] | None = None, host: bool = False
+    ) -> "SharedWindow | None":
         """[all] Two halves of `num_bytes` each; None where ranks share no memory, or the machine has none to spare.
 
-        `meet`: how all ranks meet over it; by default at a named barrier.
+        `meet`: how all ranks meet over it; by default at a named barrier. `host`: see `possible`.
         """
-        if not cls.possible(world):
+        if not cls.possible(world, host):
             return None
         fd = _reserve(2 * num_bytes) if world.rank == 0 else None
         path = world.broadcast("window: open", fd and f"/proc/{os.getpid()}/fd/{fd}")  # [all]
         if path is None:
             return None
-        memory = torch.from_file(path, shared=True, size=2 * num_bytes, dtype=torch.uint8)
-        world.barrier("window: mapped")  # [all]
+        memory = _map(path, 2 * num_bytes)
+        mapped = world.gather("window: mapped", memory is not None)  # [all]
         if fd is not None:
             os.close(fd)
-        return cls(memory, meet or partial(world.barrier, "window: meet"))
+        return cls(memory, meet or partial(world.barrier, "window: meet")) if all(mapped) else None
 
     @staticmethod
-    def possible(world: World) -> bool:
-        """Whether all ranks are CPU ranks of one machine that can; the same on all of them."""
-        return world.device.type == "cpu" and 1 < world.size == world.local_size and sys.platform == "linux"
+    def possible(world: Ranks, host: bool = False) -> bool:
+        """Whether all ranks are CPU ranks of one machine that can; the same on all of them.
+
+        `host`: for what lies in the host's memory whatever the ranks' device is.
+        """
+        on_host = host or world.device.type == "cpu"
+        return on_host and 1 < world.size == world.local_size and sys.platform == "linux"
 
     def half(self, turn: int) -> Tensor:
         """uint8 [num_bytes]"""
@@ -65,3 +95,11 @@ def _reserve(num_bytes: int) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def _map(path: str, num_bytes: int) -> Tensor | None:
+    """The file as a tensor; None where another process's is not to be had."""
+    try:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError:
+        return None

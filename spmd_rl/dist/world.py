@@ -11,12 +11,13 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from spmd_rl.dist.collectives import Collectives, Reduction
 from spmd_rl.dist.guard import Guard
 from spmd_rl.dist.journal import Journal
 from spmd_rl.dist.membership import Joined, Membership, join, meet, membership, mesh
+from spmd_rl.dist.rows import Rows
 from spmd_rl.dist.star import Meet
 from spmd_rl.dist.traffic import CountedStore, Traffic
 from spmd_rl.process import die_with_parent
@@ -58,6 +60,7 @@ class World:
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
         self._num_ways = 0
+        self._rows = Rows(self, joined.rows, traffic, journal)
 
     @classmethod
     @contextmanager
@@ -76,7 +79,7 @@ class World:
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=joined.nonce)
         traffic = Traffic()
         everyone = traffic.counted(meet(me, joined, "world", me.size))
-        collectives = Collectives(me.rank, me.size, everyone, journal.collective, joined.rows)
+        collectives = Collectives(me.rank, me.size, everyone, journal.collective)
         world = cls(me, joined, collectives, journal, traffic)
         stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
@@ -143,7 +146,10 @@ class World:
         return self._collectives.broadcast(name, record, src)
 
     def agree(self, name: str, value: Any) -> None:
-        """[all] RunFailed on all ranks, naming those that differ, unless `value` is equal everywhere."""
+        """[all] RunFailed on all ranks, naming those that differ, unless `value` is equal everywhere.
+
+        Anything msgpack can say, and arrays.
+        """
         self._collectives.agree(name, value)
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
@@ -154,10 +160,13 @@ class World:
         """[all] Nobody returns before all have come."""
         self._collectives.barrier(name)
 
-    def exchange(self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """[all] One all-to-all of a tensor's rows, on the CPU: `sent[r]` to rank r, in order; `received[r]` from it."""
-        self.traffic.count(rows.nbytes)
-        return self._collectives.exchange(name, rows, sent, received)
+    def exchange(self, name: str, rows: Tensor, counts: np.ndarray, agreed: Any = None) -> Tensor:
+        """[all] One all-to-all of rows, uint8 [n, bytes], on the CPU: this rank's, by the rank that they go to.
+
+        counts: int64 [size, size], rows that rank i sends rank j; any may be 0. Returns what comes, by rank. All have
+        the same `counts`, and the same `agreed` (see `agree`): else RunFailed on all of them, before any row is read.
+        """
+        return self._rows.exchange(name, rows, counts, agreed)
 
     def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
         """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it.

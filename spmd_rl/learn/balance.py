@@ -12,17 +12,16 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
-Count = TypeVar("Count", int, Tensor)
+Count = TypeVar("Count", int, np.ndarray)
 Part = tuple[int, int, tuple[int, ...]]
 """(-sum of the costs, smallest index, all indices): sorted, the heaviest part comes first."""
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 
 
-def assign(samples: Tensor, num_ranks: int, hidden_size: int) -> tuple[Tensor, list[int]]:
+def assign(samples: np.ndarray, num_ranks: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
     """The rank that trains each sample, int64 [n], and each rank's work; a rank computes the prompt of a ticket once.
 
     samples: int64 [n, 3], (ticket, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin with
@@ -31,25 +30,36 @@ def assign(samples: Tensor, num_ranks: int, hidden_size: int) -> tuple[Tensor, l
     Tickets stay whole, or every sample goes where it fits: whichever leaves the slowest rank less to do. Many ranks and
     few tickets ask for the second, and pay for it with prompts that several ranks compute.
     """
-    tickets, prompts, totals = samples.unbind(1)
-    _, groups, counts = torch.unique_consecutive(tickets, return_inverse=True, return_counts=True)
-    shared = workload(prompts, hidden_size)[counts.cumsum(0) - counts]  # of each ticket's prompt
+    tickets, prompts, totals = samples.T
+    first = begins(tickets)
+    groups = first.cumsum() - 1
+    shared = workload(prompts[first], hidden_size)  # of each ticket's prompt
     alone = workload(totals, hidden_size)
     own = alone - shared[groups]
-
-    def loads(ranks: Tensor) -> list[int]:
-        prompts_of = torch.unique(ranks * len(shared) + groups)  # a prompt of a rank, whose samples may be many
-        sums = torch.zeros(num_ranks, dtype=torch.int64).index_add(0, ranks, own)
-        return sums.index_add(0, prompts_of // len(shared), shared[prompts_of % len(shared)]).tolist()
-
-    whole = torch.tensor(partition(shared.index_add(0, groups, own).tolist(), num_ranks), dtype=torch.int64)
-    ranks = whole[groups]
-    work = loads(ranks)
+    costs = _sums(groups, own, len(shared)) + shared
+    whole = np.array(partition(costs.tolist(), num_ranks), np.int64)
+    work = _sums(whole, costs, num_ranks).tolist()
     if max(work) * num_ranks > sum(work) + min(shared.tolist(), default=0):  # else a prompt more cannot pay
-        spread = torch.tensor(partition(alone.tolist(), num_ranks), dtype=torch.int64)
-        if max(spread_work := loads(spread)) < max(work):
+        spread = np.array(partition(alone.tolist(), num_ranks), np.int64)
+        ranks, prompts_of = np.divmod(np.unique(spread * len(shared) + groups), len(shared))  # each once on a rank
+        spread_work = (_sums(spread, own, num_ranks) + _sums(ranks, shared[prompts_of], num_ranks)).tolist()
+        if max(spread_work) < max(work):
             return spread, spread_work
-    return ranks, work
+    return whole[groups], work
+
+
+def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Of the values of each place below `size`; in integers."""
+    sums = np.zeros(size, np.int64)
+    np.add.at(sums, places, values)
+    return sums
+
+
+def begins(tickets: np.ndarray) -> np.ndarray:
+    """Where another ticket begins: bool [n] for tickets [n], those of one side by side."""
+    first = np.ones(len(tickets), np.bool_)
+    np.not_equal(tickets[1:], tickets[:-1], out=first[1:])
+    return first
 
 
 def workload(num_tokens: Count, hidden_size: int) -> Count:

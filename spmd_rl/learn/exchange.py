@@ -6,67 +6,65 @@ Who gets which sample stands in the plan, and so does every size; only the colum
 itself stays where it was made, for the sample log. No rank ever holds more than its two shares.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import torch
-from torch import Tensor
 
-from spmd_rl.batch import Batch, lay_out, pack, runs
+from spmd_rl.batch import TOKEN, Batch, flatten, lay_out
 from spmd_rl.dist import World
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
 
-TOKEN = np.dtype([("token_ids", "<i4"), ("rollout_logprobs", "<f4"), ("versions", "<i4"), ("loss_mask", "?")])
-"""What travels of each token, and as what: 13 bytes."""
-
 
 def deal(collected: Collected, plan: Plan, num_updates: int, world: World) -> list[Batch]:
-    """[all] The samples that this rank trains, one packed batch per optimizer step; any of them may be empty."""
+    """[all] The samples that this rank trains, one packed batch per optimizer step; any of them may be empty.
+
+    RunFailed, on all ranks alike, unless they have the same plan.
+    """
+    holders, trainers, lengths = plan.holders, plan.trainers, plan.lengths
+    num_tokens = np.zeros((world.size, world.size), np.int64)
+    np.add.at(num_tokens, (holders, trainers), lengths)
+    leaving = np.flatnonzero(holders == world.rank)
+    leaving = leaving[trainers[leaving].argsort(kind="stable")]
     samples = {sample.key: sample for group in collected.groups for sample in group.samples}
-    leaving = _rows(plan.holders == world.rank, plan.trainers)
-    coming = _rows(plan.trainers == world.rank, plan.holders)
-    batch = pack(samples[ticket, answer] for ticket, answer in plan.keys[leaving].tolist())
-    assert torch.equal(batch.starts.diff(), plan.lengths[leaving]), "metadata of other samples"
-    sent = _num_tokens(plan.trainers[leaving], plan.lengths[leaving], world.size)
-    received = _num_tokens(plan.holders[coming], plan.lengths[coming], world.size)
-    arrived = world.exchange("prepare: samples", encode(batch), sent, received)
-    return [_batch(arrived, plan, coming, number) for number in range(num_updates)]
+    keys = map(tuple, plan.keys[leaving].tolist())
+    tokens, held = flatten([samples[key] for key in keys if key in samples])  # all are, if the ranks agree
+    with world.phase("coordination"):
+        arrived = world.exchange("prepare: samples", to_rows(tokens), num_tokens, plan.columns())  # [all]
+    assert np.array_equal(held, lengths[leaving]), "metadata of other samples"
+    coming = np.flatnonzero(trainers == world.rank)
+    return _batches(_in_order(to_tokens(arrived), holders[coming], lengths[coming]), plan, coming, num_updates)
 
 
-def _rows(chosen: Tensor, ranks: Tensor) -> Tensor:
-    """The chosen rows of the plan, by (rank, row)."""
-    rows = chosen.nonzero().flatten()
-    return rows[ranks[rows].argsort(stable=True)]
-
-
-def _num_tokens(ranks: Tensor, lengths: Tensor, size: int) -> list[int]:
-    """Tokens of each rank."""
-    return lengths.new_zeros(size).index_add(0, ranks, lengths).tolist()
-
-
-def encode(batch: Batch) -> Tensor:
-    """uint8 [T, 13]: a token a row."""
-    tokens = np.empty(batch.num_tokens, TOKEN)
-    for name in TOKEN.names:
-        tokens[name] = getattr(batch, name).numpy()
+def to_rows(tokens: np.ndarray) -> torch.Tensor:
+    """`TOKEN` [T] as bytes, uint8 [T, 13]; the same memory."""
     return torch.from_numpy(tokens.view(np.uint8).reshape(-1, TOKEN.itemsize))
 
 
-def decode(rows: Tensor) -> dict[str, Tensor]:
-    """The columns [T] again, in a batch's dtypes."""
-    tokens = rows.numpy().reshape(-1).view(TOKEN)
-    dtypes = {name: np.int64 if TOKEN[name] == np.int32 else TOKEN[name] for name in TOKEN.names}
-    return {name: torch.from_numpy(tokens[name].astype(dtype)) for name, dtype in dtypes.items()}
+def to_tokens(rows: torch.Tensor) -> np.ndarray:
+    """`TOKEN` [T] again."""
+    return rows.numpy().reshape(-1).view(TOKEN)
 
 
-def _batch(arrived: Tensor, plan: Plan, coming: Tensor, number: int) -> Batch:
-    """One mini-batch of the tokens of the rows that have come, in the plan's order, with the plan's numbers."""
-    starts = plan.lengths[coming].cumsum(0) - plan.lengths[coming]
-    order = coming.argsort()
-    order = order[plan.minibatches[coming[order]] == number]
-    rows = coming[order]
-    lengths = plan.lengths[rows]
-    tokens = arrived.index_select(0, runs(starts[order], lengths))
-    batch = lay_out(plan.keys[rows], lengths, **decode(tokens))
-    numbers = torch.stack((plan.advantages, plan.weights))[:, rows].float().repeat_interleave(lengths, dim=1)
-    batch.advantages, batch.weights = numbers * batch.loss_mask
-    return batch
+def _in_order(tokens: np.ndarray, holders: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The tokens of samples in the plan's order; they came by holder, and only then in that order."""
+    came = holders.argsort(kind="stable")
+    if (came[1:] > came[:-1]).all():
+        return tokens
+    begins = np.empty_like(lengths)
+    begins[came] = lengths[came].cumsum() - lengths[came]
+    moved = begins - (lengths.cumsum() - lengths)
+    return tokens.take(np.arange(len(tokens)) + np.repeat(moved, lengths))
+
+
+def _batches(tokens: np.ndarray, plan: Plan, coming: np.ndarray, num_updates: int) -> list[Batch]:
+    """The mini-batches of the rows that have come, with the plan's numbers; each is a stretch of them."""
+    batches, done = [], 0
+    for begin, end in pairwise(plan.minibatches[coming].searchsorted(np.arange(num_updates + 1)).tolist()):
+        rows = coming[begin:end]
+        lengths = plan.lengths[rows]
+        mine = tokens[done : done + lengths.sum()]
+        done += len(mine)
+        batches.append(lay_out(plan.keys[rows], lengths, mine, plan.advantages[rows], plan.weights[rows]))
+    return batches

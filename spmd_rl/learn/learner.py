@@ -79,8 +79,6 @@ class Learner:
                     greedy_answer=self._greedy_answer,
                     penalties=penalties,
                 )
-                self._world.agree("prepare: plan", self.plan.columns())
-            # packing and copying samples is work: only metadata and the meeting over it are coordination
             batches = exchange.deal(collected, self.plan, self._num_updates, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             needs_old = self._num_updates > 1 or self.plan.stale or token_advantages.needs_old_logprobs(settings)

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected
 from spmd_rl.track.samples import SampleRow, TurnRow
 from spmd_rl.types import Group, Verdict, concat
@@ -18,14 +17,14 @@ DECIMALS = 6
 _encode = msgspec.json.Encoder().encode
 
 
-def rows(collected: Collected, plan: Plan, tokenizer: Tokenizer) -> Iterator[SampleRow]:
+def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
     """One row per finished sample of this rank, in (ticket, answer) order."""
     kept = [(group, None) for group in collected.groups]
     groups = sorted([*kept, *collected.dropped], key=lambda pair: pair[0].ticket)
     left_out = dict(plan.left_out)
     # The plan is everyone's: what it says of a ticket of ours lies side by side in it.
-    tickets, answers = plan.keys.numpy().T
-    own, advantages = [group.ticket for group, _ in groups], plan.advantages.numpy()
+    tickets, answers = plan.keys.T
+    own, advantages = [group.ticket for group, _ in groups], plan.advantages
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), advantages[begin:end].tolist(), strict=True))

@@ -1,16 +1,16 @@
 """The plan of a step: every cross-sample number, computed over the global batch.
 
-All ranks hold the metadata of all samples (`Outcome`), so each computes the same advantages, token weights and
+All ranks hold the metadata of all samples (`collected.ANSWER`), so each computes the same advantages, token weights and
 distribution of the samples over the ranks, in (ticket, answer) order. Nothing here meets other ranks; `exchange.py`
 carries the plan out.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from spmd_rl.algo import ADVANTAGES, AGGREGATIONS
 from spmd_rl.algo.moments import Moments
@@ -18,7 +18,7 @@ from spmd_rl.batch import column
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn import balance
 from spmd_rl.learn.binding import bind
-from spmd_rl.learn.scores import Key, Metadata, left_out, loss_weights, shape
+from spmd_rl.learn.scores import Key, Metadata, keys, left_out, loss_weights, shape
 from spmd_rl.rollout import Collected
 
 
@@ -27,21 +27,21 @@ class Plan:
     """What every rank computes alike from the metadata of a step. One row per sample that trains, in order; n rows."""
 
     step: int
-    keys: Tensor
+    keys: np.ndarray
     """int64 [n, 2]: (ticket, answer)"""
-    lengths: Tensor
+    lengths: np.ndarray
     """int64 [n]: tokens of the sample, prompt included"""
-    num_sampled: Tensor
+    num_sampled: np.ndarray
     """int64 [n]: tokens among them that the policy sampled"""
-    holders: Tensor
+    holders: np.ndarray
     """int64 [n]: rank that generated the sample"""
-    trainers: Tensor
+    trainers: np.ndarray
     """int64 [n]: rank that trains it"""
-    advantages: Tensor
+    advantages: np.ndarray
     """float64 [n]: advantage of the whole answer; before a token-level estimator, its shaped score"""
-    weights: Tensor
+    weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
-    minibatches: Tensor
+    minibatches: np.ndarray
     """int64 [n]: number of the optimizer step that uses the sample"""
     left_out: tuple[tuple[Key, str], ...]
     """samples that have a score and do not train, each with the reason"""
@@ -52,10 +52,9 @@ class Plan:
     mean_reward: float
     """of the shaped scores; 0 without any"""
 
-    def columns(self) -> tuple:
-        """Everything as plain values, for a hash that ranks compare."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return tuple(value.tolist() if isinstance(value, Tensor) else value for value in values)
+    def columns(self) -> tuple[Any, ...]:
+        """Everything: what ranks compare."""
+        return tuple([getattr(self, name) for name in self.__slots__])
 
 
 def plan(
@@ -78,60 +77,58 @@ def plan(
     the number of the answer that is a baseline, if there is one. penalties: added to the scores.
     """
     data = Metadata.of(collected, greedy_answer)
-    keys = data.keys
-    extra = None if penalties is None else column([penalties[key] for key in keys], np.float64)
+    extra = None if penalties is None else column([penalties[key] for key in keys(data.answers)], np.float64)
     scored, running = shape(data, settings, running, max_tokens, extra)
     advantages = scored.scores  # a token-level estimator starts from these
     if settings.advantage in ADVANTAGES:
         advantages = bind(ADVANTAGES[settings.advantage], settings)(scored)
     reasons = left_out(data, settings)
-    rows = [row for row in range(len(keys)) if row not in reasons]
-    kept, answers = column(rows), [data.answers[row] for row in rows]
-    tickets, sampled = data.groups[kept], data.lengths[kept]
-    minibatches = divide(tickets, num_updates)
+    kept = np.delete(np.arange(len(data.answers)), list(reasons)) if reasons else slice(None)
+    answers, sampled = data.answers[kept], data.lengths[kept]
+    minibatches = divide(answers["ticket"], num_updates)
+    bounds = minibatches.searchsorted(np.arange(num_updates + 1)).tolist()
     weights = loss_weights(data, settings, kept)
     aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-    for number in range(num_updates):
-        chosen = (minibatches == number).nonzero().flatten()
-        weights[chosen] *= aggregate(sampled[chosen])
-    lengths = column([a.num_tokens for a in answers])
-    work = torch.stack((tickets, column([a.num_prompt_tokens for a in answers]), lengths), dim=1)
-    trainers, spread = assign(work, minibatches, num_ranks, hidden_size)
+    for begin, end in pairwise(bounds):
+        weights[begin:end] *= aggregate(sampled[begin:end])
+    trainers, spread = assign(answers, bounds, num_ranks, hidden_size)
     made = Plan(
         step=collected.step,
-        keys=torch.stack((tickets, column([a.answer for a in answers])), dim=1),
-        lengths=lengths,
-        num_sampled=sampled,
-        holders=column([a.rank for a in answers]),
+        keys=np.stack((answers["ticket"], answers["answer"]), axis=1),
+        lengths=answers["num_tokens"].astype(np.int64),
+        num_sampled=sampled.numpy(),
+        holders=answers["rank"].astype(np.int64),
         trainers=trainers,
-        advantages=advantages[kept],
-        weights=weights,
+        advantages=advantages[kept].numpy(),
+        weights=weights.numpy(),
         minibatches=minibatches,
-        left_out=data.aside + tuple((keys[row], reason) for row, reason in reasons.items()),
-        stale=any(a.stale for a in answers),
+        left_out=data.aside + tuple(zip(keys(data.answers[list(reasons)]), reasons.values(), strict=True)),
+        stale=bool(answers["stale"].any()),
         balance=spread,
         mean_reward=float(scored.scores.mean()) if len(scored.scores) else 0.0,
     )
     return made, running
 
 
-def divide(tickets: Tensor, num_updates: int) -> Tensor:
+def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
     """The mini-batch of each sample: tickets (int64 [n], those of one side by side) in order, as evenly as they go."""
-    _, places = torch.unique_consecutive(tickets, return_inverse=True)
+    if num_updates == 1:
+        return np.zeros(len(tickets), np.int64)
+    places = balance.begins(tickets).cumsum() - 1
     return places * num_updates // (places[-1:] + 1)
 
 
-def assign(samples: Tensor, minibatches: Tensor, num_ranks: int, hidden_size: int) -> tuple[Tensor, float]:
-    """The rank that trains each sample (see `balance.assign`), and `Plan.balance`.
+def assign(answers: np.ndarray, bounds: Sequence[int], num_ranks: int, hidden_size: int) -> tuple[np.ndarray, float]:
+    """The rank that trains each sample (see `balance.assign`), and `Plan.balance`. bounds: of the mini-batches.
 
     Every mini-batch is balanced by itself: ranks wait for each other at the end of each.
     """
-    trainers = torch.zeros_like(minibatches)
+    trainers = np.zeros(len(answers), np.int64)
     if num_ranks == 1:
         return trainers, 1.0
+    samples = np.stack([answers[name] for name in ("ticket", "num_prompt_tokens", "num_tokens")], axis=1)
     slowest = total = 0
-    for number in minibatches.unique().tolist():
-        chosen = (minibatches == number).nonzero().flatten()
-        trainers[chosen], loads = balance.assign(samples[chosen], num_ranks, hidden_size)
+    for begin, end in pairwise(bounds):
+        trainers[begin:end], loads = balance.assign(samples[begin:end], num_ranks, hidden_size)
         slowest, total = slowest + max(loads), total + sum(loads)
     return trainers, slowest * num_ranks / total if total else 1.0

@@ -1,11 +1,14 @@
 """`Roofline`: a step's `roofline/*` seconds, from what the learner knows of it; see `track/efficiency.py`."""
 
+import numpy as np
 import torch
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
+from spmd_rl.learn.balance import begins
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
+from spmd_rl.rollout.collected import joined
 from spmd_rl.track.efficiency import Devices, Pass, Tokens, find_ceilings, roofline
 from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
 
@@ -32,19 +35,20 @@ class Roofline:
         """Seconds by phase, equal on all ranks. needs_old: the policy's logprobs were computed before the update."""
         if self._ceilings is None:
             return {}
-        used = {tuple(key) for key in plan.keys.tolist()}
-        generated, trained = [], []
-        for outcome in collected.outcomes:
-            rows = {
-                (outcome.ticket, a.answer): (a.num_prompt_tokens, a.num_answer_tokens, a.num_tokens)
-                for a in outcome.answers
-            }
-            generated.append(list(rows.values()))
-            trained.append([row for key, row in rows.items() if key in used])
+        answers = joined(o.answers for o in collected.outcomes)
+        width = 1 + answers["answer"].max(initial=0)
+        trains = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
         passes = [Pass(self._policy.size, int(needs_old), plan.step > self._warmup)]
         passes += [Pass(self._reference.size, 1, False)] if self._reference else []
         passes += [Pass(self._critic.size, 1, True)] if self._critic else []
         seconds = roofline(
-            Tokens.of(generated), Tokens.of(trained), self._policy.size, passes, self._devices, self._ceilings
+            _tokens(answers), _tokens(answers[trains]), self._policy.size, passes, self._devices, self._ceilings
         )
         return {f"roofline/{phase}": value for phase, value in seconds.items()}
+
+
+def _tokens(answers: np.ndarray) -> Tokens:
+    """Of rows of `ANSWER`, those of a ticket side by side."""
+    rows = answers[["num_prompt_tokens", "num_answer_tokens", "num_tokens"]]
+    bounds = np.flatnonzero(begins(answers["ticket"]))[1:]
+    return Tokens.of(group.tolist() for group in np.split(rows, bounds))

@@ -1,7 +1,7 @@
 """From the metadata of a step to one number per sample: shaped scores, who is left out of the loss, and loss weights.
 
-Every rank holds the same metadata (`Outcome`) and finds the same. A verdict that is not a score takes its sample out
-altogether, out of its group's baseline too; a mask takes it out of the loss alone.
+Every rank holds the same metadata (rows of `collected.ANSWER`) and finds the same. A verdict that is not a score takes
+its sample out altogether, out of its group's baseline too; a mask takes it out of the loss alone.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from spmd_rl.batch import column
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
 from spmd_rl.rollout import Collected
-from spmd_rl.rollout.collected import AnswerOutcome
+from spmd_rl.rollout.collected import joined
 
 Key = tuple[int, int]
 
@@ -28,7 +28,8 @@ Key = tuple[int, int]
 class Metadata:
     """The n scored samples of a step that may train, in (ticket, answer) order; each holds a sampled token."""
 
-    answers: tuple[AnswerOutcome, ...]
+    answers: np.ndarray
+    """`ANSWER` [n]"""
     groups: Tensor
     """int64 [n]: ticket"""
     scores: Tensor
@@ -43,33 +44,39 @@ class Metadata:
     @classmethod
     def of(cls, collected: Collected, greedy_answer: int | None = None) -> "Metadata":
         """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
-        answers: list[AnswerOutcome] = []
-        tickets: list[int] = []
-        baselines: list[float] = []
-        aside: list[tuple[Key, str]] = []
-        for o in collected.accepted:
-            scored = [a for a in o.answers if a.scored and a.num_answer_tokens]
-            if greedy_answer is not None:
-                greedy = [a for a in scored if a.answer == greedy_answer]
-                reason = "greedy baseline" if greedy else "no greedy score"
-                aside += [((o.ticket, a.answer), reason) for a in greedy or scored]
-                scored = [a for a in scored if a.answer != greedy_answer] if greedy else []
-                baselines += [a.score for a in greedy] * len(scored)
-            answers += scored
-            tickets += [o.ticket] * len(scored)
+        answers = joined(o.answers for o in collected.accepted)
+        answers = answers.compress(answers["scored"] & (answers["num_answer_tokens"] > 0))
+        greedy, aside = None, ()
+        if greedy_answer is not None:
+            answers, greedy, aside = _without_baselines(answers, greedy_answer)
         return cls(
-            answers=tuple(answers),
-            groups=column(tickets),
-            scores=column([a.score for a in answers], np.float64),
-            lengths=column([a.num_answer_tokens for a in answers]),
-            greedy=None if greedy_answer is None else column(baselines, np.float64),
-            aside=tuple(aside),
+            answers=answers,
+            groups=column(answers["ticket"]),
+            scores=column(answers["score"], np.float64),
+            lengths=column(answers["num_answer_tokens"]),
+            greedy=None if greedy is None else column(greedy, np.float64),
+            aside=aside,
         )
 
-    @property
-    def keys(self) -> list[Key]:
-        """(ticket, answer)"""
-        return [(ticket, a.answer) for ticket, a in zip(self.groups.tolist(), self.answers, strict=True)]
+
+def keys(answers: np.ndarray) -> list[Key]:
+    """Of rows of `ANSWER`."""
+    return list(zip(answers["ticket"].tolist(), answers["answer"].tolist(), strict=True))
+
+
+def _without_baselines(
+    answers: np.ndarray, greedy_answer: int
+) -> tuple[np.ndarray, np.ndarray, tuple[tuple[Key, str], ...]]:
+    """The rows that may train, the score of each one's baseline, and `Metadata.aside`."""
+    is_baseline = answers["answer"] == greedy_answer
+    baselines = answers.compress(is_baseline)
+    is_aside = is_baseline | ~np.isin(answers["ticket"], baselines["ticket"])
+    reasons = np.where(is_baseline[is_aside], "greedy baseline", "no greedy score").tolist()
+    aside = tuple(zip(keys(answers.compress(is_aside)), reasons, strict=True))
+    answers = answers.compress(~is_aside)
+    order = baselines["ticket"].argsort()
+    mine = order[np.searchsorted(baselines["ticket"], answers["ticket"], sorter=order)]
+    return answers, baselines["score"][mine], aside
 
 
 def shape(
@@ -81,7 +88,7 @@ def shape(
     """
     scores = bind(shaping.scale_shift, settings)(data.scores)
     if settings.format_penalty:
-        wrong = column([a.wrong_format for a in data.answers], np.bool_)
+        wrong = column(data.answers["wrong_format"], np.bool_)
         scores = scores + bind(shaping.format_penalty, settings)(wrong)
     if settings.overlong_coef:
         scores = scores + bind(shaping.overlong_penalty, settings)(data.lengths, max_tokens)
@@ -89,7 +96,8 @@ def shape(
         scores = scores + penalties
     if "running" in (settings.norm_mean_type, settings.norm_std_type):
         running = running.merge(Moments.of(scores))
-    scores = bind(shaping.normalise, settings)(scores, data.groups, running)
+    if (settings.norm_mean_type, settings.norm_std_type) != ("none", "none"):
+        scores = bind(shaping.normalise, settings)(scores, data.groups, running)
     if settings.reward_clip is not None:
         scores = shaping.clip(scores, settings.reward_clip)
     # penalties are the samples' own: a baseline may be any function of the prompt
@@ -108,14 +116,14 @@ def left_out(data: Metadata, settings: AlgorithmConfig) -> dict[int, str]:
 
 def _masks(data: Metadata, settings: AlgorithmConfig) -> Iterator[tuple[str, Tensor]]:
     if settings.max_len_mask:
-        yield "truncated", masks.max_len_mask(column([a.truncated for a in data.answers], np.bool_))
+        yield "truncated", masks.max_len_mask(column(data.answers["truncated"], np.bool_))
     if settings.difficulty_mask:
         yield "too easy or too hard", bind(masks.difficulty_mask, settings)(data.scores, data.groups)
     if settings.error_max_len_clip:
         yield "long and wrong", bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
 
 
-def loss_weights(data: Metadata, settings: AlgorithmConfig, kept: Tensor) -> Tensor:
+def loss_weights(data: Metadata, settings: AlgorithmConfig, kept: np.ndarray | slice) -> Tensor:
     """Factor of the loss of each sample of the rows `kept` beside its share of the mean: float64, of mean 1."""
     weights = torch.ones(len(data.answers), dtype=torch.float64)
     if settings.difficulty_loss_weight:

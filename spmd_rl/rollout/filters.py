@@ -1,19 +1,19 @@
-"""Which groups train: a pure function of their answers' metadata, so that every rank finds the same."""
+"""Which groups train: a pure function of their answers' metadata. Who resolves a ticket asks, and tells all others."""
 
-from collections.abc import Sequence
 from statistics import fmean
 
+import numpy as np
+
 from spmd_rl.config.schema import FilterConfig
-from spmd_rl.rollout.collected import AnswerOutcome
 
 
-def why_not(answers: Sequence[AnswerOutcome], min_answers: int, settings: FilterConfig) -> str | None:
-    """Why the group does not qualify, in two or three words; None if it does.
+def why_not(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
+    """Why the group of these answers (rows of `collected.ANSWER`) does not qualify, in two or three words; else None.
 
     Only scored answers have a score; a greedy baseline is not asked.
     """
-    answers = [answer for answer in answers if not answer.greedy]
-    scores = [answer.score for answer in answers if answer.scored]
+    sampled = ~answers["greedy"]
+    scores = answers["score"][answers["scored"] & sampled].tolist()
     if len(scores) < min_answers:
         return "too few scored"
     if settings.zero_variance and min(scores) == max(scores):
@@ -22,11 +22,8 @@ def why_not(answers: Sequence[AnswerOutcome], min_answers: int, settings: Filter
         return "too hard"
     if settings.max_mean_score is not None and fmean(scores) > settings.max_mean_score:
         return "too easy"
-    if settings.max_truncated is not None and fmean([a.truncated for a in answers]) > settings.max_truncated:
+    if settings.max_truncated is not None and answers["truncated"][sampled].mean() > settings.max_truncated:
         return "too many truncated"
-    if (
-        settings.max_mean_tokens is not None
-        and fmean([a.num_answer_tokens for a in answers]) > settings.max_mean_tokens
-    ):
+    if settings.max_mean_tokens is not None and answers["num_answer_tokens"][sampled].mean() > settings.max_mean_tokens:
         return "too long"
     return None

@@ -8,16 +8,15 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from statistics import fmean
 
 import msgspec
 
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
-from spmd_rl.dist import World
 from spmd_rl.errors import RunFailed
-from spmd_rl.rollout.collected import Collected, Finished, Outcome
-from spmd_rl.rollout.filters import why_not
+from spmd_rl.rollout.collected import Collected, Finished, Outcome, joined
 from spmd_rl.rollout.rounds import Part
 from spmd_rl.rollout.tickets import StepTickets
 from spmd_rl.types import Group
@@ -33,8 +32,10 @@ class Told(msgspec.Struct, array_like=True):
     """places, see `StepTickets.counted`"""
     end: str
     """see `StepTickets.end_mark`"""
-    bubble: float | None
-    """None on a rank that leads no replica"""
+    idle_seconds: float | None
+    """in which its engine had nothing to do before the step's end; None on a rank that leads no replica"""
+    seconds: float
+    """from the step's beginning until it knew of its end"""
     num_aborted: int
 
 
@@ -59,7 +60,7 @@ class Harvest:
         parts: dict[int, list[Group]] = defaultdict(list)
         for part in sorted(set(mine) - self.carried):
             parts[part.ticket].append(mine[part])
-        groups = {ticket: _joined(some) for ticket, some in parts.items()}
+        groups = {ticket: _whole(some) for ticket, some in parts.items()}
         return Collected(
             step=step,
             groups=tuple(group for ticket, group in groups.items() if ticket in reasons and reasons[ticket] is None),
@@ -73,47 +74,45 @@ class Harvest:
         )
 
 
-def _joined(parts: list[Group]) -> Group:
+def _whole(parts: list[Group]) -> Group:
     """Parts of one ticket, in order, as one group."""
     return Group(parts[0].prompt, parts[0].ticket, tuple(sample for part in parts for sample in part.samples))
 
 
-def harvest(cfg: RlvrConfig, step: int, book: StepTickets, told: Told, world: World) -> Harvest:
-    """[all] Gather the metadata, and check that the tickets are whole."""
-    records: list[Told] = world.gather("collect: outcomes", told, Told)
+def harvest(settings: RolloutConfig, book: StepTickets, records: list[Told]) -> Harvest:
+    """What all ranks' records amount to. Checks that the tickets are whole."""
     places = book.used([r.end for r in records], {place for r in records for place in r.counted})
     used = frozenset(book.round.order.ticket(place) for place in places)
     finished = sorted([f for r in records for f in r.finished], key=attrgetter("ticket", "part"))
     running = {part for r in records for part in r.running}
-    kept = [f for f in finished if f.ticket not in used and cfg.rollout.carry]
+    kept = [f for f in finished if f.ticket not in used and settings.carry]
     assert not any(part.ticket in used for part in running), "a used ticket is still under way"
-    bubbles = [r.bubble for r in records if r.bubble is not None]
+    seconds = max(r.seconds for r in records)  # then the last has come: the others have been idle since they came
+    idle = [r.idle_seconds + seconds - r.seconds for r in records if r.idle_seconds is not None]
     return Harvest(
         used=used,
-        outcomes=_outcomes([f for f in finished if f.ticket in used], book.round.parts, used, cfg.rollout),
+        outcomes=_outcomes([f for f in finished if f.ticket in used], book.round.parts, used),
         carried=frozenset(running | {Part(f.ticket, f.part) for f in kept}),
-        num_carried=cfg.rollout.answers_per_part * len(running) + sum(len(f.answers) for f in kept),
-        bubble=fmean(bubbles),
+        num_carried=settings.answers_per_part * len(running) + sum(f.num_answers for f in kept),
+        bubble=fmean(idle) / seconds,
         num_aborted=sum(r.num_aborted for r in records),
     )
 
 
-def _outcomes(
-    finished: list[Finished], parts: int, used: frozenset[int], settings: RolloutConfig
-) -> tuple[Outcome, ...]:
-    """One outcome per used ticket, in order."""
-    tickets: dict[int, list[Finished]] = defaultdict(list)
-    for part in finished:
-        tickets[part.ticket].append(part)
-    assert set(tickets) == used, "a ticket is lost or used twice"
-    outcomes = []
-    for ticket, some in sorted(tickets.items()):
-        assert [part.part for part in some] == list(range(parts)), f"ticket {ticket} is not whole"
-        answers = tuple([answer for part in some for answer in part.answers])
-        reason = why_not(answers, settings.min_answers, settings.filter)
-        detail = next((part.detail for part in some if part.detail), "")
-        outcomes.append(Outcome(ticket, some[0].domain, reason, answers, detail))
-    return tuple(outcomes)
+def _outcomes(finished: list[Finished], parts: int, used: frozenset[int]) -> tuple[Outcome, ...]:
+    """One outcome per used ticket, in order; their answers lie in one piece of memory."""
+    whole = [(ticket, part) for ticket in sorted(used) for part in range(parts)]
+    assert [(f.ticket, f.part) for f in finished] == whole, "a ticket is lost, used twice or not whole"
+    reasons = {f.ticket: f.why_not for f in finished if f.why_not}
+    details = {f.ticket: f.detail for f in reversed(finished) if f.detail}
+    answers = joined([f.answers for f in finished])
+    bounds = list(accumulate([f.num_answers for f in finished], initial=0))[::parts]
+    return tuple(
+        [
+            Outcome(f.ticket, f.domain, reasons.get(f.ticket), answers[begin:end], details.get(f.ticket, ""))
+            for f, (begin, end) in zip(finished[::parts], pairwise(bounds), strict=True)
+        ]
+    )
 
 
 def review(collected: Collected, cfg: RlvrConfig, rank: int) -> None:

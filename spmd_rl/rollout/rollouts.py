@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data.prompts import Prompts
 from spmd_rl.data.seeds import Seeds
@@ -26,7 +24,7 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import harvest
 from spmd_rl.rollout.accept import tickets
 from spmd_rl.rollout.claims import Claim, claim
-from spmd_rl.rollout.collected import AnswerOutcome, Collected, Finished, finished
+from spmd_rl.rollout.collected import Collected, Finished, finished, joined
 from spmd_rl.rollout.context import Context, Rollout, Sampling, single_turn
 from spmd_rl.rollout.filters import why_not
 from spmd_rl.rollout.pump import Pump
@@ -126,20 +124,18 @@ class Rollouts:
                 num_aborted = self._runner.run(self._until_end(claims, book, step))
             else:
                 replica.follow()
-            idle_from = time.perf_counter()
-            world.barrier(END)
-            now = time.perf_counter()
-            bubble = (self._pump.idle_seconds + now - idle_from) / (now - began)
-        with world.phase("coordination"):
             told = harvest.Told(
                 finished=list(self._reports.values()),
                 running=sorted(self._running),
                 counted=sorted(book.counted),
                 end=book.end_mark(),
-                bubble=bubble if replica.leads else None,
+                idle_seconds=self._pump.idle_seconds if replica.leads else None,
+                seconds=time.perf_counter() - began,
                 num_aborted=0 if s.carry else num_aborted,
             )
-            yielded = harvest.harvest(self._cfg, step, book, told, world)  # [all]
+            records = world.gather(END, told, harvest.Told)  # [all] who comes early waits here for the others' verdicts
+        with world.phase("coordination"):
+            yielded = harvest.harvest(self._cfg.rollout, book, records)
             collected = yielded.collected(step, self._finished)
             self._cursor = self._cursor.after(yielded.used)
             self._carried = yielded.carried
@@ -179,14 +175,10 @@ class Rollouts:
             place = book.round.order.place(part.ticket)
             mine = finished(self._finished[part], part.number, self._world.rank, step - 1)
             self._reports[part] = mine
-            answers: Sequence[AnswerOutcome] | None = mine.answers
-            if book.round.parts > 1:
-                pooled = book.pool(place, part.number, msgspec.msgpack.encode(mine.answers))
-                answers = pooled and [
-                    a for one in pooled for a in msgspec.msgpack.decode(one, type=list[AnswerOutcome])
-                ]
-            if answers is not None:
-                outcomes[place] = why_not(answers, self._settings.min_answers, self._settings.filter) is None
+            pooled = book.pool(place, part.number, mine.answers)
+            if pooled is not None:
+                mine.why_not = why_not(joined(pooled), self._settings.min_answers, self._settings.filter)
+                outcomes[place] = mine.why_not is None
         if outcomes:
             book.resolve(outcomes)
 

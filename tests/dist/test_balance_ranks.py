@@ -1,14 +1,17 @@
 """Samples change ranks: the gradient does not, whoever made them, and nothing is lost on the way."""
 
 from array import array
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.dist import World
+from spmd_rl.errors import RunFailed
 from spmd_rl.learn import exchange, policy_loss, prepare
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
@@ -57,7 +60,6 @@ def dealt(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUP
     """`num_ranks=1`: everything goes to rank 0, the reference."""
     collected = harvest(world, layout, groups)
     plan = plan_of(collected, AlgorithmConfig(), NUM_UPDATES, num_ranks)
-    world.agree("plan", plan.columns())
     return plan, exchange.deal(collected, plan, NUM_UPDATES, world)
 
 
@@ -132,7 +134,7 @@ def rows(world: World) -> list:
     plan = [[0 if at == 1 or to == last else 1 + at + 2 * to for to in range(world.size)] for at in range(world.size)]
     sent = plan[world.rank]
     mine = torch.cat([torch.full((n, 3), 10 * world.rank + to, dtype=torch.uint8) for to, n in enumerate(sent)])
-    got = world.exchange("rows", mine, sent, [row[world.rank] for row in plan])
+    got = world.exchange("rows", mine, np.array(plan))
     assert got.shape[1:] == (3,) and got.dtype == torch.uint8
     return [[plan[at][world.rank] for at in range(world.size)], got[:, 0].tolist()]
 
@@ -143,12 +145,34 @@ def test_exchange_of_uneven_rows(size: int) -> None:
         assert got == [10 * at + rank for at, n in enumerate(counts) for _ in range(n)]
 
 
+def misled(world: World, how: str) -> str:
+    """What the ranks say if the last one has another plan."""
+    collected = harvest(world, "dealt", GROUPS)
+    plan = plan_of(collected, AlgorithmConfig(), NUM_UPDATES, world.size)
+    if world.rank == world.size - 1:
+        if how == "advantages":
+            plan = replace(plan, advantages=np.nextafter(plan.advantages, np.inf))
+        elif how == "trainers":
+            plan = replace(plan, trainers=plan.trainers[::-1])
+        else:  # samples that it does not have
+            plan = replace(plan, holders=(plan.holders + 1) % world.size)
+    with pytest.raises(RunFailed) as failed:
+        exchange.deal(collected, plan, NUM_UPDATES, world)
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("how", ["advantages", "trainers", "holders"])
+def test_a_rank_with_another_plan_is_named_by_all(how: str) -> None:
+    (told,) = set(run_ranks(3, misled, how))
+    assert told.startswith("prepare: samples: ranks [2] differ from the others: ")
+
+
 def weigh(world: World) -> list[int]:
     """Bytes of samples that this rank sends and gets, all columns of what it trains, and the global batch's bytes."""
     through = [0, 0]
 
-    def counted(name: str, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        arrived = World.exchange(world, name, rows, sent, received)
+    def counted(name: str, rows: torch.Tensor, counts: np.ndarray, agreed: Any) -> torch.Tensor:
+        arrived = World.exchange(world, name, rows, counts, agreed)
         through[0], through[1] = through[0] + rows.nbytes, through[1] + arrived.nbytes
         return arrived
 

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
@@ -27,7 +28,7 @@ from spmd_rl.dist import World, solo
 from spmd_rl.learn import exchange, prepare, token_advantages
 from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.model.build import build_model
-from spmd_rl.rollout.collected import Collected, Outcome, answer_outcome
+from spmd_rl.rollout.collected import ANSWER, Collected, Outcome, answer_row
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.types import Group, Message, Prompt, Sample, Verdict
 from tests.dist.harness import run_ranks
@@ -102,7 +103,7 @@ def harvest(world: World, layout: Layout) -> Collected:
     mine, outcomes = [], []
     for g in everything:
         held = [layout.holder(s, world.size) for s in g.samples]
-        answers = tuple(answer_outcome(s, rank, 0) for s, rank in zip(g.samples, held, strict=True))
+        answers = np.array([answer_row(s, rank, 0) for s, rank in zip(g.samples, held, strict=True)], ANSWER)
         outcomes.append(Outcome(g.ticket, "toy", None, answers, ""))
         here = tuple(s for s, rank in zip(g.samples, held, strict=True) if rank == world.rank)
         mine += [replace(g, samples=here)] if here else []

@@ -16,7 +16,7 @@ from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainC
 from spmd_rl.dist import solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.fsdp2 import FSDP2Backend, shard
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
@@ -42,6 +42,7 @@ K0, K1 = (f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2))
 
 def grow(model):
     """An update."""
+    shard.reshard(model)  # as before each of the trainer's: what a forward has gathered would not change with it
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.01)

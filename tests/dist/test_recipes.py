@@ -7,6 +7,7 @@ that ratios are not 1.
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.learn import Learner
-from spmd_rl.rollout.collected import Collected, Outcome, answer_outcome
+from spmd_rl.rollout.collected import ANSWER, Collected, Outcome, answer_row
 from spmd_rl.train import build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
@@ -81,7 +82,7 @@ def harvest(world: World, step: int, greedy: bool) -> Collected:
         groups = [Group(g.prompt, g.ticket, g.samples[:4]) for g in groups]
     outcomes = []
     for g in groups:
-        answers = tuple(answer_outcome(s, g.ticket % world.size, step) for s in g.samples)
+        answers = np.array([answer_row(s, g.ticket % world.size, step) for s in g.samples], ANSWER)
         outcomes.append(Outcome(g.ticket, "toy", None, answers, ""))
     mine = tuple(g for g in groups if g.ticket % world.size == world.rank)
     return Collected(step, mine, (), tuple(outcomes), 0.0, 0, 0)

@@ -52,7 +52,7 @@ def steps(world: World, tp: int, rollout: dict) -> list:
     seen = []
     for step in (1, 2):
         collected = rollouts.collect(step)
-        seen.append([[o.ticket, [a.score for a in o.answers]] for o in collected.outcomes])
+        seen.append([[o.ticket, o.answers["score"].tolist()] for o in collected.outcomes])
         seen.append([g.ticket for g in collected.groups])
     groups = rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
     rollouts.close()

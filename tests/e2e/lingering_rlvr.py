@@ -1,6 +1,6 @@
 """The door, made to linger at one point of step 2, so that a test can strike there. Else the same program.
 
-    LINGER="collective prepare: plan" torchrun ... tests/e2e/lingering_rlvr.py key=value ...
+    LINGER="collective prepare: samples" torchrun ... tests/e2e/lingering_rlvr.py key=value ...
 
 A point is a journal event and the phase or collective it belongs to. Beside the journal's own events there is
 `progress <phase>`: an engine step, a weight handed over, a tensor written.

@@ -18,7 +18,7 @@ POINTS = {
     "publish": "progress publish",
     "generate": "progress generate",
     "score": "enter score",
-    "prepare": "collective prepare: plan",
+    "prepare": "collective prepare: samples",
     "update": "collective update: micro-batch 1/1",
     "save": "progress save",
 }

@@ -31,7 +31,7 @@ AWAITED = {
     "publish": "window: meet",
     "generate": "generate: end of step",
     "score": "generate: end of step",
-    "prepare": "prepare: plan",
+    "prepare": "prepare: samples",
     "update": "update: micro-batch 1/1",
     "save": "save: shards",
 }

@@ -317,8 +317,8 @@ def test_remax_draws_one_greedy_answer_that_is_no_member_of_the_group(world: Wor
     assert {temperature for (_, answer), temperature in asked if answer == 4} == {0.0}
     assert {temperature for (_, answer), temperature in asked if answer < 4} == {1.0}
     for o in collected.outcomes:
-        assert [(a.answer, a.greedy) for a in o.answers] == [(n, n == 4) for n in range(5)]
-    sampled = [a.score for o in collected.outcomes for a in o.answers if not a.greedy]
+        assert o.answers[["answer", "greedy"]].tolist() == [(n, n == 4) for n in range(5)]
+    sampled = [score for o in collected.outcomes for score in o.answers["score"][~o.answers["greedy"]]]
     assert collected.metrics()["critic/score/mean"] == pytest.approx(sum(sampled) / len(sampled))
     for group in collected.groups:
         assert len({s.verdict.score for s in group.samples if not s.greedy}) == 2, "the baseline is no variance"

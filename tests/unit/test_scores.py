@@ -11,7 +11,6 @@ from spmd_rl.dist import solo
 from spmd_rl.learn import lineage, prepare, repetition
 from spmd_rl.learn.scores import Metadata, left_out, loss_weights, shape
 from spmd_rl.types import Group, Verdict
-from tests.fakes import FakeTokenizer
 from tests.unit.test_prepare import GROUPS, collected, group, planned
 
 
@@ -67,7 +66,7 @@ def test_what_is_left_out_stays_in_the_baseline_and_leaves_the_divisor() -> None
     assert plan.keys.tolist() == [[1, 1]] and plan.advantages.tolist() == [-0.5]
     assert plan.weights.tolist() == pytest.approx([1 / 5])
     assert plan.left_out == (((1, 0), "truncated"),)
-    rows = list(lineage.rows(collected(groups), plan, FakeTokenizer()))
+    rows = list(lineage.rows(collected(groups), plan))
     assert [(row.kept, row.why_not) for row in rows] == [(False, "truncated"), (True, None)]
 
 

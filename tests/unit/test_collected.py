@@ -1,0 +1,145 @@
+"""Rows of metadata: what a rank packs is what all read, and columns say what a walk over the samples would."""
+
+from array import array
+from random import Random
+from statistics import fmean
+
+import msgspec
+import numpy as np
+import pytest
+
+from spmd_rl.config.schema import FilterConfig
+from spmd_rl.rollout.collected import ANSWER, Collected, Finished, Outcome, answer_row, finished, joined
+from spmd_rl.rollout.filters import why_not
+from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+
+STATUSES = ("ok", "ok", "ok", "wrong_format", "timeout", "error")
+VERSION = 3
+
+
+def turn(draw: Random, old: bool) -> Turn:
+    n = draw.randrange(1, 9)
+    versions = [VERSION] * n
+    versions[0] -= old
+    return Turn(
+        array("i", range(draw.randrange(1, 5))),
+        array("i", range(n)),
+        array("f", [-1.0] * n),
+        array("i", versions),
+        draw.choice(["stop", "length"]),
+    )
+
+
+def group(ticket: int, num_answers: int = 6) -> Group:
+    """Answers of one to three turns, of all kinds of verdicts; the last one is a baseline."""
+    draw = Random(ticket)
+    samples = []
+    for answer in range(num_answers):
+        turns = tuple(turn(draw, old=draw.random() < 0.2) for _ in range(draw.randrange(1, 4)))
+        status = draw.choice(STATUSES)
+        score = draw.random() if status in ("ok", "wrong_format") else float("nan")
+        verdict = Verdict(status, score, detail=f"why {answer}")
+        samples.append(Sample(ticket, answer, turns, verdict, greedy=answer == num_answers - 1))
+    return Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "abc"[ticket % 3], ""), ticket, tuple(samples))
+
+
+def rows_of(some: Group, rank: int = 5) -> np.ndarray:
+    return np.array([answer_row(s, rank, VERSION) for s in some.samples], ANSWER)
+
+
+GROUPS = [group(10**10 + ticket) for ticket in range(12)]
+
+
+def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
+    told = [finished(g, 0, 5, VERSION) for g in GROUPS]
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=list[Finished])
+    assert arrived == told
+    assert [(f.ticket, f.domain, f.num_answers, f.why_not) for f in arrived] == [
+        (g.ticket, g.prompt.domain, 6, None) for g in GROUPS
+    ]
+    failed = next(s.verdict for s in GROUPS[0].samples if not s.verdict.scored)
+    assert told[0].detail == f"{failed.status}: {failed.detail}"
+    rows = joined([f.answers for f in arrived])
+    for row, s in zip(rows, [s for g in GROUPS for s in g.samples], strict=True):
+        assert (row["ticket"], row["answer"], row["rank"]) == (*s.key, 5)
+        assert (row["scored"], row["wrong_format"]) == (s.verdict.scored, s.verdict.status == "wrong_format")
+        assert row["score"] == s.verdict.score or not s.verdict.scored
+        assert (row["num_answer_tokens"], row["num_tokens"]) == (s.num_answer_tokens, s.num_tokens)
+        assert row["num_prompt_tokens"] == len(s.turns[0].prompt_ids)
+        assert row["truncated"] == (s.turns[-1].finish_reason == "length")
+        assert row["stale"] == any(v != VERSION for t in s.turns for v in t.versions)
+        assert row["greedy"] == s.greedy
+    assert any(rows["stale"]) and not all(rows["stale"])
+
+
+def test_parts_pooled_are_the_whole() -> None:
+    whole = GROUPS[1]
+    parts = [Group(whole.prompt, whole.ticket, whole.samples[i : i + 2]) for i in range(0, 6, 2)]
+    pooled = [finished(part, number, 5, VERSION).answers for number, part in enumerate(parts)]
+    assert joined(pooled).tobytes() == rows_of(whole).tobytes()
+    assert len(joined([])) == 0 and joined([]).dtype == ANSWER
+
+
+def collected(groups: list[Group]) -> Collected:
+    outcomes = tuple(
+        Outcome(g.ticket, g.prompt.domain, "zero variance" if g.ticket % 4 == 1 else None, rows_of(g), "")
+        for g in groups
+    )
+    return Collected(1, (), (), outcomes, 0.25, 3, 4)
+
+
+def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
+    samples = [s for g in GROUPS for s in g.samples if not s.greedy]
+    everything = [s for g in GROUPS for s in g.samples]
+    failed = sum(not s.verdict.scored for s in everything)
+    assert 0 < failed < len(everything)
+    scores = {d: [s.verdict.score for g in GROUPS if g.prompt.domain == d for s in g.samples
+                  if s.verdict.scored and not s.greedy] for d in "abc"}  # fmt: skip
+    metrics = collected(GROUPS).metrics()
+    assert metrics == {
+        "rollout/accepted": 9,
+        "rollout/filtered": 3,
+        "rollout/aborted": 3,
+        "rollout/carried": 4,
+        "rollout/bubble": 0.25,
+        "rollout/error_share": failed / len(everything),
+        "tokens": sum(s.num_tokens for s in samples),
+        "rollout/response_length/mean": fmean(s.num_answer_tokens for s in samples),
+        "rollout/truncated": fmean(s.turns[-1].finish_reason == "length" for s in samples),
+        "rollout/stale": fmean(any(v != VERSION for t in s.turns for v in t.versions) for s in samples),
+        "critic/score/mean": fmean(score for some in scores.values() for score in some),
+        **{f"score/{domain}/mean": fmean(some) for domain, some in scores.items()},
+    }
+    assert all(type(value) in (int, float) for value in metrics.values()), "they go into JSON"
+    assert collected(GROUPS).error_share == metrics["rollout/error_share"]
+
+
+def test_a_step_without_any_ticket_has_no_means() -> None:
+    metrics = collected([]).metrics()
+    assert metrics["rollout/error_share"] == metrics["tokens"] == 0
+    assert not [key for key in metrics if key.endswith("/mean")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"zero_variance": True}, "zero variance"),
+        ({"min_mean_score": 0.31}, "too hard"),
+        ({"min_mean_score": 0.3}, None),
+        ({"max_mean_score": 0.29}, "too easy"),
+        ({"max_mean_score": 0.3}, None),
+        ({"max_truncated": 0.2}, "too many truncated"),
+        ({"max_truncated": 0.25}, None),
+        ({"max_mean_tokens": 2.4}, "too long"),
+        ({"max_mean_tokens": 2.5}, None),
+    ],
+)
+def test_a_group_is_judged_by_its_sampled_answers(settings: dict, reason: str | None) -> None:
+    """Three scored answers of 0.3, one that failed, and a baseline that would change every mean."""
+    rows = np.zeros(5, ANSWER)
+    rows["score"], rows["scored"], rows["num_answer_tokens"] = 0.3, True, (1, 2, 3, 4, 99)
+    rows["scored"][3], rows["score"][3] = False, np.nan
+    rows["greedy"][4], rows["score"][4], rows["truncated"][[0, 4]] = True, 9.0, True
+    assert why_not(rows, 3, FilterConfig(**({"zero_variance": False} | settings))) == reason
+    assert why_not(rows, 4, FilterConfig(**settings)) == "too few scored"
