@@ -1,6 +1,6 @@
 """The door with a mistake: in step 2 rank 1 stays away from one collective and goes on as if it had been there.
 
-SKIP="collect: outcomes" torchrun ... tests/e2e/skipping_rlvr.py key=value ...
+SKIP="track: metrics" torchrun ... tests/e2e/skipping_rlvr.py key=value ...
 """
 
 import os
