@@ -1,6 +1,8 @@
 """The door with other models and other settings: each variant runs two steps and leaves what it should."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -88,8 +90,10 @@ def test_a_run_directory_in_use_is_refused(tmp_path) -> None:
     toy = Toy(tmp_path)
     first = toy.start("steps=2", "reward.toy.args.sleep=0.1", ranks=0)
     first.wait_for("enter generate", step=1)
+    os.kill(first.process.pid, signal.SIGSTOP)  # however long the second takes to start
     second = toy.start("steps=2", "reward.toy.args.sleep=0.1", f"run.dir={first.run_dir}", ranks=0, name="second")
     assert second.wait() == 2
+    os.kill(first.process.pid, signal.SIGCONT)
     assert "in use by another job" in second.text().splitlines()[-1]
     assert first.wait() == 0, first.text()[-3000:]
     assert [m["step"] for m in first.metrics()] == [0, 1, 2]
