@@ -66,8 +66,10 @@ def test_peers_do_what_the_first_rank_does(rollout: dict) -> None:
     results = run_ranks(4, steps, 2, rollout)
     for first, peer in ((0, 1), (2, 3)):
         assert results[first][0] == results[peer][0], "the engines of one replica were asked different things"
-        assert len(results[first][0]) > 20
+        # with claims from the store one replica may come late, and find next to nothing left to do
+        assert len(results[first][0]) > (20 if rollout.get("claim") == "static" else 0)
         assert results[peer][1][1] == results[peer][1][3] == results[peer][2] == [], "a peer has no samples"
+    assert len(results[0][0]) + len(results[2][0]) > 40
     assert results[0][0] != results[2][0], "two replicas did the same work"
     assert len({str([r[1][0], r[1][2]]) for r in results}) == 1, "ranks know different outcomes"
     if not rollout.get("carry"):
