@@ -39,11 +39,7 @@ ANSWER = np.dtype(
 def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
     """The metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
     turns, verdict = sample.turns, sample.verdict
-    num_sampled = num_fresh = num_others = 0
-    for turn in turns:
-        num_sampled += len(turn.token_ids)
-        num_fresh += turn.versions.count(version)
-        num_others += len(turn.prompt_ids)
+    num_sampled = sample.num_answer_tokens
     return (
         sample.ticket,
         sample.answer,
@@ -52,11 +48,11 @@ def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
         verdict.status in SCORED,
         verdict.status == "wrong_format",
         turns[-1].finish_reason == "length",
-        num_fresh < num_sampled,
+        sum([turn.versions.count(version) for turn in turns]) < num_sampled,
         sample.greedy,
         num_sampled,
         len(turns[0].prompt_ids),
-        num_sampled + num_others,
+        sample.num_tokens,
     )
 
 
