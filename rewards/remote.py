@@ -18,8 +18,9 @@ at once anyway.
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import get_args
+
+from msgspec import to_builtins
 
 from spmd_rl.types import AnswerInfo, Http, Message, Prompt, Verdict, VerdictStatus
 
@@ -34,7 +35,7 @@ class RemoteReward:
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Ask the server. ValueError for a reply that is no verdict."""
-        question = {"prompt": asdict(prompt), "answer": answer, "info": asdict(info)}
+        question = to_builtins({"prompt": prompt, "answer": answer, "info": info})
         reply = await self._http.post(self._url, question, self._headers)
         if not isinstance(reply, dict) or not isinstance(reply.get("parts", {}), dict):
             raise ValueError(f"the reply is not a verdict: {str(reply)[:200]}")

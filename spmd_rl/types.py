@@ -1,7 +1,8 @@
 """The data vocabulary: what passes between stages, from a dataset row to a judged answer.
 
-Frozen slots dataclasses over the standard library only, so that rewards, environments and sidecars can import them
-without torch. Ids and floats that come in thousands are `array`s. Tensors live in `batch.py`.
+Frozen `msgspec` structs, which are made ten times as fast as frozen dataclasses: they come in thousands. Nothing of
+torch, so that rewards, environments and sidecars can import them. Ids and floats are `array`s. Tensors live in
+`batch.py`.
 
     Prompt -> Request -> Completion -> Turn -> Sample -> Group
                                         `-> AnswerInfo -> Verdict
@@ -9,8 +10,11 @@ without torch. Ids and floats that come in thousands are `array`s. Tensors live 
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token was sampled; `length`: the token limit was reached; `abort`: given up."""
@@ -21,16 +25,14 @@ VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Struct, frozen=True):
     """One chat message, as chat templates know it."""
 
     role: str
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """One problem of a dataset. Example: `Prompt("9f..", (Message("user", "2+2?"),), "math", "4")`."""
 
     id: str
@@ -39,12 +41,11 @@ class Prompt:
     domain: str
     """Names the rewarder: `reward.<domain>`."""
     ground_truth: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """What an engine is asked for: continue `prompt_ids` until a stop token or the limit."""
 
     id: str
@@ -60,8 +61,7 @@ class Request:
     """Token ids that end the answer; the sampled stop token is kept as its last token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Struct, frozen=True):
     """What an engine gives back, once per request, when it finishes or is aborted."""
 
     id: str
@@ -71,8 +71,7 @@ class Completion:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """One exchange of a rollout: the tokens put in front of the policy since the last turn, and what it answered."""
 
     prompt_ids: array  # 'i': tokens appended by us (turn 0: the rendered prompt); never trained on
@@ -84,8 +83,7 @@ class Turn:
     """What the sampled tokens say, special ones left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerInfo:
+class AnswerInfo(Struct, frozen=True):
     """What a rewarder may know of an answer beside its text."""
 
     num_tokens: int
@@ -93,13 +91,12 @@ class AnswerInfo:
     turns: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """A rewarder's word on one answer. A verdict that is not `ok` or `wrong_format` is *not* a zero reward."""
 
     status: VerdictStatus
     score: float = 0.0
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Named terms of the score, logged per domain."""
     detail: str = ""
     """Why, for `timeout`, `error` and `rejected`: one line."""
@@ -110,8 +107,7 @@ class Verdict:
         return self.status in SCORED
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """One finished rollout: all its turns and its verdict."""
 
     ticket: int
@@ -137,8 +133,7 @@ class Sample:
         return sum([len(turn.prompt_ids) + len(turn.token_ids) for turn in self.turns])
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True):
     """The samples of one prompt that are compared with each other, in answer order."""
 
     prompt: Prompt

@@ -31,9 +31,15 @@ def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> 
 
     `weights` are counts: a sample of weight w stands for w equal ones.
     """
+    return group_mean_std(values, groups, weights)[1]
+
+
+def group_mean_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`group_mean` and `group_std`, in little more time than one of them."""
     index, weights = _dense(groups), _weights(values, weights)
-    squares = _sum((values - _mean(values, index, weights)).square() * weights, index)
-    return (squares / (_sum(weights, index) - 1).clamp(min=1)).sqrt()
+    mean, counts = _mean(values, index, weights), _sum(weights, index)
+    squares = _sum((values - mean).square() * weights, index)
+    return mean, (squares / (counts - 1).clamp(min=1)).sqrt()
 
 
 def _dense(groups: Tensor) -> Tensor:

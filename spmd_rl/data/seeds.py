@@ -34,13 +34,12 @@ class Seeds:
 
 
 def _encode(parts: tuple[int | str, ...]) -> bytes:
-    chunks = []
-    for part in parts:
-        if type(part) is int:
-            text = b"%d" % part
-            chunks.append(b"i%d:%b," % (len(text), text))
-        else:
-            assert type(part) is str, f"counter_seed takes int and str, not {part!r}"
-            text = part.encode()
-            chunks.append(b"s%d:%b," % (len(text), text))
-    return b"".join(chunks)
+    return "".join(map(_spelled, parts)).encode()
+
+
+def _spelled(part: int | str) -> str:
+    if type(part) is int:
+        text = str(part)
+        return f"i{len(text)}:{text},"
+    assert type(part) is str, f"counter_seed takes int and str, not {part!r}"
+    return f"s{len(part.encode())}:{part},"  # its bytes are counted

@@ -29,11 +29,13 @@ LOGPROB = -0.5
 """Of every token, to engine and trainer alike."""
 SHORTEST, LONGEST = 4, 12
 """Tokens of an answer."""
+TOKENS = array("i", [1000 + 7919 * place % 1000 for place in range(4096)])
+"""Answers are stretches of it: making them up must cost nothing."""
 NUM_WEIGHTS, WEIGHT_SIZE = 32, 1024
 
 
 class StubEngine:
-    """Answers of 4 to 12 tokens, a token a step, drawn from the request's seed."""
+    """Answers of 4 to 12 tokens, a token a step; the request's seed says which."""
 
     def __init__(self, cfg: RlvrConfig) -> None:
         self.capacity = Capacity(cfg.engine.max_running, cfg.engine.kv_tokens, cfg.engine.kv_tokens)
@@ -59,9 +61,9 @@ class StubEngine:
         return ended
 
     def _completion(self, request: Request, length: int) -> Completion:
-        ids = array("i", [1000 + (request.seed >> 8 * i) % 1000 for i in range(length)])
+        begin = request.seed % (len(TOKENS) - LONGEST)
         numbers = array("f", [LOGPROB]) * length, array("i", [self._version]) * length
-        return Completion(request.id, ids, *numbers, "stop")
+        return Completion(request.id, TOKENS[begin : begin + length], *numbers, "stop")
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy."""

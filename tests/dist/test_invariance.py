@@ -10,7 +10,7 @@ everywhere. Left out: the losses' formulas, which both sides share (tests/unit/a
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed.tensor import distribute_tensor
 
 from spmd_rl.algo import AGGREGATIONS, POLICY_LOSSES

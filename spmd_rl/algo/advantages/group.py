@@ -8,7 +8,7 @@ unless said otherwise.
 import torch
 from torch import Tensor
 
-from spmd_rl.algo.groups import EPSILON, group_mean, group_std, group_sum
+from spmd_rl.algo.groups import EPSILON, group_mean, group_mean_std, group_std, group_sum
 from spmd_rl.algo.inputs import Scored
 
 
@@ -21,8 +21,10 @@ def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
     Keys: `norm_std`: divide by the standard deviation (false: Dr.GRPO).
     Use: the default, for verifiable rewards with several answers per prompt.
     """
-    centred = scored.scores - group_mean(scored.scores, scored.groups)
-    return centred / (group_std(scored.scores, scored.groups) + EPSILON) if norm_std else centred
+    if not norm_std:
+        return scored.scores - group_mean(scored.scores, scored.groups)
+    mean, std = group_mean_std(scored.scores, scored.groups)
+    return (scored.scores - mean) / (std + EPSILON)
 
 
 def dr_grpo(scored: Scored) -> Tensor:
@@ -69,7 +71,7 @@ def reinforce_pp_baseline(scored: Scored) -> Tensor:
     Use: as `grpo`, where groups are small or their standard deviation is often near 0.
     """
     centred, batch = grpo(scored, norm_std=False), torch.zeros_like(scored.groups)
-    mean, std = (of(centred, batch, scored.lengths.clamp(min=1)) for of in (group_mean, group_std))
+    mean, std = group_mean_std(centred, batch, scored.lengths.clamp(min=1))
     return (centred - mean) / (std + EPSILON)
 
 
