@@ -6,6 +6,7 @@ A stream of random numbers would tie each draw to all draws before it, and so to
 Python's `hash` is salted per process and is never used.
 """
 
+from functools import lru_cache
 from hashlib import blake2b
 
 
@@ -37,6 +38,7 @@ def _encode(parts: tuple[int | str, ...]) -> bytes:
     return "".join(map(_spelled, parts)).encode()
 
 
+@lru_cache(maxsize=4096, typed=True)
 def _spelled(part: int | str) -> str:
     if type(part) is int:
         text = str(part)

@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -44,6 +44,7 @@ class _Call(msgspec.Struct, eq=False):
     score: wire.Score
     num_bytes: int
     verdict: asyncio.Future
+    asked: float
     sent: float | None = None
 
 
@@ -65,8 +66,7 @@ class Client:
         self._outbox: deque[int] = deque()
         self._in_flight = 0
         self._in_flight_bytes = 0
-        self._pending: Counter[str] = Counter()  # calls by domain
-        self._moved: dict[str, float] = {}  # by domain: when it last moved
+        self._moved = dict.fromkeys(self._timeouts, 0.0)  # by domain: when it last moved
         self._beats: dict[str, int] = {}
         self._name = ""  # of the host that answers
         self._deaths = 0
@@ -101,11 +101,7 @@ class Client:
         self._attach()
         id_ = next(self._ids)
         score = wire.Score(id_, prompt.domain, timeout, question)
-        call = _Call(prompt.domain, score, num_bytes, self._loop.create_future())
-        if not self._pending[prompt.domain]:
-            self._moved[prompt.domain] = self._ran
-        self._pending[prompt.domain] += 1
-        self._calls[id_] = call
+        call = self._calls[id_] = _Call(prompt.domain, score, num_bytes, self._loop.create_future(), self._ran)
         self._outbox.append(id_)
         self._flush_soon()
         try:
@@ -151,16 +147,15 @@ class Client:
         """The call is over: answered, given up or cancelled."""
         if (call := self._calls.pop(id_, None)) is None:
             return  # closed
-        self._pending[call.domain] -= 1
         if call.sent is not None:
             self._landed(call)
             if call.verdict.cancelled():
                 self._send(wire.Drop([id_]))
-        if self._calls:
-            self._flush_soon()
-        else:
+        if not self._calls:
             self._outbox.clear()
             self._detach()
+        elif self._outbox:
+            self._flush_soon()
 
     def _landed(self, call: _Call) -> None:
         self._in_flight -= 1
@@ -171,7 +166,7 @@ class Client:
 
     def _flush_soon(self) -> None:
         """Once in this round of the loop, so that what is asked together travels together."""
-        if not self._flushing and self._outbox and not self._loop.is_closed():
+        if not self._flushing and not self._loop.is_closed():
             self._flushing = True
             self._loop.call_soon(self._flush)
 
@@ -210,11 +205,10 @@ class Client:
     # -- receiving ------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        while self._loop is not None:
+        # To look costs a tenth of being refused: pyzmq's exception spells itself out.
+        while self._loop is not None and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
             try:
                 message = wire.TO_CLIENT.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
             except wire.WireError as error:
                 _warn(f"a frame from the host was {error}")
                 continue
@@ -292,12 +286,16 @@ class Client:
             if call.sent is not None and not call.verdict.done() and self._ran - call.sent >= older_than:
                 self._landed(call)
                 self._outbox.append(id_)
-        self._flush_soon()
+        if self._outbox:
+            self._flush_soon()
 
     def _give_up(self) -> None:
-        for domain, count in self._pending.items():
+        longest: dict[str, _Call] = {}  # by domain: the call that has waited longest
+        for call in self._calls.values():
+            longest.setdefault(call.domain, call)
+        for domain, first in longest.items():
             patience = self._timeouts[domain] + GRACE_SECONDS
-            if count and self._ran - self._moved[domain] > patience:
+            if self._ran - max(self._moved[domain], first.asked) > patience:
                 calls = (call for call in self._calls.values() if call.domain == domain)
                 self._fail(calls, Verdict("timeout", detail=f"nothing moved at the sidecar for {patience:g} s"))
 

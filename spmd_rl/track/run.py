@@ -35,6 +35,8 @@ from spmd_rl.track.trackers import Tracker, check, open_trackers
 
 _CLOSING_SECONDS = 3.0
 """How long the report and the trackers may hold up the end of a run that failed."""
+GC_THRESHOLD = 20_000
+"""Young objects between two searches for cycles: a step makes thousands, has no cycles and lets go of all at its end."""
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
 """`time/*` that every line has."""
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
@@ -142,6 +144,7 @@ class Run:
                 self._open_trackers(step)
             gc.collect()
             gc.freeze()  # what the start has made stays: no collection needs to look at a million objects again
+            gc.set_threshold(GC_THRESHOLD)
             self._world.journal.take_times()  # what came before the first step is nobody's step
             self._memory.take()
             self._world.traffic.take()
