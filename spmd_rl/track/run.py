@@ -36,7 +36,7 @@ from spmd_rl.track.trackers import Tracker, check, open_trackers
 _CLOSING_SECONDS = 3.0
 """How long the report and the trackers may hold up the end of a run that failed."""
 GC_THRESHOLD = 20_000
-"""Young objects between two searches for cycles: a step makes thousands, has no cycles and lets go of all at its end."""
+"""Young objects between two searches for cycles: those of a step are thousands, in no cycle, and gone at its end."""
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
 """`time/*` that every line has."""
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
