@@ -105,6 +105,11 @@ class Contestant:
             )
         return cls(name, process, log, listener, ranks)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started."""
+        return self._process.pid
+
     def wait(self, timeout: float = 600) -> dict[str, float]:
         """Until all ranks stand at the gate; the values of rank 0. RuntimeError, with its log, if the job ends."""
         deadline = time.monotonic() + timeout

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from spmd_rl.algo import ADVANTAGES, TOKEN_ADVANTAGES
 from spmd_rl.algo.moments import Moments
@@ -108,8 +109,8 @@ def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: d
     clean = [group(t, [(2 + t, 1.0), (3, 0.0), (4, 0.5), (1 + t, 1.0)]) for t in range(3)]
     dirty = []
     for g, verdict in zip(clean, FAILED, strict=True):
-        more = (replace(sample(g.ticket, number, 9, 1.0), verdict=verdict) for number in (4, 5))
-        dirty.append(replace(g, samples=(*g.samples, *more)))
+        more = (structs.replace(sample(g.ticket, number, 9, 1.0), verdict=verdict) for number in (4, 5))
+        dirty.append(structs.replace(g, samples=(*g.samples, *more)))
     dirty.append(group(3, [(5, None), (5, None), (5, None), (5, None)]))
     sizes = {"num_updates": 2, "num_ranks": 2, "hidden_size": 64, "max_tokens": 1024, "greedy_answer": greedy}
     plans = [prepare.plan(collected(some), algorithm, Moments(), **sizes) for some in (clean, dirty)]

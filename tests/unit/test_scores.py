@@ -1,9 +1,8 @@
 """Scores before advantages: shaping, what is left out of the loss and why, weights, and the greedy baseline."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig

@@ -5,11 +5,11 @@ import os
 import random
 import signal
 from array import array
-from dataclasses import replace
 
 import numpy
 import pytest
 import torch
+from msgspec.structs import replace
 
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
