@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -150,12 +151,13 @@ class Rollouts:
         """Fill `_finished`, until the step has ended. Returns the number of requests stopped then."""
         self._reports.clear()
         self._report(self._finished, book, step)
-        while not book.ended(self._under_way(book)):
-            while parts := claims.next(self._room()):
-                for part in parts:
-                    self._running[part] = self._start_part(part)
-                await asyncio.sleep(0)  # their requests now stand in the pump, and count in `_room`
-            await self._turn(book)
+        while True:
+            with self._noted():
+                if book.ended(self._under_way(book)):
+                    break
+                await self._start_parts(claims)
+            with self._noted():
+                await self._turn(book)
             if self._ended:
                 for part in self._ended:
                     answers = self._running.pop(part)
@@ -163,6 +165,17 @@ class Rollouts:
                 self._report(self._ended, book, step)
                 self._ended.clear()
         return await self._pause()
+
+    def _noted(self) -> AbstractContextManager[object]:
+        """While nothing runs here, a hang report finds this rank on its way to the step's end."""
+        return nullcontext() if self._running else self._world.journal.waiting(END)
+
+    async def _start_parts(self, claims: Claim) -> None:
+        """As many as there is room for."""
+        while parts := claims.next(self._room()):
+            for part in parts:
+                self._running[part] = self._start_part(part)
+            await asyncio.sleep(0)  # their requests now stand in the pump, and count in `_room`
 
     def _under_way(self, book: StepTickets) -> int | None:
         """The place of one of the tickets that this replica works on."""
@@ -232,10 +245,7 @@ class Rollouts:
 
         A replica without tickets waits for those of the others.
         """
-        if not self._running:
-            with self._world.journal.waiting(END):
-                await self._pump.turn()
-        elif self._pump.num_requests or not self._scorer.outstanding:
+        if self._pump.num_requests or not self._scorer.outstanding:
             await self._pump.turn()
         else:
             with self._world.phase("score"):
