@@ -4,7 +4,7 @@
 
 The same stubs as `coordination.py` on one rank, under valgrind's callgrind (which must be installed), with the first
 cache level of today's processors and a second of 1 MiB; what misses that one goes to a cache shared with whoever else
-is on the machine, or to memory. CPU time there depends on the hour; these counts repeat within a few per mille. What a
+is on the machine, or to memory. CPU time there depends on the hour; these counts repeat within two per cent. What a
 step costs whatever it holds, and what a sample adds, follow from two sizes of step. Left out: the sidecar.
 """
 
