@@ -151,11 +151,11 @@ class Client:
             self._landed(call)
             if call.verdict.cancelled():
                 self._send(wire.Drop([id_]))
-        if not self._calls:
+        if self._calls:
+            self._flush_soon()
+        else:
             self._outbox.clear()
             self._detach()
-        elif self._outbox:
-            self._flush_soon()
 
     def _landed(self, call: _Call) -> None:
         self._in_flight -= 1
@@ -166,7 +166,7 @@ class Client:
 
     def _flush_soon(self) -> None:
         """Once in this round of the loop, so that what is asked together travels together."""
-        if not self._flushing and not self._loop.is_closed():
+        if not self._flushing and self._outbox and not self._loop.is_closed():
             self._flushing = True
             self._loop.call_soon(self._flush)
 
@@ -286,8 +286,7 @@ class Client:
             if call.sent is not None and not call.verdict.done() and self._ran - call.sent >= older_than:
                 self._landed(call)
                 self._outbox.append(id_)
-        if self._outbox:
-            self._flush_soon()
+        self._flush_soon()
 
     def _give_up(self) -> None:
         longest: dict[str, _Call] = {}  # by domain: the call that has waited longest
