@@ -1,8 +1,8 @@
 """The data vocabulary: what passes between stages, from a dataset row to a judged answer.
 
-Frozen `msgspec` structs, which are made ten times as fast as frozen dataclasses: they come in thousands. Nothing of
-torch, so that rewards, environments and sidecars can import them. Ids and floats are `array`s. Tensors live in
-`batch.py`.
+Frozen `msgspec` structs, which are made ten times as fast as frozen dataclasses: they come in thousands. Nothing that
+they hold can lead back to them, so the search for cycles leaves them out (`gc=False`). Nothing of torch, so that
+rewards, environments and sidecars can import them. Ids and floats are `array`s. Tensors live in `batch.py`.
 
     Prompt -> Request -> Completion -> Turn -> Sample -> Group
                                         `-> AnswerInfo -> Verdict
@@ -25,7 +25,7 @@ VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, frozen=True, gc=False):
     """One chat message, as chat templates know it."""
 
     role: str
@@ -45,7 +45,7 @@ class Prompt(Struct, frozen=True):
     """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
 
 
-class Request(Struct, frozen=True):
+class Request(Struct, frozen=True, gc=False):
     """What an engine is asked for: continue `prompt_ids` until a stop token or the limit."""
 
     id: str
@@ -61,7 +61,7 @@ class Request(Struct, frozen=True):
     """Token ids that end the answer; the sampled stop token is kept as its last token."""
 
 
-class Completion(Struct, frozen=True):
+class Completion(Struct, frozen=True, gc=False):
     """What an engine gives back, once per request, when it finishes or is aborted."""
 
     id: str
@@ -71,7 +71,7 @@ class Completion(Struct, frozen=True):
     finish_reason: FinishReason
 
 
-class Turn(Struct, frozen=True):
+class Turn(Struct, frozen=True, gc=False):
     """One exchange of a rollout: the tokens put in front of the policy since the last turn, and what it answered."""
 
     prompt_ids: array  # 'i': tokens appended by us (turn 0: the rendered prompt); never trained on
@@ -83,7 +83,7 @@ class Turn(Struct, frozen=True):
     """What the sampled tokens say, special ones left out."""
 
 
-class AnswerInfo(Struct, frozen=True):
+class AnswerInfo(Struct, frozen=True, gc=False):
     """What a rewarder may know of an answer beside its text."""
 
     num_tokens: int
@@ -91,7 +91,7 @@ class AnswerInfo(Struct, frozen=True):
     turns: int = 1
 
 
-class Verdict(Struct, frozen=True):
+class Verdict(Struct, frozen=True, gc=False):
     """A rewarder's word on one answer. A verdict that is not `ok` or `wrong_format` is *not* a zero reward."""
 
     status: VerdictStatus
@@ -107,7 +107,7 @@ class Verdict(Struct, frozen=True):
         return self.status in SCORED
 
 
-class Sample(Struct, frozen=True):
+class Sample(Struct, frozen=True, gc=False):
     """One finished rollout: all its turns and its verdict."""
 
     ticket: int
@@ -121,16 +121,6 @@ class Sample(Struct, frozen=True):
     def key(self) -> tuple[int, int]:
         """The order of everything: (ticket, answer), never rank or arrival."""
         return (self.ticket, self.answer)
-
-    @property
-    def num_answer_tokens(self) -> int:
-        """Tokens sampled by the policy over all turns."""
-        return sum([len(turn.token_ids) for turn in self.turns])
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of the sequence, prompts included."""
-        return sum([len(turn.prompt_ids) + len(turn.token_ids) for turn in self.turns])
 
 
 class Group(Struct, frozen=True):

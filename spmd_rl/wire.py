@@ -7,6 +7,7 @@ size, never pickle. What cannot be read is a `WireError`, whatever the bytes wer
     message = wire.TO_HOST.decode(frame)
 """
 
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -39,7 +40,7 @@ class WireError(ValueError):
     """Bytes that are no frame of this version and schema, or a message that has no frame."""
 
 
-class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
     pass
 
 
@@ -52,6 +53,14 @@ class Question(_Struct):
     """One answer to judge. Travels as the `question` of a `Score` and a `Job`; only the worker looks inside."""
 
     prompt: Prompt
+    answer: str
+    info: AnswerInfo
+
+
+class RawQuestion(_Struct):
+    """`Question` as the client sends it: its prompt is packed once for all its answers."""
+
+    prompt: msgspec.Raw
     answer: str
     info: AnswerInfo
 
@@ -301,9 +310,10 @@ class Warm(_Struct, tag="warm"):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode(message: msgspec.Struct) -> bytearray:
     """The frame of a message. WireError if a value has no msgpack form or the frame would be too large."""
-    frame = bytes((VERSION,)) + bytes(pack(message))
+    frame = bytearray((VERSION,))
+    _sayable(_encoder.encode_into, message, frame, 1)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} travel")
     return frame
@@ -311,8 +321,12 @@ def encode(message: msgspec.Struct) -> bytes:
 
 def pack(value: Any) -> msgspec.Raw:
     """A part of a later frame, encoded once. WireError if it has no msgpack form (an object, a lone surrogate...)."""
+    return msgspec.Raw(_sayable(_encoder.encode, value))
+
+
+def _sayable(encode: Callable[..., Any], *args: Any) -> Any:
     try:
-        return msgspec.Raw(_encoder.encode(value))
+        return encode(*args)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"cannot be sent: {error}") from None
 

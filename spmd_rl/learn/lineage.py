@@ -29,6 +29,7 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), advantages[begin:end].tolist(), strict=True))
         prompt = group.prompt
+        messages = msgspec.Raw(_encode(prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             advantage = planned.get(sample.answer)
             why_not = reason or left_out.get(sample.key)
@@ -39,7 +40,7 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
                 answer=sample.answer,
                 id=prompt.id,
                 domain=prompt.domain,
-                messages=prompt.messages,
+                messages=messages,
                 ground_truth=prompt.ground_truth,
                 turns=turns,
                 verdict=_verdict(sample.verdict),

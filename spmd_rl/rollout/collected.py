@@ -39,7 +39,11 @@ ANSWER = np.dtype(
 def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
     """The metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
     turns, verdict = sample.turns, sample.verdict
-    num_sampled = sample.num_answer_tokens
+    num_sampled = num_given = num_fresh = 0
+    for turn in turns:
+        num_sampled += len(turn.token_ids)
+        num_given += len(turn.prompt_ids)
+        num_fresh += turn.versions.count(version)
     return (
         sample.ticket,
         sample.answer,
@@ -48,11 +52,11 @@ def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
         verdict.status in SCORED,
         verdict.status == "wrong_format",
         turns[-1].finish_reason == "length",
-        sum([turn.versions.count(version) for turn in turns]) < num_sampled,
+        num_fresh < num_sampled,
         sample.greedy,
         num_sampled,
         len(turns[0].prompt_ids),
-        sample.num_tokens,
+        num_given + num_sampled,
     )
 
 

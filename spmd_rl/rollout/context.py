@@ -43,6 +43,8 @@ class Context:
     pump: Pump
     scorer: Scorer
     turns: list[Turn] = field(default_factory=list)
+    num_sampled: int = 0
+    """tokens of all turns that the policy sampled"""
 
     def render(self, messages: Sequence[Message]) -> array:
         """Token ids of the messages under the model's chat template, ready for an answer."""
@@ -64,26 +66,25 @@ class Context:
             token_ids, logprobs, versions = token_ids + c.token_ids, logprobs + c.logprobs, versions + c.versions
         turn = Turn(prompt_ids, token_ids, logprobs, versions, c.finish_reason, self.tokenizer.decode(token_ids))
         self.turns.append(turn)
+        self.num_sampled += len(token_ids)
         return turn
 
     def _request(self, tokens: array, num_begun: int) -> Request:
         """Go on after these `tokens`, the last `num_begun` of which belong to the next turn."""
         s, ticket, answer, number = self.sampling, self.ticket, self.answer, len(self.turns)
-        num_sampled = num_begun + sum([len(turn.token_ids) for turn in self.turns])
         return Request(
             id=f"{s.split}/{ticket}/{answer}/{number}",
             prompt_ids=tokens,
             max_new_tokens=s.max_new_tokens - num_begun,
             temperature=s.temperature,
-            seed=self.seeds.seed(answer, number, num_sampled),
+            seed=self.seeds.seed(answer, number, self.num_sampled + num_begun),
             order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
         )
 
     def score(self, answer: str) -> Awaitable[Verdict]:
         """Await the verdict of the prompt's rewarder."""
-        num_tokens = sum([len(turn.token_ids) for turn in self.turns])
-        info = AnswerInfo(num_tokens, self.turns[-1].finish_reason, len(self.turns))
+        info = AnswerInfo(self.num_sampled, self.turns[-1].finish_reason, len(self.turns))
         return self.scorer.score(self.prompt, answer, info)
 
     def sample(self, verdict: Verdict) -> Sample:

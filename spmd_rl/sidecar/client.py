@@ -35,6 +35,10 @@ RESEND_SECONDS = 5.0
 """A question without a verdict is sent again; the host knows it, unless it was lost on the way."""
 GRACE_SECONDS = 20.0
 """A domain in which nothing has moved for its timeout and this is given up: `timeout` verdicts."""
+PROMPTS = 256
+"""Packed prompts held at once, at most."""
+READABLE = int(zmq.POLLIN)
+"""A plain number: pyzmq's flag would make another flag of each comparison."""
 MAX_DEATHS = 5
 """So many dead hosts in a row, without a verdict between, and what is under way gets `error`."""
 
@@ -63,6 +67,8 @@ class Client:
         self._socket = _dealer(self._context, address, keys)
         self._ids = itertools.count()
         self._calls: dict[int, _Call] = {}
+        self._prompts: dict[int, tuple[Prompt, msgspec.Raw]] = {}
+        """packed, by identity; while calls are outstanding"""
         self._outbox: deque[int] = deque()
         self._in_flight = 0
         self._in_flight_bytes = 0
@@ -92,7 +98,7 @@ class Client:
         if timeout is None:
             return Verdict("error", detail=f"no reward.{prompt.domain} is set")
         try:
-            question = wire.pack(wire.Question(prompt, answer, info))
+            question = wire.pack(wire.RawQuestion(self._packed(prompt), answer, info))
         except wire.WireError as error:
             return Verdict("error", detail=str(error))
         num_bytes = len(memoryview(question))
@@ -108,6 +114,14 @@ class Client:
             return await call.verdict
         finally:
             self._leave(id_)
+
+    def _packed(self, prompt: Prompt) -> msgspec.Raw:
+        """The answers of a group come with the very same prompt, which may be long."""
+        if (held := self._prompts.get(id(prompt))) is None:
+            if len(self._prompts) >= PROMPTS:
+                self._prompts.clear()
+            held = self._prompts[id(prompt)] = prompt, wire.pack(prompt)  # while it is held, nothing else has its id
+        return held[1]
 
     def close(self) -> None:
         """Hang up, and end the host if it is ours. Calls still outstanding are cancelled."""
@@ -155,6 +169,7 @@ class Client:
             self._flush_soon()
         else:
             self._outbox.clear()
+            self._prompts.clear()
             self._detach()
 
     def _landed(self, call: _Call) -> None:
@@ -206,7 +221,7 @@ class Client:
 
     def _read(self) -> None:
         # To look costs a tenth of being refused: pyzmq's exception spells itself out.
-        while self._loop is not None and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._loop is not None and self._socket.get(zmq.EVENTS) & READABLE:
             try:
                 message = wire.TO_CLIENT.decode(self._socket.recv(zmq.NOBLOCK))
             except wire.WireError as error:

@@ -8,7 +8,7 @@ merged file: whatever a killed run left is either finished (`recover`) or remove
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from spmd_rl.types import FinishReason, Message
 _PART = re.compile(r"\.step-(\d+)\.rank-(\d+)-of-(\d+)\.part")
 _MERGED = re.compile(r"step-(\d+)\.jsonl")
 
-_encode = msgspec.json.Encoder(enc_hook=str).encode
+_encoder = msgspec.json.Encoder(enc_hook=str)
 _decode_index = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
 
 
@@ -44,7 +44,7 @@ class SampleRow(msgspec.Struct, gc=False):
     answer: int
     id: str
     domain: str
-    messages: Sequence[Message]
+    messages: Sequence[Message] | msgspec.Raw
     ground_truth: str
     turns: list[TurnRow]
     verdict: Mapping[str, Any]
@@ -67,13 +67,14 @@ class SampleLog:
 
     def write(self, step: int, rows: Iterable[SampleRow]) -> None:
         """This rank's part, of rows in any order."""
-        lines = sorted([(row.ticket, row.answer, _encode(row) + b"\n") for row in rows])
+        stretches = sorted(_stretches(rows))
         part = self._part(step, self._rank)
         temporary = part.with_suffix(".tmp")
         with open(temporary, "wb") as file:
             if self._num_ranks > 1:
-                file.write(_encode(_stretches(lines)) + b"\n")
-            file.writelines(map(itemgetter(2), lines))
+                index = [(ticket, answer, len(lines)) for ticket, answer, lines in stretches]
+                file.write(_encoder.encode_lines([index]))
+            file.writelines(map(itemgetter(2), stretches))
         os.replace(temporary, part)
 
     def merge(self, step: int) -> None:
@@ -120,16 +121,20 @@ class SampleLog:
         _remove(parts)
 
 
-def _stretches(lines: Iterable[tuple[int, int, bytes]]) -> list[list[int]]:
-    """[ticket, first answer, bytes] of lines that no other rank's can come between: answers of a ticket, one by one."""
-    stretches: list[list[int]] = []
-    due = None
-    for ticket, answer, line in lines:
-        if due != (ticket, answer):
-            stretches.append([ticket, answer, 0])
-        stretches[-1][2] += len(line)
-        due = ticket, answer + 1
-    return stretches
+def _stretches(rows: Iterable[SampleRow]) -> Iterator[tuple[int, int, bytes]]:
+    """Ticket, first answer and lines of rows that no other rank's can come between: answers of a ticket, one by one."""
+    stretch: list[SampleRow] = []
+    for row in rows:
+        if stretch and (stretch[-1].ticket, stretch[-1].answer + 1) != (row.ticket, row.answer):
+            yield _lines(stretch)
+            stretch = []
+        stretch.append(row)
+    if stretch:
+        yield _lines(stretch)
+
+
+def _lines(stretch: list[SampleRow]) -> tuple[int, int, bytes]:
+    return stretch[0].ticket, stretch[0].answer, _encoder.encode_lines(stretch)
 
 
 def _remove(paths: Iterable[Path]) -> None:

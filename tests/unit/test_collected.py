@@ -47,6 +47,14 @@ def rows_of(some: Group, rank: int = 5) -> np.ndarray:
     return np.array([answer_row(s, rank, VERSION) for s in some.samples], ANSWER)
 
 
+def num_sampled(s: Sample) -> int:
+    return sum(len(turn.token_ids) for turn in s.turns)
+
+
+def num_tokens(s: Sample) -> int:
+    return sum(len(turn.prompt_ids) for turn in s.turns) + num_sampled(s)
+
+
 GROUPS = [group(10**10 + ticket) for ticket in range(12)]
 
 
@@ -64,7 +72,7 @@ def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
         assert (row["ticket"], row["answer"], row["rank"]) == (*s.key, 5)
         assert (row["scored"], row["wrong_format"]) == (s.verdict.scored, s.verdict.status == "wrong_format")
         assert row["score"] == s.verdict.score or not s.verdict.scored
-        assert (row["num_answer_tokens"], row["num_tokens"]) == (s.num_answer_tokens, s.num_tokens)
+        assert (row["num_answer_tokens"], row["num_tokens"]) == (num_sampled(s), num_tokens(s))
         assert row["num_prompt_tokens"] == len(s.turns[0].prompt_ids)
         assert row["truncated"] == (s.turns[-1].finish_reason == "length")
         assert row["stale"] == any(v != VERSION for t in s.turns for v in t.versions)
@@ -103,8 +111,8 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
         "rollout/carried": 4,
         "rollout/bubble": 0.25,
         "rollout/error_share": failed / len(everything),
-        "tokens": sum(s.num_tokens for s in samples),
-        "rollout/response_length/mean": fmean(s.num_answer_tokens for s in samples),
+        "tokens": sum(map(num_tokens, samples)),
+        "rollout/response_length/mean": fmean(map(num_sampled, samples)),
         "rollout/truncated": fmean(s.turns[-1].finish_reason == "length" for s in samples),
         "rollout/stale": fmean(any(v != VERSION for t in s.turns for v in t.versions) for s in samples),
         "critic/score/mean": fmean(score for some in scores.values() for score in some),

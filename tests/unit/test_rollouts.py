@@ -141,8 +141,8 @@ def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
 
     rollouts = Rollouts(settings(), FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, three_turns)
     sample = rollouts.collect(1).groups[0].samples[0]
-    assert len(sample.turns) == 3 and sample.num_answer_tokens == 9
-    assert sample.num_tokens == 9 + 3 * len("problem 0")
+    assert [len(turn.token_ids) for turn in sample.turns] == [3, 3, 3]
+    assert [len(turn.prompt_ids) for turn in sample.turns] == 3 * [len("problem 0")]
 
 
 def test_prompts_that_are_too_long_are_named(world: World) -> None:
