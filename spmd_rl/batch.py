@@ -153,17 +153,26 @@ def lay_out(
     starts = _cumulated(lengths)
     assert starts[-1] == len(tokens)
     mask = tokens["loss_mask"].copy()
+    positions = np.arange(len(tokens))
+    positions -= np.repeat(starts[:-1], lengths)
     return Batch(
         token_ids=column(tokens["token_ids"]),
-        position_ids=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)),
+        position_ids=torch.from_numpy(positions),
         starts=torch.from_numpy(starts),
         keys=column(keys),
         loss_mask=torch.from_numpy(mask),
         rollout_logprobs=column(tokens["rollout_logprobs"], np.float32),
         versions=column(tokens["versions"]),
-        advantages=torch.from_numpy(np.repeat(advantages.astype(np.float32), lengths) * mask),
-        weights=torch.from_numpy(np.repeat(weights.astype(np.float32), lengths) * mask),
+        advantages=_at_sampled(advantages, lengths, mask),
+        weights=_at_sampled(weights, lengths, mask),
     )
+
+
+def _at_sampled(values: np.ndarray, lengths: np.ndarray, mask: np.ndarray) -> Tensor:
+    """The value of each segment at its sampled tokens, 0 elsewhere; float32 [T]."""
+    spread = np.repeat(values.astype(np.float32), lengths)
+    spread *= mask
+    return torch.from_numpy(spread)
 
 
 def pack(samples: Iterable[Sample]) -> Batch:

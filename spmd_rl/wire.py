@@ -310,9 +310,13 @@ class Warm(_Struct, tag="warm"):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct) -> bytearray:
-    """The frame of a message. WireError if a value has no msgpack form or the frame would be too large."""
-    frame = bytearray((VERSION,))
+def encode(message: msgspec.Struct, frame: bytearray | None = None) -> bytearray:
+    """The frame of a message. WireError if a value has no msgpack form or the frame would be too large.
+
+    frame: overwritten and given back; a sender that keeps one keeps the memory that its largest frames took.
+    """
+    frame = bytearray(1) if frame is None else frame
+    frame[:1] = (VERSION,)
     _sayable(_encoder.encode_into, message, frame, 1)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} travel")

@@ -70,6 +70,7 @@ class Client:
         self._prompts: dict[int, tuple[Prompt, msgspec.Raw]] = {}
         """packed, by identity; while calls are outstanding"""
         self._outbox: deque[int] = deque()
+        self._frame = bytearray(1)
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._moved = dict.fromkeys(self._timeouts, 0.0)  # by domain: when it last moved
@@ -212,7 +213,7 @@ class Client:
 
     def _send(self, message: wire.Scores | wire.Drop | wire.Ping) -> bool:
         try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+            self._socket.send(wire.encode(message, self._frame), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
