@@ -1,88 +1,117 @@
 """(d) What coordination costs per sample: the door with model compute stubbed out, on 1 to 8 ranks.
 
-    python -m tests.bench.coordination --ranks 1 2 4 8 --prompts 8 32 --steps 40 --json d.json --svg d.svg
+    python -m tests.bench.coordination --ranks 1 2 4 8 --prompts 8 32 --rounds 20 --steps 10 --json d.json --svg d.svg
 
 See `stub_side.py` for what is left in. Every rank has 8 prompts x 8 answers a step (the demo's work), then four times
 as many: part of the cost is a step's, whatever it holds. One thread a rank, and nothing to wait for but its peers.
 CPU-seconds are those of the ranks, summed, over the samples of all of them: what a sample costs wherever there is a
 core per rank. The sidecar's are told apart. Wall time is of this machine: more ranks than cores take turns.
+
+All sizes are started, and each gets a stretch of steps in every round, so that all see the same hours of the
+machine. Others on it can only add to what a stretch takes (they share its caches and its cores' units), and did by a
+factor of three: so the least of the stretches is told beside the median.
 """
 
 import statistics
 import sys
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 from spmd_rl.track.metrics import read_lines
 from tests.bench import show, work
-from tests.bench.gate import Contestant
+from tests.bench.gate import Contestant, Timed
 from tests.bench.our_side import EVERY
 
 TARGET = 100.0
 """us a sample"""
-BLOCKS = 3
-"""Timed stretches of `--steps` steps, after one that is not timed."""
 COUNTS = {"store_operations": "store operations", "meetings": "meetings", "meeting_bytes": "bytes"}
 """What a run counts (see `dist/traffic.py`): each rank's part in a meeting counts, and so do the samples' own bytes."""
 PHASES = ("generate", "score", "prepare", "train", "publish", "coordination", "track", "other")
 
 
-def measure(options: Any, ranks: int, prompts: int, seed: int) -> dict[str, Any]:
-    """One world size; `prompts` a step for each rank."""
-    folder = options.dir / f"coordination-{ranks}-{prompts}-{seed}"
-    work.fresh(folder)
-    every, first, last = options.steps, options.steps + 1, (1 + BLOCKS) * options.steps
-    size = [f"rollout.prompts_per_step={prompts * ranks}", f"engine.max_running={8 * prompts}", *options.settings]
-    overrides = work.settings(size, seed, last + 2, folder / "run")
-    cfg = work.loaded(overrides)
-    command = [*work.launcher(sys.executable, ranks), "-m", "tests.bench.stub_side", *overrides]
-    env = {**work.environment(ranks), "OMP_NUM_THREADS": "1", EVERY: str(every)}
-    with Contestant.start("stubs", command, env, ranks, folder) as job:
+class Size:
+    """A job of so many ranks with so many prompts a step for each; suspended between its stretches."""
+
+    def __init__(self, options: Any, ranks: int, prompts: int, seed: int) -> None:
+        self.ranks, self.prompts, self.seed, self.every = ranks, prompts, seed, options.steps
+        self.folder = options.dir / f"coordination-{ranks}-{prompts}-{seed}"
+        work.fresh(self.folder)
+        size = [f"rollout.prompts_per_step={prompts * ranks}", f"engine.max_running={8 * prompts}", *options.settings]
+        last = (1 + options.rounds) * self.every
+        overrides = work.settings(size, seed, last + 2, self.folder / "run")
+        self.samples = work.num_samples(work.loaded(overrides))
+        self._command = [*work.launcher(sys.executable, ranks), "-m", "tests.bench.stub_side", *overrides]
+        self.stretches: list[Timed] = []
+
+    def start(self, held: ExitStack) -> Contestant:
+        """Up to the first stretch that is timed; `held` ends it."""
+        env = {**work.environment(self.ranks), "OMP_NUM_THREADS": "1", EVERY: str(self.every)}
+        job = held.enter_context(Contestant.start("stubs", self._command, env, self.ranks, self.folder))
         job.wait()
-        for _ in range(2):  # step 0, which only evaluates, and the stretch that is not timed
+        for _ in range(2):  # step 0, which only evaluates, and a stretch that is not timed
             job.step()
-        blocks = [job.step() for _ in range(BLOCKS)]
-    lines = [line for line in read_lines(folder / "run" / "metrics.jsonl") if first <= line["step"] <= last]
-    num_samples = every * work.num_samples(cfg)
-    return {
-        "ranks": ranks,
-        "prompts": prompts,
-        "seed": seed,
-        "samples": num_samples // every,
-        "us_per_sample": [1e6 * block.rank_cpu_seconds / num_samples for block in blocks],
-        "us_per_sample_sidecar": [1e6 * (b.cpu_seconds - b.rank_cpu_seconds) / num_samples for b in blocks],
-        "ms_per_step": [1e3 * block.seconds / every for block in blocks],
-        "counts": {c: sum(line[f"system/{c}"] for line in lines) / num_samples / BLOCKS for c in COUNTS},
-        "phases_ms": {p: 1e3 * statistics.fmean(line.get(f"time/{p}", 0.0) for line in lines) for p in PHASES},
-    }
+        job.suspend()
+        return job
+
+    def told(self) -> dict[str, Any]:
+        """What was measured so far."""
+        first, last = self.every + 1, (1 + len(self.stretches)) * self.every
+        lines = [line for line in read_lines(self.folder / "run" / "metrics.jsonl") if first <= line["step"] <= last]
+        num_samples = self.every * self.samples
+        return {
+            "ranks": self.ranks,
+            "prompts": self.prompts,
+            "seed": self.seed,
+            "samples": self.samples,
+            "us_per_sample": [1e6 * s.rank_cpu_seconds / num_samples for s in self.stretches],
+            "us_per_sample_sidecar": [1e6 * (s.cpu_seconds - s.rank_cpu_seconds) / num_samples for s in self.stretches],
+            "ms_per_step": [1e3 * s.seconds / self.every for s in self.stretches],
+            "counts": {c: sum(li[f"system/{c}"] for li in lines) / num_samples / len(self.stretches) for c in COUNTS},
+            "phases_ms": {p: 1e3 * statistics.median(li.get(f"time/{p}", 0.0) for li in lines) for p in PHASES},
+        }
+
+
+def measure(options: Any, seed: int) -> list[dict[str, Any]]:
+    """All sizes, in turns."""
+    sizes = [Size(options, ranks, prompts, seed) for prompts in options.prompts for ranks in options.ranks]
+    with ExitStack() as held:
+        jobs = [size.start(held) for size in sizes]
+        held.callback(lambda: [job.resume() for job in jobs])
+        for _ in range(options.rounds):
+            for size, job in zip(sizes, jobs, strict=True):
+                job.resume()
+                size.stretches.append(job.step())
+                job.suspend()
+        return [size.told() for size in sizes]
 
 
 def main() -> None:
-    parser = work.parser(__doc__, steps=40)
+    parser = work.parser(__doc__, steps=10)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[8, 32], help="a step, for each rank")
+    parser.add_argument("--rounds", type=int, default=20, help="timed stretches of --steps steps, of each size")
     options = parser.parse_args()
-    cases: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for prompts in options.prompts:
-        for ranks in options.ranks:
-            cases[ranks, prompts] = [measure(options, ranks, prompts, seed) for seed in options.seed]
-            show.record(
-                options.json, {"benchmark": "coordination", "runs": [r for runs in cases.values() for r in runs]}
-            )
+    runs: list[dict[str, Any]] = []
+    for seed in options.seed:
+        runs += measure(options, seed)
+        show.record(options.json, {"benchmark": "coordination", "runs": runs})
     costs, counts, drawn = [], [], []
-    for (ranks, _), runs in cases.items():
+    for prompts, ranks in product(options.prompts, options.ranks):
+        mine = [run for run in runs if (run["ranks"], run["prompts"]) == (ranks, prompts)]
         cpu, sidecar, wall = (
-            statistics.fmean(value for run in runs for value in run[key])
+            [value for run in mine for value in run[key]]
             for key in ("us_per_sample", "us_per_sample_sidecar", "ms_per_step")
         )
-        samples = runs[0]["samples"]
-        head = [str(ranks), str(samples)]
-        phases = (statistics.fmean(run["phases_ms"][phase] for run in runs) for phase in PHASES)
-        costs.append([*head, f"{cpu:.0f}", f"{cpu / TARGET:.2f}", f"{sidecar:.0f}", f"{wall:.1f}"])
-        costs[-1] += [f"{ms:.1f}" for ms in phases]
-        counts.append([*head, *(f"{statistics.fmean(run['counts'][count] for run in runs):.2f}" for count in COUNTS)])
-        drawn.append(show.Bar(f"{ranks} rank(s), {samples} samples", [("ranks", cpu), ("sidecar", sidecar)]))
-    columns = ["ranks", "samples", "CPU us/sample", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
-    show.table("Coordination: CPU per sample; wall per step and by phase, in ms", columns, costs)
+        head = [str(ranks), str(mine[0]["samples"])]
+        costs.append([*head, f"{min(cpu):.0f}", f"{statistics.median(cpu):.0f}", f"{min(cpu) / TARGET:.2f}"])
+        costs[-1] += [f"{statistics.median(sidecar):.0f}", f"{statistics.median(wall):.1f}"]
+        costs[-1] += [f"{statistics.fmean(run['phases_ms'][phase] for run in mine):.1f}" for phase in PHASES]
+        counts.append([*head, *(f"{statistics.fmean(run['counts'][count] for run in mine):.2f}" for count in COUNTS)])
+        parts = [("ranks, least", min(cpu)), ("ranks, median", statistics.median(cpu) - min(cpu))]
+        drawn.append(show.Bar(f"{ranks} rank(s), {mine[0]['samples']} samples", parts))
+    columns = ["ranks", "samples", "least", "median", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
+    show.table("Coordination: CPU-us per sample; wall per step and by phase, in ms", columns, costs)
     show.table("Counts per sample, over all ranks", ["ranks", "samples", *COUNTS.values()], counts)
     title = "What coordination costs, model compute stubbed out"
     show.bars(options.svg, title, "CPU us a sample", drawn, mark=(TARGET, f"{TARGET:.0f} us"))

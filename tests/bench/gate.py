@@ -138,6 +138,16 @@ class Contestant:
         seconds = time.perf_counter() - began
         return Timed(seconds, self.cpu_seconds() - cpu, self._rank_cpu_seconds - own, values)
 
+    def suspend(self) -> None:
+        """Stop all of the job's processes: even one that waits has threads that look around."""
+        for process in self._family():
+            process.suspend()
+
+    def resume(self) -> None:
+        """Let them run again."""
+        for process in self._family():
+            process.resume()
+
     def export(self, path: Path) -> None:
         """Have the weights written to `path` (safetensors, bfloat16, Hugging Face names); no step's time."""
         self._order("export", str(path))
