@@ -329,6 +329,7 @@ def pack(value: Any) -> msgspec.Raw:
 
 
 def _sayable(encode: Callable[..., Any], *args: Any) -> Any:
+    """What `encode` gives; WireError where a value has no form."""
     try:
         return encode(*args)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

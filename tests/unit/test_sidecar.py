@@ -10,14 +10,15 @@ import textwrap
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from spmd_rl import sidecar, wire
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
 from spmd_rl.errors import UserError
-from spmd_rl.types import Node, Verdict
-from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, rewards, workers_of
+from spmd_rl.types import AnswerInfo, Node, Prompt, Verdict
+from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, prompt, rewards, workers_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +41,36 @@ def test_verdicts_come_back_to_their_answers(node):
         assert len(processes) == 4  # host, zygote, two workers
     assert gone_within(processes, 2.0)
     assert not Path(node.address.removeprefix("ipc://")).parent.exists()
+
+
+def test_each_answer_is_judged_with_its_own_prompt(node):
+    """Prompts are packed once for all their answers; those dropped on the way leave their identity to others."""
+
+    async def all_of_them(scorer) -> list[Verdict]:
+        async def one(number: int) -> list[Verdict]:
+            mine = msgspec.structs.replace(prompt(), ground_truth=str(number))
+            first = await scorer.score(mine, "a", AnswerInfo(3, "stop"))
+            return [first, await scorer.score(mine, "b", AnswerInfo(3, "stop"))]
+
+        return [verdict for some in await asyncio.gather(*map(one, range(600))) for verdict in some]
+
+    with sidecar.connect(rewards("Number"), node) as scorer:
+        verdicts = asyncio.run(all_of_them(scorer))
+    assert [verdict.detail for verdict in verdicts] == [str(number // 2) for number in range(1200)]
+
+
+def test_a_prompt_is_packed_once_for_its_answers(node, monkeypatch):
+    packed, pack = [], wire.pack
+    monkeypatch.setattr(wire, "pack", lambda value: packed.append(type(value)) or pack(value))
+    one = prompt()
+
+    async def group(scorer) -> list[Verdict]:
+        return await asyncio.gather(*(scorer.score(one, answer, AnswerInfo(3, "stop")) for answer in "abcdefgh"))
+
+    with sidecar.connect(rewards("Number"), node) as scorer:
+        for _ in range(2):  # nothing is kept while nothing is outstanding
+            assert asyncio.run(group(scorer)) == numbers("abcdefgh")
+    assert packed.count(Prompt) == 2 and packed.count(wire.RawQuestion) == 16
 
 
 def test_ranks_of_a_node_share_a_host(node):

@@ -25,6 +25,20 @@ def test_a_question_arrives_as_it_was_asked():
     assert question == wire.Question(PROMPT, "vier \u2713", AnswerInfo(3, "stop"))
 
 
+def test_a_question_whose_prompt_was_packed_before_is_the_same_question():
+    info = AnswerInfo(3, "stop")
+    apart = wire.pack(wire.RawQuestion(wire.pack(PROMPT), "4", info))
+    assert bytes(apart) == bytes(wire.pack(wire.Question(PROMPT, "4", info)))
+
+
+def test_a_frame_in_kept_memory_is_the_same_frame():
+    frame = bytearray(1)
+    for message in (scores("x" * 5000), wire.Ping(), scores(), wire.Drop(list(range(99)))):
+        assert wire.encode(message, frame) == wire.encode(message)
+        with pytest.raises(wire.WireError, match="cannot be sent"):
+            wire.encode(wire.Drop([object()]), frame)
+
+
 def test_a_verdict_passes_unopened_through_the_host():
     verdict = Verdict("wrong_format", 0.25, {"a": 1.0}, "why")
     frame = wire.encode(wire.RawVerdicts([wire.RawJudged(3, wire.pack(verdict))]))
