@@ -52,6 +52,7 @@ class Size:
         for _ in range(2):  # step 0, which only evaluates, and a stretch that is not timed
             job.step()
         job.suspend()
+        held.callback(job.resume)  # before it is told to end
         return job
 
     def told(self) -> dict[str, Any]:
@@ -77,7 +78,6 @@ def measure(options: Any, seed: int) -> list[dict[str, Any]]:
     sizes = [Size(options, ranks, prompts, seed) for prompts in options.prompts for ranks in options.ranks]
     with ExitStack() as held:
         jobs = [size.start(held) for size in sizes]
-        held.callback(lambda: [job.resume() for job in jobs])
         for _ in range(options.rounds):
             for size, job in zip(sizes, jobs, strict=True):
                 job.resume()
@@ -108,7 +108,7 @@ def main() -> None:
         costs[-1] += [f"{statistics.median(sidecar):.0f}", f"{statistics.median(wall):.1f}"]
         costs[-1] += [f"{statistics.fmean(run['phases_ms'][phase] for run in mine):.1f}" for phase in PHASES]
         counts.append([*head, *(f"{statistics.fmean(run['counts'][count] for run in mine):.2f}" for count in COUNTS)])
-        parts = [("ranks, least", min(cpu)), ("ranks, median", statistics.median(cpu) - min(cpu))]
+        parts = [("least stretch", min(cpu)), ("more in the median", statistics.median(cpu) - min(cpu))]
         drawn.append(show.Bar(f"{ranks} rank(s), {mine[0]['samples']} samples", parts))
     columns = ["ranks", "samples", "least", "median", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
     show.table("Coordination: CPU-us per sample; wall per step and by phase, in ms", columns, costs)
