@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from spmd_rl.batch import TOKEN, Batch, flatten, lay_out
+from spmd_rl.batch import TOKEN, Batch, flatten, lay_out, stretches
 from spmd_rl.dist import World
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
@@ -54,8 +54,7 @@ def _in_order(tokens: np.ndarray, holders: np.ndarray, lengths: np.ndarray) -> n
         return tokens
     begins = np.empty_like(lengths)
     begins[came] = lengths[came].cumsum() - lengths[came]
-    moved = begins - (lengths.cumsum() - lengths)
-    return tokens.take(np.arange(len(tokens)) + np.repeat(moved, lengths))
+    return stretches(tokens, begins, lengths)
 
 
 def _batches(tokens: np.ndarray, plan: Plan, coming: np.ndarray, num_updates: int) -> list[Batch]:

@@ -1,6 +1,6 @@
 """The plan of a step: every cross-sample number, computed over the global batch.
 
-All ranks hold the metadata of all samples (`collected.ANSWER`), so each computes the same advantages, token weights and
+All ranks hold the metadata of all samples (`outcomes.ANSWER`), so each computes the same advantages, token weights and
 distribution of the samples over the ranks, in (ticket, answer) order. Nothing here meets other ranks; `exchange.py`
 carries the plan out.
 """

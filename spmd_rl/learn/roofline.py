@@ -8,7 +8,6 @@ from spmd_rl.dist import World
 from spmd_rl.learn.balance import begins
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
-from spmd_rl.rollout.collected import joined
 from spmd_rl.track.efficiency import Devices, Pass, Tokens, find_ceilings, roofline
 from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
 
@@ -35,7 +34,7 @@ class Roofline:
         """Seconds by phase, equal on all ranks. needs_old: the policy's logprobs were computed before the update."""
         if self._ceilings is None:
             return {}
-        answers = joined(o.answers for o in collected.outcomes)
+        answers = collected.outcomes.answers
         width = 1 + answers["answer"].max(initial=0)
         trains = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
         passes = [Pass(self._policy.size, int(needs_old), plan.step > self._warmup)]

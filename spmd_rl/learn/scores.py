@@ -1,6 +1,6 @@
 """From the metadata of a step to one number per sample: shaped scores, who is left out of the loss, and loss weights.
 
-Every rank holds the same metadata (rows of `collected.ANSWER`) and finds the same. A verdict that is not a score takes
+Every rank holds the same metadata (rows of `outcomes.ANSWER`) and finds the same. A verdict that is not a score takes
 its sample out altogether, out of its group's baseline too; a mask takes it out of the loss alone.
 """
 
@@ -19,7 +19,6 @@ from spmd_rl.batch import column
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
 from spmd_rl.rollout import Collected
-from spmd_rl.rollout.collected import joined
 
 Key = tuple[int, int]
 
@@ -44,7 +43,7 @@ class Metadata:
     @classmethod
     def of(cls, collected: Collected, greedy_answer: int | None = None) -> "Metadata":
         """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
-        answers = joined(o.answers for o in collected.accepted)
+        answers = collected.outcomes.accepted
         answers = answers.compress(answers["scored"] & (answers["num_answer_tokens"] > 0))
         greedy, aside = None, ()
         if greedy_answer is not None:

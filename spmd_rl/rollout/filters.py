@@ -8,7 +8,7 @@ from spmd_rl.config.schema import FilterConfig
 
 
 def why_not(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
-    """Why the group of these answers (rows of `collected.ANSWER`) does not qualify, in two or three words; else None.
+    """Why the group of these answers (rows of `outcomes.ANSWER`) does not qualify, in two or three words; else None.
 
     Only scored answers have a score; a greedy baseline is not asked.
     """

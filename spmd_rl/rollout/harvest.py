@@ -8,15 +8,14 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import attrgetter
 from statistics import fmean
 
 import msgspec
 
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.errors import RunFailed
-from spmd_rl.rollout.collected import Collected, Finished, Outcome, joined
+from spmd_rl.rollout.collected import Collected
+from spmd_rl.rollout.outcomes import Outcomes, Report, gathered
 from spmd_rl.rollout.rounds import Part
 from spmd_rl.rollout.tickets import StepTickets
 from spmd_rl.types import Group
@@ -25,7 +24,7 @@ from spmd_rl.types import Group
 class Told(msgspec.Struct, array_like=True):
     """One rank's record of the step."""
 
-    finished: list[Finished]
+    finished: Report
     running: list[Part]
     """begun and not finished; empty unless they are carried"""
     counted: list[int]
@@ -45,8 +44,8 @@ class Harvest:
 
     used: frozenset[int]
     """tickets that no later step will see"""
-    outcomes: tuple[Outcome, ...]
-    """of the used tickets, in order"""
+    outcomes: Outcomes
+    """of the used tickets"""
     carried: frozenset[Part]
     """what its replica goes on with in the next step"""
     num_carried: int
@@ -56,17 +55,17 @@ class Harvest:
 
     def collected(self, step: int, mine: Mapping[Part, Group]) -> Collected:
         """The step as this rank sees it, which has the groups of `mine`."""
-        reasons = {o.ticket: o.why_not for o in self.outcomes}
         parts: dict[int, list[Group]] = defaultdict(list)
         for part in sorted(set(mine) - self.carried):
             parts[part.ticket].append(mine[part])
-        groups = {ticket: _whole(some) for ticket, some in parts.items()}
+        reasons = self.outcomes.reasons
+        groups = [
+            (_whole(some), reasons.get(ticket) if ticket in self.used else "surplus") for ticket, some in parts.items()
+        ]
         return Collected(
             step=step,
-            groups=tuple(group for ticket, group in groups.items() if ticket in reasons and reasons[ticket] is None),
-            dropped=tuple(
-                (group, reason) for ticket, group in groups.items() if (reason := reasons.get(ticket, "surplus"))
-            ),
+            groups=tuple([group for group, why_not in groups if why_not is None]),
+            dropped=tuple([(group, why_not) for group, why_not in groups if why_not is not None]),
             outcomes=self.outcomes,
             bubble=self.bubble,
             num_aborted=self.num_aborted,
@@ -82,54 +81,38 @@ def _whole(parts: list[Group]) -> Group:
 def harvest(settings: RolloutConfig, book: StepTickets, records: list[Told]) -> Harvest:
     """What all ranks' records amount to. Checks that the tickets are whole."""
     places = book.used([r.end for r in records], {place for r in records for place in r.counted})
-    used = frozenset(book.round.order.ticket(place) for place in places)
-    finished = sorted([f for r in records for f in r.finished], key=attrgetter("ticket", "part"))
+    used = frozenset(map(book.round.order.ticket, places))
+    outcomes, others = gathered([r.finished for r in records], used, book.round.parts)
     running = {part for r in records for part in r.running}
-    kept = [f for f in finished if f.ticket not in used and settings.carry]
+    kept = others if settings.carry else others[:0]
     assert not any(part.ticket in used for part in running), "a used ticket is still under way"
     seconds = max(r.seconds for r in records)  # then the last has come: the others have been idle since they came
     idle = [r.idle_seconds + seconds - r.seconds for r in records if r.idle_seconds is not None]
     return Harvest(
         used=used,
-        outcomes=_outcomes([f for f in finished if f.ticket in used], book.round.parts, used),
-        carried=frozenset(running | {Part(f.ticket, f.part) for f in kept}),
-        num_carried=settings.answers_per_part * len(running) + sum(f.num_answers for f in kept),
+        outcomes=outcomes,
+        carried=frozenset(running.union(map(Part, kept["ticket"].tolist(), kept["part"].tolist()))),
+        num_carried=settings.answers_per_part * len(running) + int(kept["num_answers"].sum()),
         bubble=fmean(idle) / seconds,
         num_aborted=sum(r.num_aborted for r in records),
-    )
-
-
-def _outcomes(finished: list[Finished], parts: int, used: frozenset[int]) -> tuple[Outcome, ...]:
-    """One outcome per used ticket, in order; their answers lie in one piece of memory."""
-    whole = [(ticket, part) for ticket in sorted(used) for part in range(parts)]
-    assert [(f.ticket, f.part) for f in finished] == whole, "a ticket is lost, used twice or not whole"
-    reasons = {f.ticket: f.why_not for f in finished if f.why_not}
-    details = {f.ticket: f.detail for f in reversed(finished) if f.detail}
-    answers = joined([f.answers for f in finished])
-    bounds = list(accumulate([f.num_answers for f in finished], initial=0))[::parts]
-    return tuple(
-        [
-            Outcome(f.ticket, f.domain, reasons.get(f.ticket), answers[begin:end], details.get(f.ticket, ""))
-            for f, (begin, end) in zip(finished[::parts], pairwise(bounds), strict=True)
-        ]
     )
 
 
 def review(collected: Collected, cfg: RlvrConfig, rank: int) -> None:
     """Say so, once, where a step has fewer groups than it wanted. RunFailed, on all ranks alike, over error budget."""
     step, budget, wanted = collected.step, cfg.reward.error_budget, cfg.rollout.prompts_per_step
-    if collected.error_share > budget:
-        example = next(o.detail for o in collected.outcomes if o.detail)
+    outcomes = collected.outcomes
+    if outcomes.error_share > budget:
         raise RunFailed(
-            f"reward.error_budget={budget}: {collected.error_share:.0%} of the answers of step {step} "
-            f"got no score; the first: {example}"
+            f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers of step {step} "
+            f"got no score; the first: {next(iter(outcomes.details.values()))}"
         )
-    if rank == 0 and len(collected.accepted) < wanted:
-        reasons = Counter(o.why_not for o in collected.outcomes if o.why_not)
+    if rank == 0 and outcomes.num_accepted < wanted:
+        reasons = Counter(outcomes.reasons.values())
         told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         print(
-            f"step {step}: {len(collected.accepted)} of {wanted} groups qualified among {len(collected.outcomes)} "
-            f"tickets ({told}): {'it trains on fewer' if collected.accepted else 'no update'}",
+            f"step {step}: {outcomes.num_accepted} of {wanted} groups qualified among {len(outcomes)} "
+            f"tickets ({told}): {'it trains on fewer' if outcomes.num_accepted else 'no update'}",
             file=sys.stderr,
             flush=True,
         )

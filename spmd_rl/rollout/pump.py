@@ -17,7 +17,7 @@ from spmd_rl.rollout.replica import Replica
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS, MAX_IDLE_SECONDS = 0.001, 0.005
-"""How long an idle pump sleeps, at first and in the end, before it looks again at the store and the verdicts."""
+"""How long an idle pump sleeps, at first and in the end, unless a coroutine asks for an answer."""
 
 
 class Pump:
@@ -30,6 +30,7 @@ class Pump:
         self._nap = IDLE_SECONDS
         self._ready: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._napping: asyncio.Future[None] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -40,25 +41,42 @@ class Pump:
         """Await the request's completion; an aborted one has `finish_reason='abort'`."""
         assert request.id not in self._futures, f"request {request.id} is under way already"
         self._ready.append(request)
+        self._wake()
         future = self._futures[request.id] = asyncio.get_running_loop().create_future()
         return future
 
     async def turn(self) -> None:
-        """Let coroutines run, then compute engine steps, or sleep a moment if there is nothing to compute."""
-        await asyncio.sleep(0)
-        if self._ready:
-            self._replica.add(sorted(self._ready, key=attrgetter("order")))
-            self._ready.clear()
-        if self._replica.num_unfinished:
-            self._deliver(self._replica.step())
-            self._nap = IDLE_SECONDS
-            await asyncio.sleep(0)
+        """Let coroutines run, then compute engine steps; with nothing to compute, sleep until asked, or a moment."""
+        if not self._ready and not self._replica.num_unfinished:
+            await self._rest()
             return
+        await asyncio.sleep(0)
+        self._replica.add(sorted(self._ready, key=attrgetter("order")))
+        self._ready.clear()
+        self._deliver(self._replica.step())
+        self._nap = IDLE_SECONDS
+        await asyncio.sleep(0)
+
+    async def _rest(self) -> None:
         began = time.perf_counter()
         self._replica.rest()
-        await asyncio.sleep(self._nap)
+        await self._take_a_nap()
         self._nap = min(2 * self._nap, MAX_IDLE_SECONDS)
         self.idle_seconds += time.perf_counter() - began
+
+    async def _take_a_nap(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._napping = loop.create_future()
+        alarm = loop.call_later(self._nap, self._wake)
+        try:
+            await self._napping
+        finally:
+            alarm.cancel()
+            self._napping = None
+
+    def _wake(self) -> None:
+        if self._napping is not None and not self._napping.done():
+            self._napping.set_result(None)
 
     def _deliver(self, completions: Iterable[Completion]) -> None:
         for completion in completions:

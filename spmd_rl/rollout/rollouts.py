@@ -25,9 +25,10 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import harvest
 from spmd_rl.rollout.accept import tickets
 from spmd_rl.rollout.claims import Claim, claim
-from spmd_rl.rollout.collected import Collected, Finished, finished, joined
+from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.context import Context, Rollout, Sampling, single_turn
 from spmd_rl.rollout.filters import why_not
+from spmd_rl.rollout.outcomes import Finished, Report, finished, joined
 from spmd_rl.rollout.pump import Pump
 from spmd_rl.rollout.replica import Replica
 from spmd_rl.rollout.rounds import Cursor, Part, plan_round, slots
@@ -126,7 +127,7 @@ class Rollouts:
             else:
                 replica.follow()
             told = harvest.Told(
-                finished=list(self._reports.values()),
+                finished=Report.of(self._reports.values()),
                 running=sorted(self._running),
                 counted=sorted(book.counted),
                 end=book.end_mark(),

@@ -20,8 +20,8 @@ from spmd_rl.rollout.rounds import Round
 
 LOOKS_PER_SECOND = 10_000
 """Over all replicas. A TCPStore answers some 35,000 a second."""
-LOOK_SECONDS = 0.002
-"""Of one replica at the most often: nobody waits longer than that for the end of a step."""
+LOOK_SECONDS = 0.005
+"""Of one replica at the most often: so long a step's end waits for it, at most, if its engine is at work."""
 ENDED = 1 << 32
 """In `news`, above any number of tickets."""
 

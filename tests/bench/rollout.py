@@ -15,7 +15,6 @@ from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig, RlvrConfig, RolloutConfig
 from spmd_rl.dist import World
 from spmd_rl.rollout import Rollouts
-from spmd_rl.rollout.collected import joined
 from spmd_rl.rollout.simulation import POLICIES, Lengths, Scene, Speed, long_tail, play
 from spmd_rl.types import Completion, Request
 from tests.dist.harness import run_ranks
@@ -71,9 +70,9 @@ def steps(world: World, policy: str, num_steps: int, seed: int) -> list:
         for step in range(1, num_steps + 1):
             engine.version, began = step - 1, time.perf_counter()
             collected = rollouts.collect(step)
-            answers = joined(o.answers for o in collected.accepted)
+            answers = collected.outcomes.accepted
             tokens, stale = int(answers["num_answer_tokens"].sum()), int(answers["stale"].sum())
-            row = [collected.bubble, len(collected.accepted), tokens, stale]
+            row = [collected.bubble, collected.outcomes.num_accepted, tokens, stale]
             seen.append([time.perf_counter() - began, *row])
         rollouts.close()
     return seen

@@ -15,10 +15,11 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.learn import exchange, policy_loss, prepare
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests.fakes import outcomes_of
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import backend, forward
 from tests.models import tiny
-from tests.unit.test_prepare import outcome, plan_of
+from tests.unit.test_prepare import plan_of
 
 NUM_UPDATES = 2
 LAYOUTS = {
@@ -53,7 +54,7 @@ def harvest(world: World, layout: str, groups: list[Group]) -> Collected:
     """What this rank would hold after a rollout."""
     rank_of = {g.ticket: LAYOUTS[layout](g.ticket, world.size) for g in groups}
     mine = tuple(g for g in groups if rank_of[g.ticket] == world.rank)
-    return Collected(1, mine, (), tuple(outcome(g, rank_of[g.ticket], 9) for g in groups), 0.0, 0, 0)
+    return Collected(1, mine, (), outcomes_of(groups, lambda s: rank_of[s.ticket], 9), 0.0, 0, 0)
 
 
 def dealt(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUPS) -> tuple[prepare.Plan, list[Batch]]:

@@ -29,9 +29,10 @@ from spmd_rl.dist import World, solo
 from spmd_rl.learn import exchange, prepare, token_advantages
 from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.model.build import build_model
-from spmd_rl.rollout.collected import ANSWER, Collected, Outcome, answer_row
+from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.types import Group, Message, Prompt, Sample, Verdict
+from tests.fakes import outcomes_of
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 from tests.unit.algo.cases import KEYS
@@ -101,14 +102,12 @@ def harvest(world: World, layout: Layout) -> Collected:
         rng = random.Random(layout.seed)
         rng.shuffle(everything)
         everything = [replace(g, samples=tuple(rng.sample(g.samples, len(g.samples)))) for g in everything]
-    mine, outcomes = [], []
+    mine = []
     for g in everything:
-        held = [layout.holder(s, world.size) for s in g.samples]
-        answers = np.array([answer_row(s, rank, 0) for s, rank in zip(g.samples, held, strict=True)], ANSWER)
-        outcomes.append(Outcome(g.ticket, "toy", None, answers, ""))
-        here = tuple(s for s, rank in zip(g.samples, held, strict=True) if rank == world.rank)
+        here = tuple(s for s in g.samples if layout.holder(s, world.size) == world.rank)
         mine += [replace(g, samples=here)] if here else []
-    return Collected(1, tuple(mine), (), tuple(outcomes), 0.0, 0, 0)
+    outcomes = outcomes_of(everything, lambda s: layout.holder(s, world.size))
+    return Collected(1, tuple(mine), (), outcomes, 0.0, 0, 0)
 
 
 def prepared(world: World, layout: Layout, settings: AlgorithmConfig) -> Batch:

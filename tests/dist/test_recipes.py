@@ -15,9 +15,10 @@ from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dist import World
 from spmd_rl.learn import Learner
-from spmd_rl.rollout.collected import ANSWER, Collected, Outcome, answer_row
+from spmd_rl.rollout.collected import Collected
 from spmd_rl.train import build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests.fakes import outcomes_of
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 from tests.unit.test_config_load import DOORS
@@ -80,12 +81,9 @@ def harvest(world: World, step: int, greedy: bool) -> Collected:
     groups = [group(6 * step + i, generator) for i in range(6)]
     if not greedy:
         groups = [Group(g.prompt, g.ticket, g.samples[:4]) for g in groups]
-    outcomes = []
-    for g in groups:
-        answers = np.array([answer_row(s, g.ticket % world.size, step) for s in g.samples], ANSWER)
-        outcomes.append(Outcome(g.ticket, "toy", None, answers, ""))
+    outcomes = outcomes_of(groups, lambda s: s.ticket % world.size, step)
     mine = tuple(g for g in groups if g.ticket % world.size == world.rank)
-    return Collected(step, mine, (), tuple(outcomes), 0.0, 0, 0)
+    return Collected(step, mine, (), outcomes, 0.0, 0, 0)
 
 
 def train(world: World, path: str) -> dict[str, dict[str, float]]:

@@ -1,6 +1,7 @@
 """Rows of metadata: what a rank packs is what all read, and columns say what a walk over the samples would."""
 
 from array import array
+from itertools import pairwise
 from random import Random
 from statistics import fmean
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from spmd_rl.config.schema import FilterConfig
-from spmd_rl.rollout.collected import ANSWER, Collected, Finished, Outcome, answer_row, finished, joined
+from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.filters import why_not
+from spmd_rl.rollout.outcomes import ANSWER, Report, answer_row, finished, gathered, joined
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 
 STATUSES = ("ok", "ok", "ok", "wrong_format", "timeout", "error")
@@ -59,15 +61,17 @@ GROUPS = [group(10**10 + ticket) for ticket in range(12)]
 
 
 def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
-    told = [finished(g, 0, 5, VERSION) for g in GROUPS]
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=list[Finished])
+    told = Report.of([finished(g, 0, 5, VERSION) for g in GROUPS])
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Report)
     assert arrived == told
-    assert [(f.ticket, f.domain, f.num_answers, f.why_not) for f in arrived] == [
+    outcomes, others = gathered([arrived], frozenset(g.ticket for g in GROUPS), 1)
+    assert len(others) == 0
+    assert [(o.ticket, o.domain, len(o.answers), o.why_not) for o in outcomes] == [
         (g.ticket, g.prompt.domain, 6, None) for g in GROUPS
     ]
     failed = next(s.verdict for s in GROUPS[0].samples if not s.verdict.scored)
-    assert told[0].detail == f"{failed.status}: {failed.detail}"
-    rows = joined([f.answers for f in arrived])
+    assert next(iter(outcomes)).detail == f"{failed.status}: {failed.detail}"
+    rows = outcomes.answers
     for row, s in zip(rows, [s for g in GROUPS for s in g.samples], strict=True):
         assert (row["ticket"], row["answer"], row["rank"]) == (*s.key, 5)
         assert (row["scored"], row["wrong_format"]) == (s.verdict.scored, s.verdict.status == "wrong_format")
@@ -80,6 +84,57 @@ def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
     assert any(rows["stale"]) and not all(rows["stale"])
 
 
+def split(g: Group, sizes: tuple[int, ...]) -> list[Group]:
+    bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [Group(g.prompt, g.ticket, g.samples[begin:end]) for begin, end in pairwise(bounds)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_tells_what_and_in_which_order_makes_no_difference(seed: int) -> None:
+    """Parts of unequal size, dealt over ranks of which some have nothing; the tickets of three are not used."""
+    draw = Random(seed)
+    sizes = draw.choice([(6,), (2, 4), (1, 2, 3)])
+    parts = [finished(part, n, 5, VERSION) for g in GROUPS for n, part in enumerate(split(g, sizes))]
+    dropped = {g.ticket: draw.choice(["too hard", "zero variance"]) for g in draw.sample(GROUPS, 4)}
+    for part in parts:
+        part.why_not = dropped.get(part.ticket) if part.part == draw.randrange(len(sizes)) else None
+    dropped = {part.ticket: part.why_not for part in parts if part.why_not}
+    draw.shuffle(parts)
+    num_ranks = draw.randrange(1, 6)
+    dealt = [parts[rank::num_ranks] for rank in range(num_ranks)] + [[]]
+    unused = {g.ticket for g in draw.sample(GROUPS, 3)}
+    used = [g for g in GROUPS if g.ticket not in unused]
+    outcomes, others = gathered([Report.of(some) for some in dealt], frozenset(g.ticket for g in used), len(sizes))
+    assert len(outcomes) == len(used)
+    for g, o in zip(used, outcomes, strict=True):
+        assert (o.ticket, o.domain, o.why_not) == (g.ticket, g.prompt.domain, dropped.get(g.ticket))
+        assert o.answers.tobytes() == rows_of(g).tobytes()
+        failed = next((s.verdict for s in g.samples if not s.verdict.scored), None)
+        assert o.detail == (f"{failed.status}: {failed.detail}" if failed else "")
+    assert sorted(map(tuple, others[["ticket", "part", "num_answers"]].tolist())) == sorted(
+        (ticket, n, size) for ticket in unused for n, size in enumerate(sizes)
+    )
+    kept = [g for g in used if g.ticket not in dropped]
+    assert outcomes.num_accepted == len(kept)
+    assert outcomes.accepted.tobytes() == b"".join(rows_of(g).tobytes() for g in kept)
+    by_domain = outcomes.by_domain()
+    assert list(by_domain) == list(dict.fromkeys(g.prompt.domain for g in used))
+    for domain, rows in by_domain.items():
+        assert rows.tobytes() == b"".join(rows_of(g).tobytes() for g in used if g.prompt.domain == domain)
+
+
+@pytest.mark.parametrize("wrong", ["lost", "twice", "part lost"])
+def test_a_ticket_must_be_whole(wrong: str) -> None:
+    parts = [finished(part, n, 5, VERSION) for g in GROUPS for n, part in enumerate(split(g, (3, 3)))]
+    used = frozenset(g.ticket for g in GROUPS)
+    if wrong == "twice":
+        parts.append(parts[4])
+    else:
+        parts = [part for part in parts if part.ticket != GROUPS[2].ticket or (wrong == "part lost" and part.part)]
+    with pytest.raises(AssertionError, match="lost, used twice or not whole"):
+        gathered([Report.of(parts)], used, 2)
+
+
 def test_parts_pooled_are_the_whole() -> None:
     whole = GROUPS[1]
     parts = [Group(whole.prompt, whole.ticket, whole.samples[i : i + 2]) for i in range(0, 6, 2)]
@@ -89,11 +144,10 @@ def test_parts_pooled_are_the_whole() -> None:
 
 
 def collected(groups: list[Group]) -> Collected:
-    outcomes = tuple(
-        Outcome(g.ticket, g.prompt.domain, "zero variance" if g.ticket % 4 == 1 else None, rows_of(g), "")
-        for g in groups
-    )
-    return Collected(1, (), (), outcomes, 0.25, 3, 4)
+    told = [finished(g, 0, 5, VERSION) for g in groups]
+    for part in told:
+        part.why_not = "zero variance" if part.ticket % 4 == 1 else None
+    return Collected(1, (), (), gathered([Report.of(told)], frozenset(f.ticket for f in told), 1)[0], 0.25, 3, 4)
 
 
 def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
@@ -119,7 +173,7 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
         **{f"score/{domain}/mean": fmean(some) for domain, some in scores.items()},
     }
     assert all(type(value) in (int, float) for value in metrics.values()), "they go into JSON"
-    assert collected(GROUPS).error_share == metrics["rollout/error_share"]
+    assert collected(GROUPS).outcomes.error_share == metrics["rollout/error_share"]
 
 
 def test_a_step_without_any_ticket_has_no_means() -> None:

@@ -18,8 +18,9 @@ from spmd_rl.dist import solo
 from spmd_rl.learn import balance, exchange, prepare
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.scores import shape
-from spmd_rl.rollout.collected import ANSWER, Collected, Outcome, answer_row
+from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests.fakes import outcomes_of
 
 
 def sample(ticket: int, answer: int, length: int, score: float | None, version: int = 0) -> Sample:
@@ -34,13 +35,8 @@ def sample(ticket: int, answer: int, length: int, score: float | None, version: 
     return Sample(ticket, answer, (turn,), verdict)
 
 
-def outcome(group: Group, rank: int, version: int = 0) -> Outcome:
-    answers = np.array([answer_row(s, rank, version) for s in group.samples], ANSWER)
-    return Outcome(group.ticket, group.prompt.domain, None, answers, "")
-
-
 def collected(groups: list[Group], version: int = 0) -> Collected:
-    return Collected(1, tuple(groups), (), tuple(outcome(g, 0, version) for g in groups), 0.0, 0, 0)
+    return Collected(1, tuple(groups), (), outcomes_of(groups, lambda s: 0, version), 0.0, 0, 0)
 
 
 def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
@@ -140,7 +136,7 @@ def test_each_minibatch_is_balanced_by_itself() -> None:
 
 def test_who_trains_a_sample_does_not_depend_on_who_made_it() -> None:
     made = collected(GROUPS)
-    elsewhere = replace(made, outcomes=tuple(outcome(g, g.ticket % 3) for g in GROUPS))
+    elsewhere = replace(made, outcomes=outcomes_of(GROUPS, lambda s: s.ticket % 3))
     plans = [plan_of(c, AlgorithmConfig(), num_ranks=3) for c in (made, elsewhere)]
     assert not np.array_equal(plans[0].holders, plans[1].holders)
     assert np.array_equal(plans[0].trainers, plans[1].trainers) and set(plans[0].trainers.tolist()) == {0, 1, 2}

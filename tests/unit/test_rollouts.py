@@ -1,6 +1,8 @@
 """The scheduler on one rank: what a step accepts, what it aborts, and what it must not depend on."""
 
+import asyncio
 import json
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from spmd_rl.config import RlvrConfig
 from spmd_rl.dist import World, solo
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.rollout import Context, Rollouts, Sampling
-from spmd_rl.types import Sample, Verdict
+from spmd_rl.rollout import Context, Rollouts, Sampling, pump
+from spmd_rl.rollout.replica import Replica
+from spmd_rl.types import Completion, Request, Sample, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 
 
@@ -126,7 +129,7 @@ def test_a_verdict_that_is_no_score_leaves_the_baseline_and_spends_the_budget(wo
     cfg.reward.error_budget = 0.9
     make = lambda: Rollouts(cfg, FakeEngine(), FakePrompts(9), Failing(even), FakeTokenizer(), world)  # noqa: E731
     collected = make().collect(1)
-    assert 0 < collected.error_share < 0.5
+    assert 0 < collected.outcomes.error_share < 0.5
     assert 0 not in [g.ticket for g in collected.groups], "only failed scores are left: no variance"
     cfg.reward.error_budget = 0.01
     with pytest.raises(RunFailed, match=r"reward.error_budget=0.01: .* the first: timeout: 10 s"):
@@ -347,3 +350,24 @@ def test_time_without_anything_to_compute_is_told_as_waiting(world: World) -> No
             since[event["event"]].append(event["t"])
     waited = sum(since["kind_done"]) - sum(since["kind"])
     assert len(since["kind"]) == len(since["kind_done"]) and 0.03 < waited < 0.5
+
+
+def test_who_asks_for_an_answer_wakes_an_idle_pump(world: World, monkeypatch) -> None:
+    """A turn that follows an environment's step does not wait for the end of a nap, however long that is."""
+    monkeypatch.setattr(pump, "IDLE_SECONDS", 60.0)
+    request = Request("train/0/0/1", array("i", [1]), 3, 1.0, 7, (0, 0, 1), ())
+
+    async def ask() -> Completion:
+        await asyncio.sleep(0.02)
+        return await idle.generate(request)
+
+    async def pumped() -> Completion:
+        task = asyncio.create_task(ask())
+        async with asyncio.timeout(30):
+            while not task.done():
+                await idle.turn()
+        return task.result()
+
+    idle = pump.Pump(Replica(FakeEngine(), world))
+    assert len(asyncio.run(pumped()).token_ids) == 3
+    assert 0.01 < idle.idle_seconds < 30
