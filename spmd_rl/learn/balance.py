@@ -19,6 +19,8 @@ Part = tuple[int, int, tuple[int, ...]]
 """(-sum of the costs, smallest index, all indices): sorted, the heaviest part comes first."""
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
+WORTH_SPREADING = 100
+"""Samples are spread to win one part in so many of all work, not for less."""
 
 
 def assign(samples: np.ndarray, num_ranks: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
@@ -28,7 +30,8 @@ def assign(samples: np.ndarray, num_ranks: int, hidden_size: int) -> tuple[np.nd
     the same prompt.
 
     Tickets stay whole, or every sample goes where it fits: whichever leaves the slowest rank less to do. Many ranks and
-    few tickets ask for the second, and pay for it with prompts that several ranks compute.
+    few tickets ask for the second, and pay for it with prompts that several ranks compute. It is tried only where whole
+    tickets leave more than one part in `WORTH_SPREADING` to win: there are many more samples than tickets to walk over.
     """
     tickets, prompts, totals = samples.T
     first = begins(tickets)
@@ -39,7 +42,8 @@ def assign(samples: np.ndarray, num_ranks: int, hidden_size: int) -> tuple[np.nd
     costs = _sums(groups, own, len(shared)) + shared
     whole = np.array(partition(costs.tolist(), num_ranks), np.int64)
     work = _sums(whole, costs, num_ranks).tolist()
-    if max(work) * num_ranks > sum(work) + min(shared.tolist(), default=0):  # else a prompt more cannot pay
+    to_win = max(work) * num_ranks - sum(work)
+    if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):  # else a prompt more cannot pay
         spread = np.array(partition(alone.tolist(), num_ranks), np.int64)
         ranks, prompts_of = np.divmod(np.unique(spread * len(shared) + groups), len(shared))  # each once on a rank
         spread_work = (_sums(spread, own, num_ranks) + _sums(ranks, shared[prompts_of], num_ranks)).tolist()

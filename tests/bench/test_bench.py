@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.track.svg import Series
-from tests.bench import show, soak, step_profile, work
+from tests.bench import metadata, show, soak, step_profile, work
 from tests.bench.bare_side import Loop
 from tests.bench.gate import Contestant
 from tests.models import tiny
@@ -144,3 +144,8 @@ def test_growth_is_the_slope_after_the_first_quarter():
     rising = [(step, 9e6 + 2048.0 * step) for step in range(0, 400, 20)]
     assert soak.slope(rising) == pytest.approx(2048) and soak.LIMIT < 2048
     assert soak.quarter(rising, 3) - soak.quarter(rising, 0) == pytest.approx(300 * 2048)
+
+
+def test_metadata_of_many_ranks_is_one_whole_step() -> None:
+    run = metadata.measure(ranks=3, steps=1, seed=0)
+    assert run["seconds"].keys() == set(metadata.PARTS) and all(value > 0 for value in run["seconds"].values())
