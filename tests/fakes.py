@@ -1,4 +1,4 @@
-"""Small fakes: an engine of chosen lengths, a scorer with chosen delays, a tokenizer of bytes."""
+"""Small fakes: an engine of chosen lengths, a scorer with chosen delays, a tokenizer of bytes, chosen outcomes."""
 
 import asyncio
 from array import array

@@ -8,9 +8,11 @@ order. One process does here what each of them would do: CPU-seconds, the least 
 travel.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +27,7 @@ from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.harvest import Told, harvest
 from spmd_rl.rollout.outcomes import ANSWER, Finished, Report
 from spmd_rl.rollout.rounds import Cursor, plan_round
-from tests.bench import show, work
+from tests.bench import show
 
 TICKETS, ANSWERS = 32, 8
 """Of a rank and step, and of a ticket."""
@@ -81,8 +83,11 @@ def measure(ranks: int, steps: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = work.parser(__doc__, steps=5)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="each seed is a run of its own")
+    parser.add_argument("--steps", type=int, default=5, help="steps timed, after one that is not")
+    parser.add_argument("--json", type=Path, help="write the raw figures here")
     options = parser.parse_args()
     runs = [measure(ranks, options.steps, seed) for ranks in options.ranks for seed in options.seed]
     show.record(options.json, {"benchmark": "metadata", "runs": runs})

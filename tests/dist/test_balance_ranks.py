@@ -15,9 +15,9 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.learn import exchange, policy_loss, prepare
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
-from tests.fakes import outcomes_of
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import backend, forward
+from tests.fakes import outcomes_of
 from tests.models import tiny
 from tests.unit.test_prepare import plan_of
 

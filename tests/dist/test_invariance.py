@@ -32,8 +32,8 @@ from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.types import Group, Message, Prompt, Sample, Verdict
-from tests.fakes import outcomes_of
 from tests.dist.harness import run_ranks
+from tests.fakes import outcomes_of
 from tests.models import tiny
 from tests.unit.algo.cases import KEYS
 from tests.unit.test_sharing import exact, sample

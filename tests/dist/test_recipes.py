@@ -18,8 +18,8 @@ from spmd_rl.learn import Learner
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train import build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
-from tests.fakes import outcomes_of
 from tests.dist.harness import run_ranks
+from tests.fakes import outcomes_of
 from tests.models import tiny
 from tests.unit.test_config_load import DOORS
 
