@@ -4,7 +4,7 @@
     python -m launch.sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a node that attaches
 
 What there is already is kept; only the owner can read it. `DIR/allowed` lists the public keys that are served: remove
-a line to shut one out. Hosts read it when they start. `spmd_rl/curve.py` says which file is whose.
+a line to shut one out. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import zmq
 
-from spmd_rl.curve import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
+from spmd_rl.curve_keys import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 
 

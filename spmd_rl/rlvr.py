@@ -22,7 +22,7 @@ def run(cfg: RlvrConfig) -> None:
 
     from spmd_rl import engine, sync, train
     from spmd_rl.checkpoint import Checkpointer, HfExport, finished
-    from spmd_rl.dist import World
+    from spmd_rl.distributed import World
     from spmd_rl.learn import Learner, evaluate, lineage
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Rollouts

@@ -208,7 +208,7 @@ class Sandbox(Protocol):
     """Where untrusted Python runs: a system of its own without host files, network, environment or other processes.
 
     RuntimeError from a method means that the sandbox or the tests failed, which says nothing about the code. Both
-    methods block. See `sidecar/sandbox/` for what is kept out and how.
+    methods block. See `sandbox/` for what is kept out and how.
     """
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = ...) -> RunResult:

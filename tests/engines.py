@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.engine import build
 
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}

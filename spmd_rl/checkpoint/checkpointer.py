@@ -21,8 +21,8 @@ from spmd_rl.checkpoint import manifest, shards
 from spmd_rl.checkpoint.manifest import Manifest, Torn
 from spmd_rl.checkpoint.shelf import Shelf
 from spmd_rl.config.schema import CheckpointConfig
-from spmd_rl.dist import World
-from spmd_rl.dist.membership import FOREVER
+from spmd_rl.distributed import World
+from spmd_rl.distributed.membership import FOREVER
 from spmd_rl.errors import UserError
 from spmd_rl.train.base import Role
 

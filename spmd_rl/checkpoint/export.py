@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.train.base import TrainBackend
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd_rl.config.identity import saved_config
 from spmd_rl.config.idle import files, no_critic, no_reference
-from spmd_rl.curve import ClientKeys, HostKeys
+from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.targets import UNPROVIDED, build_target
 

@@ -8,7 +8,7 @@ from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from spmd_rl.dist import World
+    from spmd_rl.distributed import World
 
 __all__ = ["ENGINES", "Capacity", "Engine", "build"]
 

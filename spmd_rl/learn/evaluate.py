@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.rollout import Rollouts, Sampling
 
 

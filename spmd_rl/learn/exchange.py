@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from spmd_rl.batch import TOKEN, Batch, flatten, lay_out, stretches
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
 

@@ -7,7 +7,7 @@ from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn import exchange, prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.policy_loss import bind_loss

@@ -4,7 +4,7 @@ import torch
 
 from spmd_rl.algo.shaping import repetition_penalty
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.scores import Key
 from spmd_rl.rollout import Collected

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn.balance import begins
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected

@@ -20,7 +20,7 @@ from spmd_rl.algo.values import explained_variance
 from spmd_rl.batch import Batch, sampled_runs
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.prepare import Plan
 

@@ -8,7 +8,7 @@ rank and a tick is told to nobody.
     replica.add(requests); completions = replica.step(); ...; replica.end()     # first rank
     replica.follow()                                                           # its peers, until `end`
 
-A rank that fails ends the whole job within a second (`dist/guard.py`): nothing is handled here.
+A rank that fails ends the whole job within a second (`distributed/guard.py`): nothing is handled here.
 """
 
 import time
@@ -18,7 +18,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.types import Completion, Request

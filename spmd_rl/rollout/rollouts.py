@@ -18,7 +18,7 @@ from typing import Any
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data.prompts import Prompts
 from spmd_rl.data.seeds import Seeds
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer

@@ -15,13 +15,13 @@ import sys
 from typing import NoReturn
 
 from spmd_rl import wire
-from spmd_rl.curve import ClientKeys
+from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError
 from spmd_rl.process import die_with_parent
+from spmd_rl.sandbox import SANDBOXES
 from spmd_rl.sidecar.attach import Allowed, Attached
 from spmd_rl.sidecar.channel import receive, send
 from spmd_rl.sidecar.host import Host
-from spmd_rl.sidecar.sandbox import SANDBOXES
 from spmd_rl.sidecar.status import ask, to_json, to_table
 
 

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.curve import ClientKeys, bound
+from spmd_rl.curve_keys import ClientKeys, bound
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.pool import Job, Pool
 from spmd_rl.types import Verdict

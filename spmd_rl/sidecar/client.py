@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.curve import ClientKeys, bound
+from spmd_rl.curve_keys import ClientKeys, bound
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.types import AnswerInfo, Prompt, Verdict
 

@@ -8,7 +8,7 @@ import selectors
 
 import zmq
 
-from spmd_rl.curve import ZAP_DOMAIN, HostKeys
+from spmd_rl.curve_keys import ZAP_DOMAIN, HostKeys
 
 ENDPOINT = "inproc://zeromq.zap.01"
 

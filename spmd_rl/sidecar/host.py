@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.curve import HostKeys, bound
+from spmd_rl.curve_keys import HostKeys, bound
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.channel import send
 from spmd_rl.sidecar.gate import Gate

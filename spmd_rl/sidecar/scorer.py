@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
-from spmd_rl.curve import ClientKeys, check_bind, from_here
+from spmd_rl.curve_keys import ClientKeys, check_bind, from_here
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.client import Client
 from spmd_rl.sidecar.direct import Direct

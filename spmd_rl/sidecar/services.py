@@ -8,7 +8,7 @@ A service is made in the process that uses it, once for each rewarder, and ends 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spmd_rl.sidecar.sandbox import open_sandbox
+from spmd_rl.sandbox import open_sandbox
 from spmd_rl.types import Http
 
 

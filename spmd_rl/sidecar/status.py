@@ -8,7 +8,7 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.curve import ClientKeys, bound
+from spmd_rl.curve_keys import ClientKeys, bound
 from spmd_rl.errors import UserError
 
 ANSWER_SECONDS = 5.0

@@ -1,6 +1,6 @@
 """The only road from training weights to an engine: `build(policy, engine, world)` gives a `Publisher`."""
 
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.sync.publisher import Publisher
 from spmd_rl.train.base import TrainBackend

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from spmd_rl.batch import Batch
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import fingerprint

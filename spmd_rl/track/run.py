@@ -23,7 +23,7 @@ import yaml
 
 from spmd_rl.config.identity import write_config
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from spmd_rl.track import origin, render
 from spmd_rl.track.memory import PhaseMemory

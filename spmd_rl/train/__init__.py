@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend

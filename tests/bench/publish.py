@@ -20,7 +20,7 @@ import torch
 from spmd_rl import engine, sync, train
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from tests.bench import show, work
 from tests.dist.harness import run_ranks
 

@@ -25,7 +25,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from spmd_rl.config import RlvrConfig, main
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.engine.native import engine as native
 from spmd_rl.rlvr import run
 from spmd_rl.track import Run

@@ -32,7 +32,7 @@ import psutil
 import torch.distributed as dist
 
 from spmd_rl.config.schema import JournalConfig, RlvrConfig, RunConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import torch
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.learn import exchange, policy_loss, prepare
 from spmd_rl.rollout.collected import Collected

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from spmd_rl.checkpoint import Checkpointer
 from spmd_rl.config.schema import CheckpointConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from tests.dist.harness import launch, run_ranks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.dist import World, solo
+from spmd_rl.distributed import World, solo
 from spmd_rl.errors import RunFailed, UserError
 from tests.dist.harness import run_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend, shard
 from tests.dist.harness import run_ranks

@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.distributed
 
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from tests.dist.harness import Job, alive, family, launch, torchrun
 

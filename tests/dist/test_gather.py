@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from spmd_rl.dist import SharedWindow, World
+from spmd_rl.distributed import SharedWindow, World
 from spmd_rl.train.fsdp2 import gather
 from tests.dist.harness import run_ranks
 

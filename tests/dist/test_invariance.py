@@ -25,7 +25,7 @@ from spmd_rl.algo import AGGREGATIONS, POLICY_LOSSES
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
-from spmd_rl.dist import World, solo
+from spmd_rl.distributed import World, solo
 from spmd_rl.learn import exchange, prepare, token_advantages
 from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.model.build import build_model

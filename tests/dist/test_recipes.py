@@ -13,7 +13,7 @@ import torch
 
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn import Learner
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train import build_roles

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.rollout import Rollouts, Sampling
 from tests.dist.harness import launch, run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer

@@ -4,7 +4,7 @@ import pytest
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.learn import exchange, prepare
 from spmd_rl.rollout import Rollouts
 from tests.dist.harness import run_ranks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.dist import World, rows, window
+from spmd_rl.distributed import World, rows, window
 from spmd_rl.errors import RunFailed
 from tests.dist.harness import run_ranks
 

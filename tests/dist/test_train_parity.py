@@ -12,7 +12,7 @@ import torch
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend, FSDP2Critic, with_value_head
 from tests.dist.harness import run_ranks

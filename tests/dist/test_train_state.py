@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks

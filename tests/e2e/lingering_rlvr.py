@@ -10,7 +10,7 @@ import os
 import time
 
 from spmd_rl.config import RlvrConfig, main
-from spmd_rl.dist import Journal, World
+from spmd_rl.distributed import Journal, World
 from spmd_rl.rlvr import run
 
 SECONDS = 0.7

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spmd_rl.config import RlvrConfig, main
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.rlvr import run
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.fsdp2.optimizer import Optimizer

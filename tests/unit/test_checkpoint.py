@@ -20,7 +20,7 @@ from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.checkpoint.manifest import Manifest, Torn
 from spmd_rl.checkpoint.shelf import Shelf
 from spmd_rl.config.schema import CheckpointConfig
-from spmd_rl.dist import World, solo
+from spmd_rl.distributed import World, solo
 from spmd_rl.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -335,7 +335,7 @@ def test_an_error_at_the_end_leaves_the_previous_one_loadable(
 KILLS = """
 import os, signal, sys
 from pathlib import Path
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from tests.unit.test_checkpoint import Job
 
 def die_at(call):

@@ -8,7 +8,7 @@ import torch
 
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import CeilingsConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.model.build import build_model
 from spmd_rl.model.size import ModelSize
 from spmd_rl.track import Run, efficiency

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.dist import Journal, solo
-from spmd_rl.dist.report import Beat, Peer, Pulse, hang_report
+from spmd_rl.distributed import Journal, solo
+from spmd_rl.distributed.report import Beat, Peer, Pulse, hang_report
 
 
 def lines(journal: Journal) -> list[dict]:

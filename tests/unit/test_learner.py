@@ -11,7 +11,7 @@ import torch
 
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.learn import Learner, evaluate, lineage, policy_loss
 from spmd_rl.rollout import Rollouts
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict

@@ -14,7 +14,7 @@ from spmd_rl.algo import ADVANTAGES, TOKEN_ADVANTAGES
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, flatten, lay_out, pack
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.learn import balance, exchange, prepare
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.scores import shape

@@ -7,7 +7,7 @@ import torch
 import xxhash
 
 from spmd_rl import sync
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing

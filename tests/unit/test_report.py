@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.track import Run, curve, render, report
 from spmd_rl.track.rundata import extremes, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.config import RlvrConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.rollout import Rollouts
 from spmd_rl.types import Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer

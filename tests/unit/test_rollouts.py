@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from spmd_rl.config import RlvrConfig
-from spmd_rl.dist import World, solo
+from spmd_rl.distributed import World, solo
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.rollout import Context, Rollouts, Sampling, pump
 from spmd_rl.rollout.replica import Replica

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.learn import lineage, prepare, repetition
 from spmd_rl.learn.scores import Metadata, left_out, loss_weights, shape
 from spmd_rl.types import Group, Verdict

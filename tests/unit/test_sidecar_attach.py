@@ -16,7 +16,7 @@ import zmq
 
 from launch import sidecar_keys
 from spmd_rl import sidecar, wire
-from spmd_rl.curve import ClientKeys
+from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.__main__ import main
 from spmd_rl.sidecar.attach import Allowed

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from launch import sidecar_keys
-from spmd_rl import curve, sidecar, wire
+from spmd_rl import curve_keys, sidecar, wire
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.checks import check_sidecar
 from spmd_rl.config.sections.run import SidecarConfig
-from spmd_rl.curve import ClientKeys, HostKeys
+from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.status import ask as ask_status
 from spmd_rl.types import AnswerInfo
@@ -95,11 +95,11 @@ def test_addresses_that_nobody_can_listen_at(bind):
 
 def test_loopback_is_this_machine():
     loopback = ("tcp://127.0.0.1:1", "tcp://127.8.0.1:1", "tcp://[::1]:1")
-    assert all(curve.on_loopback(address) for address in loopback)
+    assert all(curve_keys.on_loopback(address) for address in loopback)
     assert not any(
-        curve.on_loopback(a) for a in ("tcp://*:1", "tcp://[::]:1", "tcp://127.0.0.1.evil:1", "tcp://1.2.3.4:1")
+        curve_keys.on_loopback(a) for a in ("tcp://*:1", "tcp://[::]:1", "tcp://127.0.0.1.evil:1", "tcp://1.2.3.4:1")
     )
-    assert [curve.from_here(a) for a in ("tcp://*:1", "tcp://0.0.0.0:12", "tcp://[::]:1", "tcp://10.0.0.1:1")] == [
+    assert [curve_keys.from_here(a) for a in ("tcp://*:1", "tcp://0.0.0.0:12", "tcp://[::]:1", "tcp://10.0.0.1:1")] == [
         "tcp://127.0.0.1:1", "tcp://127.0.0.1:12", "tcp://[::1]:1", "tcp://10.0.0.1:1",
     ]  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_connections_that_prove_nothing_cost_nothing(node, keys, monkeypatch):
                 with contextlib.suppress(zmq.Again):
                     flood.send(bytes(1 << 16), zmq.NOBLOCK)
             assert asyncio.run(ask(scorer, ["a", "b"])) == numbers(["a", "b"])
-        deadline = time.monotonic() + curve.HANDSHAKE_MS / 1000 + 5
+        deadline = time.monotonic() + curve_keys.HANDSHAKE_MS / 1000 + 5
         while host.num_fds() > files + 5 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert host.num_fds() <= files + 5

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from spmd_rl.errors import UserError
-from spmd_rl.rollout import simulate, tickets
-from spmd_rl.rollout.simulation import POLICIES, Cluster, Lengths, Scene, Speed, long_tail, play, recorded
-from spmd_rl.rollout.simulation.engine import Engine
-from spmd_rl.rollout.simulation.store import CountingStore
+from spmd_rl.rollout import tickets
+from spmd_rl.simulate import POLICIES, Cluster, Lengths, Scene, Speed, long_tail, play, recorded
+from spmd_rl.simulate import __main__ as simulate
+from spmd_rl.simulate.engine import Engine
+from spmd_rl.simulate.store import CountingStore
 
 
 def default_scene(replicas: int, **options) -> Scene:
@@ -203,7 +204,7 @@ def test_the_front_prints_and_draws(tmp_path: Path, capsys) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(words: list[str], line: str) -> None:
-    command = [sys.executable, "-m", "spmd_rl.rollout.simulate", *words]
+    command = [sys.executable, "-m", "spmd_rl.simulate", *words]
     if line == "No such file":
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -8,7 +8,7 @@ import torch
 
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.learn import token_advantages
 from tests.unit.test_prepare import GROUPS, planned, sample
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig, TrackConfig
-from spmd_rl.dist import solo
+from spmd_rl.distributed import solo
 from spmd_rl.errors import UserError
 from spmd_rl.track import Run
 from spmd_rl.track.metrics import MetricsFile, combine

@@ -10,7 +10,7 @@ import zmq
 
 from launch import sidecar_keys
 from spmd_rl import sidecar, wire
-from spmd_rl.curve import ClientKeys
+from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.types import AnswerInfo, Verdict
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from os.path import expanduser
 
 from spmd_rl.config.values import above, at_least, one_of
-from spmd_rl.curve import check_bind
+from spmd_rl.curve_keys import check_bind
 
 
 @dataclass

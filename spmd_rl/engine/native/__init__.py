@@ -14,7 +14,7 @@ from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from spmd_rl.dist import World
+    from spmd_rl.distributed import World
 
 __all__ = ["NativeEngine", "build", "empty_module"]
 

@@ -12,7 +12,7 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.engine.vllm.guest import hosted
 
 if TYPE_CHECKING:
-    from spmd_rl.dist import World
+    from spmd_rl.distributed import World
 
 __all__ = ["build"]
 

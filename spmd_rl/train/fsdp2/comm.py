@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from spmd_rl.dist import SharedWindow, World
+from spmd_rl.distributed import SharedWindow, World
 from spmd_rl.errors import RunFailed
 
 LIMIT = 2**30

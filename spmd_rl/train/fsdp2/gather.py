@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.dist import SharedWindow, World
+from spmd_rl.distributed import SharedWindow, World
 
 BUCKET_BYTES = 2**25
 """Gathered at a time; a larger parameter goes alone."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.size import ModelSize

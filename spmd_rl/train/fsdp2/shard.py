@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.dist import World
+from spmd_rl.distributed import World
 from spmd_rl.train.fsdp2.comm import open_comms
 
 

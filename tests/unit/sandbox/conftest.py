@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.sidecar.sandbox.bwrap import Bubblewrap
-from spmd_rl.sidecar.sandbox.forkserver import ForkServer
+from spmd_rl.sandbox.bwrap import Bubblewrap
+from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.types import RunLimits
 
 MAKERS = {"bwrap": Bubblewrap, "forkserver": ForkServer, "forkserver-unmounted": lambda: ForkServer(mounts=False)}

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from spmd_rl.dist.star import Meet
+from spmd_rl.distributed.star import Meet
 from spmd_rl.errors import RunFailed
 
 Meeting = Callable[[str], AbstractContextManager[int]]

@@ -1,10 +1,10 @@
 """What a policy of the scheduler is worth: steps an hour, idle time, bias, staleness and store operations.
 
-    python -m spmd_rl.rollout.simulate [--replicas 8 64 512 4096] [--picture tail.svg]
-    python -m spmd_rl.rollout.simulate --lengths runs/rlvr/NAME/samples/step-000010.jsonl --replicas 64
+    python -m spmd_rl.simulate [--replicas 8 64 512 4096] [--picture tail.svg]
+    python -m spmd_rl.simulate --lengths runs/rlvr/NAME/samples/step-000010.jsonl --replicas 64
 
 Tickets, claims, rounds and the rules of acceptance are the scheduler's own code; engines, verdicts and the store are
-models on a virtual clock (`simulation/`). A few minutes for all defaults.
+models on a virtual clock (`simulate/`). A few minutes for all defaults.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from rich.table import Table
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.config.values import require
 from spmd_rl.errors import UserError
-from spmd_rl.rollout.simulation import POLICIES, Lengths, Result, Scene, Speed, long_tail, play, recorded
-from spmd_rl.rollout.simulation.picture import draw
+from spmd_rl.simulate import POLICIES, Lengths, Result, Scene, Speed, long_tail, play, recorded
+from spmd_rl.simulate.picture import draw
 
 
 def parser() -> argparse.ArgumentParser:
     """Defaults: 7B parameters, one GPU a replica; the longest answer is 20 times the median (arXiv 2509.21009)."""
-    made = argparse.ArgumentParser("python -m spmd_rl.rollout.simulate", description=__doc__.split("\n")[0])
+    made = argparse.ArgumentParser("python -m spmd_rl.simulate", description=__doc__.split("\n")[0])
     made.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add, speed = made.add_argument, Speed()
     add("--replicas", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="N", help="engines that share a store")

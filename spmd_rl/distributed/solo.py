@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spmd_rl.dist.collectives import Collectives
-from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.membership import Joined, Membership
-from spmd_rl.dist.traffic import Traffic
-from spmd_rl.dist.world import World
+from spmd_rl.distributed.collectives import Collectives
+from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.membership import Joined, Membership
+from spmd_rl.distributed.traffic import Traffic
+from spmd_rl.distributed.world import World
 
 
 @contextmanager

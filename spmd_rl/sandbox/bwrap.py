@@ -14,14 +14,14 @@ import signal
 import subprocess
 from pathlib import Path
 
-from spmd_rl.sidecar.sandbox import confine
-from spmd_rl.sidecar.sandbox.boxes import Boxes, Descriptors
-from spmd_rl.sidecar.sandbox.forkserver import own_uids
+from spmd_rl.sandbox import confine
+from spmd_rl.sandbox.boxes import Boxes, Descriptors
+from spmd_rl.sandbox.forkserver import own_uids
 from spmd_rl.types import RunLimits
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 """Interpreters beneath `/usr`; one in somebody's home could not be run under another user id."""
-GUEST = "spmd_rl/sidecar/sandbox/guest"
+GUEST = "spmd_rl/sandbox/guest"
 COMPILE = """
 import importlib.util, json, marshal, sys, zipfile
 assert sys.version_info >= (3, 8)
@@ -68,7 +68,7 @@ class Bubblewrap(Boxes):
 
     def start(self, slot: int, limits: RunLimits, files: Descriptors) -> "Spawned":
         """As `Boxes.start`."""
-        code = f"from spmd_rl.sidecar.sandbox.guest.main import main; main({files.job}, {files.report}, {files.link})"
+        code = f"from spmd_rl.sandbox.guest.main import main; main({files.job}, {files.report}, {files.link})"
         guest = memory_file(self._guest)
         filters = []
         if confine.seccomp_supported():

@@ -15,14 +15,14 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from spmd_rl.dist.collectives import Collectives
-from spmd_rl.dist.ending import End, Ending, running, say
-from spmd_rl.dist.heartbeat import Heartbeats
-from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.membership import Membership
-from spmd_rl.dist.report import Peer
-from spmd_rl.dist.signals import SignalThread
-from spmd_rl.dist.watchdog import Watchdog
+from spmd_rl.distributed.collectives import Collectives
+from spmd_rl.distributed.ending import End, Ending, running, say
+from spmd_rl.distributed.heartbeat import Heartbeats
+from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.membership import Membership
+from spmd_rl.distributed.report import Peer
+from spmd_rl.distributed.signals import SignalThread
+from spmd_rl.distributed.watchdog import Watchdog
 from spmd_rl.errors import RunFailed, UserError
 
 _UNWIND_SECONDS = 5

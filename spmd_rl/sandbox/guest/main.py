@@ -20,8 +20,8 @@ import sys
 import threading
 import types
 
-from spmd_rl.sidecar.sandbox.guest.common import common
-from spmd_rl.sidecar.sandbox.guest.link import Gone, Peer
+from spmd_rl.sandbox.guest.common import common
+from spmd_rl.sandbox.guest.link import Gone, Peer
 
 MAX_DIGITS = 100_000
 """Of a number that tested code may return: to read one takes time that grows with the square."""
@@ -121,7 +121,7 @@ def _sort(name, value, peer):
 
 def _test(job, report, link):
     """Run the tests against the code on the link, and report."""
-    probe = importlib.import_module("spmd_rl.sidecar.sandbox.guest.probe")  # slow, and no program needs it
+    probe = importlib.import_module("spmd_rl.sandbox.guest.probe")  # slow, and no program needs it
 
     found = {"passed": [], "detail": "", "error": ""}
     peer, exports = Peer(link, trusted=True), {}

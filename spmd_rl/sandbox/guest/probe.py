@@ -14,8 +14,8 @@ import re
 import sys
 import types
 
-from spmd_rl.sidecar.sandbox.guest.common import common
-from spmd_rl.sidecar.sandbox.guest.link import CannotTravel, Remote
+from spmd_rl.sandbox.guest.common import common
+from spmd_rl.sandbox.guest.link import CannotTravel, Remote
 
 
 class _TestsAreWrong(Exception):

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmd_rl.dist.collectives import Collectives, Reduction
-from spmd_rl.dist.guard import Guard
-from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.membership import Joined, Membership, join, meet, membership, mesh
-from spmd_rl.dist.rows import Rows
-from spmd_rl.dist.star import Meet
-from spmd_rl.dist.traffic import CountedStore, Traffic
+from spmd_rl.distributed.collectives import Collectives, Reduction
+from spmd_rl.distributed.guard import Guard
+from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.membership import Joined, Membership, join, meet, membership, mesh
+from spmd_rl.distributed.rows import Rows
+from spmd_rl.distributed.star import Meet
+from spmd_rl.distributed.traffic import CountedStore, Traffic
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.traffic import Traffic
-from spmd_rl.dist.window import Ranks, SharedWindow
+from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.traffic import Traffic
+from spmd_rl.distributed.window import Ranks, SharedWindow
 
 LEAST = 2**16
 """Bytes of a rank's part of a half of the window, at the fewest."""

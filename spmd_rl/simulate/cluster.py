@@ -9,10 +9,10 @@ from math import inf
 from spmd_rl.rollout.accept import tickets
 from spmd_rl.rollout.claims import claim
 from spmd_rl.rollout.rounds import Cursor, Part, Round, plan_round, slots
-from spmd_rl.rollout.simulation.replica import Replica
-from spmd_rl.rollout.simulation.scene import Scene
-from spmd_rl.rollout.simulation.store import CountingStore
 from spmd_rl.rollout.tickets import ENDED
+from spmd_rl.simulate.replica import Replica
+from spmd_rl.simulate.scene import Scene
+from spmd_rl.simulate.store import CountingStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from spmd_rl.dist.star import Meet
+from spmd_rl.distributed.star import Meet
 
 
 @dataclass(slots=True)

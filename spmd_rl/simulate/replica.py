@@ -6,10 +6,10 @@ from math import ceil, inf
 from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
 from spmd_rl.rollout.pump import MAX_IDLE_SECONDS
 from spmd_rl.rollout.rounds import Part
-from spmd_rl.rollout.simulation.engine import Engine
-from spmd_rl.rollout.simulation.scene import Scene
-from spmd_rl.rollout.simulation.store import CountingStore
 from spmd_rl.rollout.tickets import StepTickets
+from spmd_rl.simulate.engine import Engine
+from spmd_rl.simulate.scene import Scene
+from spmd_rl.simulate.store import CountingStore
 
 STORE_SECONDS = 1e-4
 """A store operation; so much later another replica may have claimed the next ticket."""

@@ -16,10 +16,10 @@
 from collections.abc import Callable
 
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.sandbox.bare import Bare
-from spmd_rl.sidecar.sandbox.boxes import Boxes
-from spmd_rl.sidecar.sandbox.bwrap import Bubblewrap
-from spmd_rl.sidecar.sandbox.forkserver import ForkServer
+from spmd_rl.sandbox.bare import Bare
+from spmd_rl.sandbox.boxes import Boxes
+from spmd_rl.sandbox.bwrap import Bubblewrap
+from spmd_rl.sandbox.forkserver import ForkServer
 
 SANDBOXES: dict[str, Callable[[], Boxes]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Bare}
 AUTO = ("bwrap", "forkserver")

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.rollout.rounds import Part
-from spmd_rl.rollout.simulation.engine import Speed
-from spmd_rl.rollout.simulation.lengths import Lengths
+from spmd_rl.simulate.engine import Speed
+from spmd_rl.simulate.lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)

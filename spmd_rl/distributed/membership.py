@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from spmd_rl.dist import star
-from spmd_rl.dist.star import Meet
+from spmd_rl.distributed import star
+from spmd_rl.distributed.star import Meet
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)

@@ -13,14 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spmd_rl.sidecar.sandbox import confine
-from spmd_rl.sidecar.sandbox.boxes import Boxes, Descriptors
+from spmd_rl.sandbox import confine
+from spmd_rl.sandbox.boxes import Boxes, Descriptors
 from spmd_rl.types import RunLimits
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 BOOT = """
 import os, sys, types
-for name, path in ("spmd_rl", ""), ("spmd_rl.sidecar", "sidecar"), ("spmd_rl.sidecar.sandbox", "sidecar/sandbox"):
+for name, path in ("spmd_rl", ""), ("spmd_rl.sandbox", "sandbox"):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = [os.path.join(sys.argv[1], path)]
 """
@@ -66,7 +66,7 @@ class ForkServer(Boxes):
     def _start_zygote(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         numbers = (theirs.fileno(), self._first_uid, self._mounts)
-        code = f"{BOOT}\nfrom spmd_rl.sidecar.sandbox.zygote import start\nstart{numbers}"
+        code = f"{BOOT}\nfrom spmd_rl.sandbox.zygote import start\nstart{numbers}"
         with theirs:
             self._zygote = subprocess.Popen(
                 [*PYTHON, code, str(PACKAGE)],

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.process import die_with_parent
-from spmd_rl.sidecar.sandbox import confine
-from spmd_rl.sidecar.sandbox.guest import link, main, probe  # noqa: F401 - loaded before the fork
+from spmd_rl.sandbox import confine
+from spmd_rl.sandbox.guest import link, main, probe  # noqa: F401 - loaded before the fork
 
 MODULES = """
 abc argparse array ast asyncio base64 binascii bisect calendar cmath codecs collections collections.abc contextlib copy

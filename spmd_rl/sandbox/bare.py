@@ -7,9 +7,9 @@ import subprocess
 import sys
 import tempfile
 
-from spmd_rl.sidecar.sandbox.boxes import Boxes, Descriptors
-from spmd_rl.sidecar.sandbox.bwrap import Spawned
-from spmd_rl.sidecar.sandbox.forkserver import BOOT, ENVIRONMENT, PACKAGE, PYTHON
+from spmd_rl.sandbox.boxes import Boxes, Descriptors
+from spmd_rl.sandbox.bwrap import Spawned
+from spmd_rl.sandbox.forkserver import BOOT, ENVIRONMENT, PACKAGE, PYTHON
 from spmd_rl.types import RunLimits
 
 
@@ -25,7 +25,7 @@ class Bare(Boxes):
         """As `Boxes.start`."""
         numbers = (files.job, files.report, files.link)
         process = subprocess.Popen(
-            [*PYTHON, f"{BOOT}\nfrom spmd_rl.sidecar.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
+            [*PYTHON, f"{BOOT}\nfrom spmd_rl.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
             stdin=files.stdin,
             stdout=files.stdout,
             stderr=files.stderr,

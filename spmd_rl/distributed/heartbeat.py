@@ -9,8 +9,8 @@ import time
 import msgspec
 import torch.distributed as dist
 
-from spmd_rl.dist.journal import Journal
-from spmd_rl.dist.report import Beat, Peer, Pulse
+from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.report import Beat, Peer, Pulse
 
 SILENT_SECONDS = 1.5
 """A rank that has not been heard of for so long is stopped or dead: it beats several times a second."""

@@ -9,9 +9,9 @@ import time
 
 import torch.distributed as dist
 
-from spmd_rl.dist.ending import GRACE_SECONDS, End, Ending
-from spmd_rl.dist.heartbeat import SILENT_SECONDS, Heartbeats
-from spmd_rl.dist.report import hang_report
+from spmd_rl.distributed.ending import GRACE_SECONDS, End, Ending
+from spmd_rl.distributed.heartbeat import SILENT_SECONDS, Heartbeats
+from spmd_rl.distributed.report import hang_report
 
 TICK_SECONDS = 0.25
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from spmd_rl.rollout.simulation.policies import Result
+from spmd_rl.simulate.policies import Result
 from spmd_rl.track.svg import Frame, label, rect, svg, text, ticks
 
 COLORS = ("#7d8590", "#4c8bf5", "#17a2b8", "#d4a017", "#a371f7", "#2da44e")

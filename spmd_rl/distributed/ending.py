@@ -18,8 +18,8 @@ from typing import Literal, NoReturn
 import msgspec
 import torch.distributed as dist
 
-from spmd_rl.dist.heartbeat import Heartbeats
-from spmd_rl.dist.journal import Journal
+from spmd_rl.distributed.heartbeat import Heartbeats
+from spmd_rl.distributed.journal import Journal
 
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = 1.0

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from spmd_rl.rollout.simulation.cluster import Cluster, Step
-from spmd_rl.rollout.simulation.scene import Scene
+from spmd_rl.simulate.cluster import Cluster, Step
+from spmd_rl.simulate.scene import Scene
 
 POLICIES: dict[str, dict[str, Any]] = {
     "static batch": {"claim": "static", "extra_prompts": 0},

@@ -1,0 +1,8 @@
+"""The world of ranks: meshes, named collectives, the progress journal, and one fate for all when one goes wrong."""
+
+from spmd_rl.distributed.journal import Journal
+from spmd_rl.distributed.solo import solo
+from spmd_rl.distributed.window import SharedWindow
+from spmd_rl.distributed.world import World
+
+__all__ = ["Journal", "SharedWindow", "World", "solo"]
