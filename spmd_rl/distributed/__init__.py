@@ -2,7 +2,6 @@
 
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.solo import solo
-from spmd_rl.distributed.window import SharedWindow
 from spmd_rl.distributed.world import World
 
-__all__ = ["Journal", "SharedWindow", "World", "solo"]
+__all__ = ["Journal", "World", "solo"]

@@ -1,7 +1,6 @@
-"""Named collectives over metadata, as msgpack. No tensors.
+"""Named collectives over metadata, as msgpack, never pickle. No tensors.
 
-Every record says which collective its rank believes to be in, so that ranks that have come apart are told so by name.
-Never pickle. How records travel is `star.py`'s.
+Every record says which collective its rank believes to be in, so that an error names the ranks that have come apart.
 """
 
 import reprlib
@@ -13,15 +12,20 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
+import torch
+import torch.distributed as dist
 import xxhash
 
-from spmd_rl.distributed.star import Meet
+from spmd_rl.distributed.traffic import Traffic
 from spmd_rl.errors import RunFailed
 
 Meeting = Callable[[str], AbstractContextManager[int]]
 Reduction = Literal["sum", "max", "mean"]
 
 _HEAD = struct.Struct("<q64s")  # sequence number, name
+_LENGTH = struct.Struct("<Q")
+_FRAME = 1024
+"""Bytes of a record that cost one all-gather; longer ones cost a second."""
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.decode
 _decoder = cache(msgspec.msgpack.Decoder)
@@ -48,10 +52,10 @@ class _Brief(reprlib.Repr):
 class Collectives:
     """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
 
-    def __init__(self, rank: int, size: int, meet: Meet | None, meeting: Meeting) -> None:
-        """`meet` is None at size 1. `meeting` journals a name, and numbers it."""
-        assert (meet is None) == (size == 1)
-        self._rank, self._size, self._meet_all, self._meeting = rank, size, meet, meeting
+    def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting, traffic: Traffic) -> None:
+        """`group` takes tensors on the CPU, and is None for one rank alone. `meeting` journals a name, and numbers it."""
+        self._group, self._meeting, self._traffic = group, meeting, traffic
+        self._rank, self._size = (group.rank(), group.size()) if group is not None else (0, 1)
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
         """[all] Each rank's record, by rank, as a `type` that msgspec knows. Sizes may differ."""
@@ -97,10 +101,11 @@ class Collectives:
     def _meet(self, kind: str, name: str, payload: bytes) -> list[bytes]:
         """[all] Every rank's payload."""
         with self._meeting(name) as seq:
-            if self._meet_all is None:
+            if self._group is None:
                 return [payload]
             head = _HEAD.pack(seq, f"{kind} {name}".encode()[:64])
-            records = self._meet_all(head + payload)  # [all]
+            self._traffic.count(len(head) + len(payload))
+            records = _gather(self._group, head + payload)  # [all]
             if any(not record.startswith(head) for record in records):
                 self._tell_apart([_HEAD.unpack_from(record) for record in records])
             return [record[_HEAD.size :] for record in records]
@@ -116,3 +121,22 @@ class Collectives:
 
 def _digest(value: Any) -> bytes:
     return xxhash.xxh3_128_digest(_spell_out(value))
+
+
+def _gather(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
+    """[all] Everyone's payload, by rank, in one operation if all fit a frame."""
+    inline = _FRAME - _LENGTH.size
+    frames = _all_gather(group, _LENGTH.pack(len(payload)) + payload[:inline], _FRAME)
+    lengths = [_LENGTH.unpack_from(frame)[0] for frame in frames]
+    if max(lengths) <= inline:
+        padded = [frame[_LENGTH.size :] for frame in frames]
+    else:
+        padded = _all_gather(group, payload, max(lengths))
+    return [part[:length] for part, length in zip(padded, lengths, strict=True)]
+
+
+def _all_gather(group: dist.ProcessGroup, payload: bytes, length: int) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
+    everyone = torch.empty(group.size(), length, dtype=torch.uint8)
+    dist.all_gather(list(everyone), mine, group=group)
+    return [row.tobytes() for row in everyone.numpy()]

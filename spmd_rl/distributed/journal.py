@@ -7,11 +7,11 @@ peers. It judges nothing: when progress has stopped for too long is `watchdog.py
 """
 
 import errno
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +32,16 @@ class PhaseWatcher(Protocol):
         ...
 
 
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """A collective that a rank is in."""
+
+    name: str
+    number: int
+    """counted alike by all ranks that meet in it"""
+    ranks: tuple[int, ...] = ()
+    """those that meet in it; empty: all"""
+
+
 class Journal:
     """One rank's journal. Phases and collectives belong to the main thread; other threads only read, or `note`."""
 
@@ -44,15 +54,15 @@ class Journal:
         self._times: dict[str, float] = {}
         self._watchers: list[PhaseWatcher] = []
         self._since = time.perf_counter()
-        self._seq = 0
+        self._numbers: Counter[str] = Counter()
         self._idle = False
         self.step = 0
         self.progress = 0
         """Counts everything that moves: engine steps, micro-batches, bytes, and each event of this journal."""
-        self.inside: tuple[str, int] | None = None
-        """Name and sequence number of the collective this rank is in."""
-        self.last: tuple[str, int] | None = None
-        """The same of the last one it entered."""
+        self.inside: Place | None = None
+        """The collective this rank is in."""
+        self.last: Place | None = None
+        """The last one it entered."""
         self.note("start", rank=rank, **start)
 
     @property
@@ -80,20 +90,27 @@ class Journal:
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
 
     @contextmanager
-    def collective(self, name: str, kind: str = "wait") -> Iterator[int]:
+    def collective(
+        self, name: str, kind: str = "wait", subset: str = "", ranks: tuple[int, ...] = (), written: bool = True
+    ) -> Iterator[int]:
         """A meeting of all ranks, numbered alike on all of them; one that raises is never marked as done.
 
-        kind: of the time inside; see `kind`.
+        kind: of the time inside; see `kind`. subset, ranks: of a meeting of some ranks only; each subset is numbered
+        apart. written: to the file, which is progress; else only a hang report shows it.
         """
-        self._seq += 1
-        seq, outer = self._seq, self.inside
-        self.inside = self.last = (name, seq)
-        self.note("collective", phase=self.phase_name, name=name, seq=seq, kind=kind)
+        self._numbers[subset] += 1
+        name = f"{subset}: {name}" if subset else name
+        place, outer = Place(name, self._numbers[subset], ranks), self.inside
+        self.inside = place
+        if written:
+            self.last = place
+            self.note("collective", phase=self.phase_name, name=name, seq=place.number, kind=kind)
         try:
-            yield seq
+            yield place.number
         finally:
             self.inside = outer
-        self.note("collective_done", phase=self.phase_name, name=name, seq=seq)
+        if written:
+            self.note("collective_done", phase=self.phase_name, name=name, seq=place.number)
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
@@ -120,20 +137,9 @@ class Journal:
 
         Not numbered and not written, since ranks come to it as often as they happen to; only a hang report shows it.
         """
-        with self._shown(name, self._seq + 1):
-            yield
-
-    def aside(self, name: str) -> Callable[[str], AbstractContextManager[int]]:
-        """Like `collective`, for meetings of some ranks only, here under `name`: numbered apart, and not written."""
-        numbers = itertools.count(1)
-        return lambda meeting: self._shown(f"{name}: {meeting}", next(numbers))
-
-    @contextmanager
-    def _shown(self, name: str, number: int) -> Iterator[int]:
-        """Where a hang report sees this rank meanwhile."""
-        outer, self.inside = self.inside, (name, number)
+        outer, self.inside = self.inside, Place(name, self._numbers[""] + 1)
         try:
-            yield number
+            yield
         finally:
             self.inside = outer
 

@@ -8,18 +8,16 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from spmd_rl.distributed import star
-from spmd_rl.distributed.star import Meet
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)
@@ -76,17 +74,15 @@ class Joined:
     """of this start alone"""
     nonce: str
     """a random word that only this start's ranks know"""
-    machines: tuple[range, ...]
-    """the ranks of each machine, in order"""
-    rows: dist.ProcessGroup | None
-    """gloo over all ranks, for samples; None at size 1"""
+    host: dist.ProcessGroup | None
+    """all ranks, for what lies in the hosts' memory: metadata and samples; None at size 1"""
 
 
 def join(me: Membership) -> Joined:
-    """[all] Form the groups.
+    """[all] Form the default group, which is the libraries', and the host group, which is ours.
 
-    That for samples is apart from the library's, so that a rank that skips one of those hangs where the watchdog can
-    name it, instead of feeding its bytes into the library's.
+    A rank that skips a library's collective hangs where the watchdog can name it, instead of feeding the bytes of our
+    next one into it.
     """
     if me.launched:
         store, _, _ = next(rendezvous("env://", timeout=FOREVER))
@@ -96,44 +92,40 @@ def join(me: Membership) -> Joined:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens even alone: not beyond this machine
     nonce = _agree_on_nonce(store, me.rank, me.size)
     store = dist.PrefixStore(nonce, store)
-    backend, device_id = "gloo", None
+    backend = host_backend(me)
     if me.device.type != "cpu":
-        # FSDP's CPU offload and checkpoints reduce CPU tensors too
+        # FSDP's CPU offload and checkpoints reduce CPU tensors too. Not bound to its device (`device_id`): groups of a
+        # bound one are split from it, by all ranks together.
         backend = f"cpu:gloo,{me.device.type}:{dist.get_default_backend_for_device(me.device)}"
-        device_id = me.device
-    dist.init_process_group(
-        backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER, device_id=device_id
+    dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER)
+    host = form_group("host", range(me.size), host_backend(me)) if me.size > 1 else None
+    return Joined(store, nonce, host)
+
+
+def host_backend(me: Membership) -> str:
+    """The torch.distributed backend for tensors in the hosts' memory."""
+    return "gloo"
+
+
+def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """[ranks] A process group of these ranks of the job, which alone call this. `name` is theirs alone, in this start.
+
+    `torch.distributed.new_group` numbers its groups: all ranks of the job must call it for every group. backend: that
+    of the default group, unless given.
+    """
+    default = distributed_c10d._get_default_group()
+    default_backend, store = distributed_c10d._world.pg_map[default]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(default.rank()),
+        list(ranks),
+        dist.Backend(backend or default_backend),
+        store,
+        f"{name} {list(ranks)}",
+        timeout=FOREVER,
     )
-    rows = dist.new_group(backend="gloo", timeout=FOREVER) if me.size > 1 else None
-    return Joined(store, nonce, _machines(me, rows), rows)
-
-
-def _machines(me: Membership, group: dist.ProcessGroup | None) -> tuple[range, ...]:
-    """[all] The ranks of each machine: neighbours, as torchrun numbers them."""
-    if me.local_size == me.size:
-        return (range(me.size),)
-    mine = me.rank - me.local_rank
-    begins = [torch.zeros(1, dtype=torch.int64) for _ in range(me.size)]
-    dist.all_gather(begins, torch.tensor([mine]), group=group)
-    firsts = sorted({int(begin) for begin in begins})
-    return tuple(range(begin, end) for begin, end in pairwise([*firsts, me.size]))
-
-
-def meet(me: Membership, joined: Joined, name: str, size: int) -> Meet | None:
-    """[all] How each block of `size` neighbouring ranks meets, and this rank in its own; None at size 1."""
-    assert me.size % size == 0
-    if size == 1:
-        return None
-    leaders, (mine,) = None, (ranks for ranks in joined.machines if me.rank in ranks)
-    for begin in range(0, me.size, size):  # groups are formed by all ranks, members or not
-        firsts = [
-            max(begin, ranks.start) for ranks in joined.machines if begin < ranks.stop and ranks.start < begin + size
-        ]
-        if len(firsts) > 1:
-            group = dist.new_group(firsts, timeout=FOREVER, backend="gloo")
-            leaders = group if me.rank in firsts else leaders
-    block = me.rank // size * size
-    return star.connect(joined.store, name, me.rank, range(block, block + size), mine, leaders)
+    distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
@@ -158,13 +150,20 @@ def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
     return word
 
 
-def mesh(me: Membership, axes: dict[str, int]) -> DeviceMesh:
-    """[all] A mesh over the whole world, the last axis varying fastest. UserError if it cannot be laid out."""
+def mesh(name: str, ranks: Sequence[int], rank: int, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
+    """[ranks] A mesh over these ranks of the job, the last axis varying fastest. UserError if it cannot be laid out.
+
+    name: theirs alone, in this start. rank: this rank's index among them.
+    """
     product = math.prod(axes.values())
-    if not axes or min(axes.values()) < 1 or product != me.size:
-        told = " x ".join(f"{name}={size}" for name, size in axes.items())
-        raise UserError(f"impossible mesh: {told} needs {product} ranks, the world has {me.size}")
-    made = init_device_mesh(me.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for group in made.get_all_groups():
-        _set_pg_timeout(FOREVER, group)  # a subgroup starts with the library's own default
-    return made
+    if not axes or min(axes.values()) < 1 or product != len(ranks):
+        asked = " x ".join(f"{name}={size}" for name, size in axes.items())
+        raise UserError(f"impossible mesh: {asked} needs {product} ranks, the world has {len(ranks)}")
+    grid = torch.tensor(list(ranks), dtype=torch.int).view(*axes.values())
+    place = (grid == ranks[rank]).nonzero()[0].tolist()
+    groups = []
+    for dim, axis in enumerate(axes):
+        line = grid.movedim(dim, -1)[*place[:dim], *place[dim + 1 :]].tolist()
+        whole = line == list(range(dist.get_world_size()))
+        groups.append(dist.group.WORLD if whole else form_group(f"{name} {axis}", line))  # [ranks]
+    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=tuple(axes))

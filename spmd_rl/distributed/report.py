@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from spmd_rl.distributed.journal import Place
+
 
 class Peer(msgspec.Struct, array_like=True, frozen=True):
     """What never changes about a rank."""
@@ -26,10 +28,10 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     """its monotonic clock, in seconds"""
     step: int
     phase: str
-    place: tuple[str, int] | None
-    """name and sequence number of the collective it is in"""
-    last: tuple[str, int] | None
-    """the same of the last it entered"""
+    place: Place | None
+    """the collective it is in"""
+    last: Place | None
+    """the last one it entered"""
 
 
 class Pulse(msgspec.Struct, frozen=True):
@@ -48,6 +50,8 @@ def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> s
     awaited = _most_common(pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place)
     arrived = [pulse for pulse in live if awaited and pulse.beat and pulse.beat.place == awaited]
     missing = [pulse for pulse in pulses if pulse not in arrived] if awaited else []
+    if awaited and awaited.ranks:
+        missing = [pulse for pulse in missing if pulse.peer.rank in awaited.ranks]
     phase = _most_common(pulse.beat.phase for pulse in arrived or live if pulse.beat)
     step = max((pulse.beat.step for pulse in pulses if pulse.beat), default=0)
     lines = [
@@ -66,8 +70,8 @@ def _most_common(items: Any) -> Any:
     return next((item for item, _ in Counter(items).most_common(1)), None)
 
 
-def _place(place: tuple[str, int] | None) -> str:
-    return f"'{place[0]}' #{place[1]}" if place else "no rank is in one"
+def _place(place: Place | None) -> str:
+    return f"'{place.name}' #{place.number}" if place else "no rank is in one"
 
 
 def _ranks(pulses: Sequence[Pulse]) -> str:

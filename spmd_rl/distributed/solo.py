@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Joined, Membership
 from spmd_rl.distributed.traffic import Traffic
@@ -24,6 +23,5 @@ def solo(directory: Path | None = None) -> Iterator[World]:
     me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as temporary:
         journal = Journal((directory or Path(temporary)) / "journal", 0)
-        joined = Joined(dist.HashStore(), "solo", (range(1),), None)
-        yield World(me, joined, Collectives(0, 1, None, journal.collective), journal, Traffic())
+        yield World(me, Joined(dist.HashStore(), "solo", None), journal, Traffic())
         journal.close()

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from spmd_rl.distributed.star import Meet
-
 
 @dataclass(slots=True)
 class Traffic:
@@ -29,17 +27,6 @@ class Traffic:
         """One meeting."""
         self.meetings += 1
         self.meeting_bytes += num_bytes
-
-    def counted(self, meet: Meet | None) -> Meet | None:
-        """The same meeting, counted."""
-        if meet is None:
-            return None
-
-        def counting(payload: bytes) -> list[bytes]:
-            self.count(len(payload))
-            return meet(payload)
-
-        return counting
 
 
 class CountedStore:

@@ -11,8 +11,10 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,9 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmd_rl.distributed.collectives import Collectives, Reduction
 from spmd_rl.distributed.guard import Guard
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.distributed.membership import Joined, Membership, join, meet, membership, mesh
-from spmd_rl.distributed.rows import Rows
-from spmd_rl.distributed.star import Meet
+from spmd_rl.distributed.membership import Joined, Membership, form_group, host_backend, join, membership, mesh
 from spmd_rl.distributed.traffic import CountedStore, Traffic
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
@@ -43,24 +43,40 @@ class Settings(Protocol):
     debug: bool
 
 
-class World:
-    """Where this rank stands, and how it meets the others. Made by `World.open`, or by `solo` in tests."""
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """Which ranks of the job a world has."""
 
-    def __init__(
-        self, me: Membership, joined: Joined, collectives: Collectives, journal: Journal, traffic: Traffic
-    ) -> None:
-        self._me, self._joined, self._collectives, self.traffic = me, joined, collectives, traffic
-        self.rank, self.size = me.rank, me.size
+    name: str
+    ranks: tuple[int, ...]
+    written: bool
+
+
+ALL = Subset("", (), True)
+
+
+class World:
+    """Where this rank stands, and how it meets the others. Made by `World.open`, or by `solo` in tests.
+
+    All ranks of the job, or some of them: see `subset`.
+    """
+
+    def __init__(self, me: Membership, joined: Joined, journal: Journal, traffic: Traffic, subset: Subset = ALL) -> None:
+        self._me, self._joined, self.traffic, self._subset = me, joined, traffic, subset
+        self.ranks = subset.ranks or tuple(range(me.size))
+        """Numbers of these ranks in the job; `rank` is an index of it."""
+        self.rank, self.size = self.ranks.index(me.rank), len(self.ranks)
         self.local_rank, self.local_size = me.local_rank, me.local_size
+        """Index of this rank on its machine, and the number of the job's ranks there."""
         self.device = me.device
-        self.store = CountedStore(dist.PrefixStore("world", joined.store), traffic)
+        self.store = CountedStore(dist.PrefixStore(f"world/{subset.name}", joined.store), traffic)
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{joined.nonce}-{me.node}"
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
-        self._num_ways = 0
-        self._rows = Rows(self, joined.rows, traffic, journal)
+        self._num_formed: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"), traffic)
 
     @classmethod
     @contextmanager
@@ -78,12 +94,10 @@ class World:
         run_dir = Path(cfg.run.dir)
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=joined.nonce)
         traffic = Traffic()
-        everyone = traffic.counted(meet(me, joined, "world", me.size))
-        collectives = Collectives(me.rank, me.size, everyone, journal.collective)
-        world = cls(me, joined, collectives, journal, traffic)
+        world = cls(me, joined, journal, traffic)
         stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
-        guard = Guard(me, world.clone_store(), collectives, journal, run_dir, stall_seconds, signals)
+        guard = Guard(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
         guard.ending.callbacks = world._callbacks
         faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
@@ -109,26 +123,30 @@ class World:
 
     def mesh(self, **axes: int) -> DeviceMesh:
         """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
-        return mesh(self._me, axes)
+        return mesh(self._unique(f"{self._subset.name} mesh", self.ranks), self.ranks, self.rank, self.device, axes)
 
-    def split(self, name: str, size: int) -> Collectives:
-        """[all] Meetings among this rank's block of `size` neighbouring ranks alone; `size` divides the world's."""
-        met = self.traffic.counted(self._way_to_meet(name, size))  # [all]
-        meeting = self.journal.aside(f"{name} {self.rank // size}")
-        return Collectives(self.rank % size, size, met, meeting)
+    def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "World | None":
+        """[ranks] The same interface over some of these ranks (indices, like `rank`), on those; None on the others.
 
-    def bare_meeting(self, name: str) -> Callable[[], object]:
-        """[all] A meeting of all ranks for use inside of a library's collective, which alone is journalled.
-
-        Apart from all other meetings: who skips it is missed where the library's collective is named.
+        The subset that has all ranks is this world itself. name: for reports; two subsets of one name must not share
+        ranks. written: whether its meetings are, in the journal's file, which is progress; a hang report shows them in
+        any case.
         """
-        met = self._way_to_meet(name, self.size)  # [all]
-        return partial(met, b"") if met is not None else lambda: None
+        members = tuple(self.ranks[rank] for rank in ranks)
+        if written and members == self.ranks:
+            return self
+        if self._me.rank not in members:
+            return None
+        name = f"{self._subset.name}/{name}" if self._subset.name else name
+        unique = self._unique(f"{name} host", members)
+        host = form_group(unique, members, host_backend(self._me)) if len(members) > 1 else None  # [ranks]
+        joined = replace(self._joined, host=host)
+        return World(self._me, joined, self.journal, self.traffic, Subset(name, members, written))
 
-    def _way_to_meet(self, name: str, size: int) -> Meet | None:
-        """[all] A new one each time."""
-        self._num_ways += 1
-        return meet(self._me, self._joined, f"{name} {self._num_ways}", size)
+    def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
+        """A name for a group of these ranks, the same on all of them."""
+        self._num_formed[what, ranks] += 1
+        return f"{what} {self._num_formed[what, ranks]}"
 
     def clone_store(self) -> dist.Store:
         """A connection of its own to the same keys: a store's `add` waits behind another thread's `wait`."""
@@ -166,14 +184,25 @@ class World:
         counts: int64 [size, size], rows that rank i sends rank j; any may be 0. Returns what comes, by rank. All have
         the same `counts`, and the same `agreed` (see `agree`): else RunFailed on all of them, before any row is read.
         """
-        return self._rows.exchange(name, rows, counts, agreed)
+        self.agree(name, [counts * rows.shape[1], agreed])  # [all]
+        assert len(rows) == counts[self.rank].sum(), "other rows than was agreed"
+        self.traffic.meeting_bytes += rows.nbytes
+        if self.size == 1:
+            return rows
+        self.traffic.meetings += 1
+        sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        with self.collective(f"{name}: rows", kind="wait"):  # [all]
+            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._joined.host)
+        return arrived
 
     def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
         """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it.
 
         kind: what most of the time inside is; see `Journal.kind`.
         """
-        return self.journal.collective(name, kind)
+        subset = self._subset
+        return self.journal.collective(name, kind, subset.name, subset.ranks, subset.written)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charge the time inside to a phase; see `Journal.phase`."""

@@ -51,7 +51,8 @@ class Replica:
         self.index, self.count = world.rank // tp, world.size // tp
         self.leads = world.rank % tp == 0
         self._engine, self._world = engine, world
-        peers = world.split("replica", tp)  # [all]
+        block = range(self.index * tp, (self.index + 1) * tp)
+        peers = world.subset(f"replica {self.index}", block, written=False)  # [block] ticks are no progress
         self._peers = peers if tp > 1 else None
         self._steps = STEPS_PER_TICK if tp > 1 else 1
         self._adds: list[Request] = []

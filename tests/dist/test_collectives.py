@@ -1,14 +1,15 @@
 """Named collectives over 1, 2 and 4 ranks: uneven and empty records, large ones, disagreement, coming apart."""
 
 import math
-import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import RunFailed, UserError
-from tests.dist.harness import run_ranks
+from tests.dist.harness import launch, run_ranks
 
 
 def everything(world: World) -> dict:
@@ -82,27 +83,58 @@ def meshes(world: World) -> list:
 
 
 def blocks(world: World) -> list:
-    """What the ranks of each block tell each other, twice over, and what the traffic of it was."""
-    world.traffic.take()
-    pairs, again = world.split("pairs", 2), world.split("pairs", 2)
-    told = [pairs.gather("rank", world.rank), again.broadcast("rank", world.rank, src=1)]
-    return [*told, world.traffic.take()["meetings"]]
+    """What the ranks of each half tell each other, twice over, in halves that meet different numbers of times."""
+    halves = [world.subset("low", [0, 1]), world.subset("high", [3, 2])]
+    (mine,) = filter(None, halves)
+    again = world.subset("pair", [0, 1] if world.rank < 2 else [2, 3])
+    assert world.subset("everyone", range(4)) is world
+    seen = [mine.rank, mine.gather("rank", world.rank), again.broadcast("rank", world.rank, src=1)]
+    for round_ in range(world.rank // 2):  # the halves' numbers come apart; the world's do not
+        mine.barrier(f"round {round_}")
+    seen.append(mine.reduce("sum", {"x": float(world.rank)})["x"])
+    counts = np.array([[0, 1], [2, 0]])
+    rows = torch.full((int(counts[mine.rank].sum()), 3), world.rank, dtype=torch.uint8)
+    seen.append(mine.exchange("rows", rows, counts)[:, 0].tolist())
+    total = torch.tensor([1 + world.rank])
+    mesh = mine.mesh(dp=1, tp=2)
+    torch.distributed.all_reduce(total, group=mesh.get_group("tp"))
+    seen += [int(total), mesh.mesh.tolist()]
+    mine.store.set("key", str(world.rank)) if mine.rank == 0 else None
+    mine.barrier("key is there")
+    seen.append(int(mine.store.get("key")))
+    inner = mine.subset("second", [1])
+    seen.append(inner and [inner.rank, inner.size, list(inner.ranks), inner.gather("alone", "x")])
+    whole = world.mesh(dp=2, tp=2)
+    torch.distributed.all_reduce(total, group=whole.get_group("dp"))
+    world.barrier("all")
+    return [*seen, int(total)]
 
 
-@pytest.mark.parametrize("per_machine", [4, 2, 3, 1])
-def test_blocks_meet_apart_on_one_machine_or_several(per_machine: int) -> None:
+@pytest.mark.parametrize("per_machine", [4, 2])
+def test_subsets_meet_apart(per_machine: int) -> None:
     results = run_ranks(4, blocks, per_machine=per_machine)
-    assert results == [[[0, 1], 1, 2.0], [[0, 1], 1, 2.0], [[2, 3], 3, 2.0], [[2, 3], 3, 2.0]]
+    low, high, second = [3, [[0, 1]], 0], [7, [[3, 2]], 3], lambda rank: [0, 1, [rank], ["x"]]
+    assert results == [
+        [0, [0, 1], 1, 1.0, [1, 1], *low, None, 10],
+        [1, [0, 1], 1, 1.0, [0], *low, second(1), 10],
+        [1, [3, 2], 3, 5.0, [3], *high, second(2), 10],
+        [0, [3, 2], 3, 5.0, [2, 2], *high, None, 10],
+    ]
 
 
-def left_behind(world: World) -> list[str]:
-    """What a start leaves in the temporary directory."""
-    world.barrier("all connected")
-    return [str(path) for path in Path(tempfile.gettempdir()).glob("spmd-rl-*/s")]
+def lonely(world: World) -> None:
+    """Rank 2 waits for rank 3, which waits for nobody."""
+    high = world.subset("high", [2, 3])
+    if world.rank == 2:
+        high.barrier("hello")
+    world.clone_store().wait(["never written"])
 
 
-def test_the_way_to_meet_has_no_name_left_behind() -> None:
-    assert run_ranks(2, left_behind) == [[], []]
+def test_a_hang_report_names_the_meeting_of_the_subset(tmp_path: Path) -> None:
+    with launch(4, lonely, directory=tmp_path, stall_seconds=2.0) as job:
+        job.wait(30)
+        report = (job.run_dir / "hang.txt").read_text()
+        assert "collective: 'high: hello' #1\n  arrived: rank 2\n  did not arrive: rank 3\n" in report
 
 
 def test_mesh_axes_vary_last_first() -> None:

@@ -13,8 +13,7 @@ import pytest
 from tests.house.sources import FILES, ROOT, Function, rel, tree, words
 
 VERBS = {
-    *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "split", "collective"),
-    *("bare_meeting", "_way_to_meet"),
+    *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "collective"),
 }
 HOLDERS = {"world", "_world", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""

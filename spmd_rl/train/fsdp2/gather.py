@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.distributed import SharedWindow, World
+from spmd_rl.distributed import World
 
 BUCKET_BYTES = 2**25
 """Gathered at a time; a larger parameter goes alone."""
@@ -32,32 +32,14 @@ class Gather:
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
         self._group = next(iter(parameters.values())).device_mesh.get_group()
         self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        largest = max(sum(_piece(p, self._size) for _, p in bucket) for bucket in buckets)
-        self._window = SharedWindow.open(world, largest * self._size * dtype.itemsize)
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
         """[all] Each of the parameters whole: name and contiguous tensor, valid until the next one is asked for."""
         buffers = _Buffers()
-        for turn, names in enumerate(self._names):
+        for names in self._names:
             bucket = [(name, parameters[name]) for name in names]
-            if self._window is None:
-                yield from self._through_group(bucket, buffers)
-            else:
-                yield from self._through_window(bucket, self._window, turn)
-        if self._window is not None:
-            self._window.meet()  # [all] nobody writes the next publish over what another still reads
-
-    def _through_window(self, bucket: Bucket, window: SharedWindow, turn: int) -> Iterator[tuple[str, Tensor]]:
-        flat, begin, wholes = window.half(turn).view(self._dtype), 0, []
-        for name, p in bucket:
-            piece, shard = _piece(p, self._size), p.to_local().flatten()
-            mine = begin + self._rank * piece
-            flat[mine : mine + shard.numel()].copy_(shard)
-            wholes.append((name, flat[begin : begin + p.numel()].view(p.shape)))
-            begin += self._size * piece
-        window.meet()  # [all]
-        yield from wholes
+            yield from self._through_group(bucket, buffers)
 
     def _through_group(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
         pieces = [_piece(p, self._size) for _, p in bucket]

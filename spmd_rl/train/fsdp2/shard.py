@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.distributed import World
-from spmd_rl.train.fsdp2.comm import open_comms
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype, keep: bool, recompute: bool = False) -> None:
@@ -23,9 +22,8 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, keep: bool, recomp
     (master,) = {p.dtype for p in model.parameters()}
     assert master in (torch.float32, torch.float64)
     layers = decoder_layers(model)
-    comms = open_comms(_units(model, layers), world, dtype)  # [all]
-    # a policy of the same dtype would copy every gradient once more; ours sum in the masters' dtype by themselves
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if comms is None else dtype)
+    # a policy of the same dtype would copy every gradient once more
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
     policy = MixedPrecisionPolicy() if dtype == master else mixed
     mesh = world.mesh(dp=world.size)
     if recompute:
@@ -37,21 +35,12 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype, keep: bool, recomp
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit in fsdp_units(model):
         unit.set_reshard_after_backward(not keep, recurse=False)
-        if comms is not None:
-            comms.attach(unit)
         if world.size == 1:  # alone, a factor would only copy every gradient
             continue
         # The loss carries global weights, so ranks' gradients are summed. Neither setter reaches into submodules, and
         # gloo has no pre-multiplied sum, so that the second one is needed too.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-
-
-def _units(model: nn.Module, layers: list[nn.Module]) -> list[list[nn.Parameter]]:
-    """Parameters of each unit: the layers', and what is left for the root."""
-    inside = [list(layer.parameters()) for layer in layers]
-    known = {id(p) for unit in inside for p in unit}
-    return [*inside, [p for p in model.parameters() if id(p) not in known]]
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
