@@ -15,7 +15,7 @@ from tests.house.sources import FILES, ROOT, Function, rel, tree, words
 VERBS = {
     *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "collective"),
 }
-HOLDERS = {"world", "_world", "collectives", "_collectives", "group", "_group", "dist"}
+HOLDERS = {"world", "_world", "layout", "_layout", "_data", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""
 LOCAL = {"rank", "local_rank"}
 ALLOWED: dict[str, str] = {

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout
+from spmd_rl.train.fsdp2.tensor_parallel import sharded_dim, whole
 
 BUCKET_BYTES = 2**25
 """Gathered at a time; a larger parameter goes alone."""
@@ -24,14 +25,17 @@ Bucket = list[tuple[str, DTensor]]
 
 
 class Gather:
-    """The gather of one model's parameters, sharded in their first dimension over one mesh axis by `fully_shard`."""
+    """The gather of one model's parameters, sharded in their first dimension over one mesh axis by `fully_shard`.
 
-    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, world: World) -> None:
+    Parameters that tensor parallelism has cut before are put together in a second stage, one by one.
+    """
+
+    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
         """[all] `dtype`: what is handed out."""
         buckets = list(_buckets(parameters, dtype.itemsize))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
-        self._group = next(iter(parameters.values())).device_mesh.get_group()
-        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._layout, self._group = layout, layout.group("dp")
+        self._rank, self._size = layout.rank("dp"), layout.size("dp")
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -39,10 +43,11 @@ class Gather:
         buffers = _Buffers()
         for names in self._names:
             bucket = [(name, parameters[name]) for name in names]
-            yield from self._through_group(bucket, buffers)
+            for name, tensor in self._gather(bucket, buffers):
+                yield name, whole(tensor, parameters[name], self._layout)  # [all]
 
-    def _through_group(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
-        pieces = [_piece(p, self._size) for _, p in bucket]
+    def _gather(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
+        pieces = [_piece(_shape(p, self._layout), self._size) for _, p in bucket]
         device = bucket[0][1].to_local().device
         mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
@@ -56,13 +61,21 @@ class Gather:
         for (name, p), column in zip(bucket, columns, strict=True):
             if self._size > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
-            yield name, column.view(-1)[: p.numel()].view(p.shape)
+            shape = _shape(p, self._layout)
+            yield name, column.view(-1)[: shape.numel()].view(shape)
 
 
-def _piece(parameter: DTensor, size: int) -> int:
+def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
+    """What the data-parallel ranks of this one's place in its block hold together."""
+    shape, dim = list(parameter.shape), sharded_dim(parameter)
+    if dim is not None:
+        shape[dim] //= layout.size("tp")
+    return torch.Size(shape)
+
+
+def _piece(shape: torch.Size, size: int) -> int:
     """Elements of the largest shard: FSDP cuts the first dimension like `torch.chunk`."""
-    rows = parameter.shape[0]
-    return -(-rows // size) * (parameter.numel() // max(1, rows))
+    return -(-shape[0] // size) * (shape.numel() // max(1, shape[0]))
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int) -> Iterator[Bucket]:
