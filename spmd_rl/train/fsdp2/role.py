@@ -9,7 +9,8 @@ loading.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from spmd_rl.train.base import Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.sharing import fold
@@ -178,7 +180,7 @@ class FSDP2Role:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """See `Role`. The optimizer's state comes when `update` or `state_dict` first wants it."""
+        """See `Role`. The optimizer's state comes when `update`, `save` or `load` first wants it."""
         self._weights.back()
         yield
         if self._offloads:
@@ -190,26 +192,31 @@ class FSDP2Role:
             self._weights.leave()
             self._moments.leave()
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Role`: the live tensors, so that a load in place needs no copy."""
-        shard.reshard(self._model)
-        state: dict[str, Any] = {"model": {name: p.detach() for name, p in self._model.named_parameters()}}
-        if self._optimizer is not None:
-            self._moments.back()
-            state["optimizer"] = self._optimizer.state_dict()
-        return state
+    def save(self, folder: Path) -> list[Path]:
+        """See `Role`."""
+        return self._files.save(self.state_dict(), folder)  # [all]
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Role`. ValueError if the names are not those of this model."""
-        for part, mine in self.state_dict().items():
-            if mine.keys() != state[part].keys():
-                odd = sorted(mine.keys() ^ state[part].keys())
-                raise ValueError(f"the checkpoint's {part} is of another model: {odd[0]}")
-            for name, tensor in mine.items():
-                tensor.copy_(state[part][name])
+    def load(self, folder: Path) -> None:
+        """See `Role`."""
+        state = self.state_dict()
+        self._files.load(state, folder)  # [all] in place
         if self._optimizer is not None:
             self._optimizer.load_step(state["optimizer"])
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The live tensors that training changes: under `model` the parameters that are not frozen, and `optimizer`."""
+        shard.reshard(self._model)
+        trained = {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
+        if self._optimizer is None:
+            return {"model": trained}
+        self._moments.back()
+        return {"model": trained, "optimizer": self._optimizer.state_dict()}
+
+    @cached_property
+    def _files(self) -> StateFiles:
+        """[all] Made by the first save or load: most roles in tests, and every reference, need none."""
+        return StateFiles(self._world)
 
     def counters(self) -> dict[str, int]:
         """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""
