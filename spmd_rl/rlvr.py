@@ -41,11 +41,11 @@ def run(cfg: RlvrConfig) -> None:
         )
         roles = train.build_roles(cfg, world)  # [all]
         generator = engine.build(cfg, world)  # [all]
-        publish = sync.build(roles.policy, generator, world)
+        publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
         rollouts = stack.enter_context(closing(Rollouts(cfg, generator, prompts, scorer, tokenizer, world)))  # [all]
         learner = Learner(cfg, *roles, world)
         parts = {"rollouts": rollouts, "learner": learner, "track": track}
-        export = HfExport(roles.policy, Path(cfg.policy.model), world)
+        export = HfExport(roles.policy, cfg.policy.model, world)
         saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, roles.trained, parts, export)  # [all]
 
         start = saver.restore()  # [all] 0 for a fresh run

@@ -1,9 +1,10 @@
-"""One atomic save and one exact restore of all that is `Stateful`.
+"""One atomic save and one exact restore of all roles and of all that is `Stateful`.
 
-    checkpoints/step-000010/   DCP shards, state.json, hf/ on request, manifest.json (written last)
+    checkpoints/step-000010/   policy/, critic/ (each in its backend's format), state.json, hf/ on request, and
+                               manifest.json, which is written last
     checkpoints/latest         the name of the newest one; moves only after its directory is complete
 
-Left out: asynchronous saves, and any format but DCP for resuming (`hf/` is for others to load, never read back).
+Left out: asynchronous saves, and reading `hf/` back, which is for others to load.
 """
 
 from spmd_rl.checkpoint.checkpointer import Checkpointer, Stateful, finished

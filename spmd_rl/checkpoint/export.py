@@ -1,6 +1,7 @@
-"""Weights as a Hugging Face directory: safetensors, config and tokenizer; `AutoModelForCausalLM` loads it.
+"""`HfExport`: weights as a Hugging Face directory (safetensors, config, tokenizer) that `from_pretrained` loads.
 
-Left out: optimizer state (that is what the shards are for) and any file of the model directory that holds weights.
+Rank 0 writes; all ranks go through all weights, which are gathered tensor by tensor. Left out: optimizer state, and any
+file of the model directory that holds weights.
 """
 
 import json
@@ -20,17 +21,19 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 class HfExport:
-    """Writes a role's current weights as a directory. Example: `HfExport(policy, Path(cfg.policy.model), world)`."""
+    """Writes the current weights of a policy as a directory. Example: `HfExport(policy, cfg.policy.model, world)`."""
 
-    def __init__(self, backend: TrainBackend, model_dir: Path, world: World) -> None:
-        self._backend = backend
-        self._model_dir = model_dir.expanduser()
-        self._world = world
+    def __init__(self, policy: TrainBackend, model_dir: str | Path, world: World) -> None:
+        """`model_dir` is where config and tokenizer are copied from; `world` are the ranks that hold the policy."""
+        self._policy, self._model_dir, self._world = policy, Path(model_dir).expanduser(), world
 
-    def __call__(self, path: Path) -> None:
-        """[all] Write the directory `path`. OSError on rank 0, after all ranks have gone through all weights."""
+    def __call__(self, path: Path) -> list[Path]:
+        """[all] Write the directory `path`; return the files that this rank wrote, which only rank 0 does.
+
+        OSError on rank 0 if a write failed, after all ranks have gone through all weights.
+        """
         with self._world.collective("export: weights", "copy"):
-            write_hf(self._backend.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
+            return write_hf(self._policy.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
 
 
 def write_hf(
@@ -38,17 +41,18 @@ def write_hf(
     model_dir: Path,
     path: Path,
     write: bool,
-    tick: Callable[[], object],
+    progress: Callable[[], object],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> list[Path]:
     """[all] Go through `weights`; where `write` is set, store them in `path` with the side files of `model_dir`.
 
-    A full disk does not stop the iteration, in which other ranks take part: the OSError comes after it.
+    Returns the files written. A full disk does not stop the iteration, in which other ranks take part: the OSError
+    comes after it.
     """
     writer = _Shards(path, max_shard_bytes) if write else None
     error: OSError | None = None
     for name, tensor in weights:  # [all]
-        tick()
+        progress()
         if writer is None or error is not None:
             continue
         try:
@@ -57,13 +61,15 @@ def write_hf(
             error = failed
     if error is not None:
         raise error
-    if writer is not None:
-        writer.finish()
-        copy_side_files(model_dir, path, writer.dtype)
+    if writer is None:
+        return []
+    writer.finish()
+    copy_side_files(model_dir, path, writer.dtype)
+    return sorted(path.iterdir())
 
 
 def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
-    """Everything of a model directory but its weights; `config.json` names the exported dtype."""
+    """Copy everything of a model directory but its weights; let `config.json` name the exported dtype."""
     for source in sorted(model_dir.iterdir()):
         if source.is_file() and not source.name.startswith(".") and not source.name.endswith(_WEIGHTS):
             shutil.copyfile(source, path / source.name)
@@ -75,25 +81,25 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
 
 
 class _Shards:
-    """Tensors gathered up to a shard's size, then written. Holds one shard in memory."""
+    """Collects tensors up to the size of a safetensors file, then writes it. Holds one file's tensors in memory."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
         self._max_bytes = max_bytes
-        self._held: dict[str, Tensor] = {}
-        self._held_bytes = 0
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
         self._names: list[list[str]] = []
         self._total_bytes = 0
         self.dtype = "float32"
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Keep a copy of `tensor`, which its owner may overwrite next."""
-        if self._held and self._held_bytes + tensor.nbytes > self._max_bytes:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self._flush()
-        if not self._names and not self._held:
+        if not self._names and not self._pending:
             self.dtype = str(tensor.dtype).removeprefix("torch.")
-        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._held_bytes += tensor.nbytes
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
@@ -116,10 +122,10 @@ class _Shards:
 
     def _flush(self) -> None:
         self._path.mkdir(exist_ok=True)
-        self._names.append(list(self._held))
+        self._names.append(list(self._pending))
         try:
-            save_file(self._held, self._part(len(self._names)), metadata={"format": "pt"})
+            save_file(self._pending, self._part(len(self._names)), metadata={"format": "pt"})
             self._part(len(self._names)).chmod(0o644)  # safetensors makes it unreadable for others
         except SafetensorError as failed:  # how safetensors reports I/O errors
             raise OSError(str(failed)) from failed
-        self._held, self._held_bytes = {}, 0
+        self._pending, self._pending_bytes = {}, 0

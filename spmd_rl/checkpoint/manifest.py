@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, their sizes and hashes. Written last; what it does not name is not read.
+"""The manifest of a checkpoint: its files, their sizes and hashes. It is written last, and nothing else is read.
 
 It guards against torn and damaged directories and against files that were added or swapped, not against a writer who
 can rewrite the manifest too: a checkpoint is as trustworthy as the directory it lies in.
@@ -16,7 +16,7 @@ FORMAT = 1
 _CHUNK = 16 << 20
 
 
-class Torn(Exception):
+class TornCheckpoint(Exception):
     """A checkpoint directory is incomplete or damaged; the message says how, in one line."""
 
 
@@ -30,11 +30,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All files of a checkpoint by their path relative to it. Example: `Manifest(10, 2, {"__0_0.distcp": ...})`."""
+    """All files of a checkpoint by their path relative to it. Example: `Manifest(10, 2, {"policy/__0_0.distcp": ...})`."""
 
     step: int
     world_size: int
-    """Ranks that wrote it; any number of ranks may load it."""
+    """The number of ranks that wrote it; any number of ranks may load it."""
     files: dict[str, Entry]
 
     def write(self, directory: Path) -> None:
@@ -47,19 +47,20 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """The manifest, checked against its own digest and against the names and sizes in the directory; `Torn` if not.
+        """Read the manifest, and check it against its own digest and against the names and sizes in the directory.
 
-        Hashes are left to the caller (`hash_file`), who can share them among ranks.
+        `TornCheckpoint` if anything differs. The files' hashes are left to the caller (`hash_file`), who can share them
+        among ranks.
         """
         manifest = cls._parse(directory)
         found = list_files(directory)
         if missing := sorted(manifest.files.keys() - found.keys()):
-            raise Torn(f"{missing[0]} is missing")
+            raise TornCheckpoint(f"{missing[0]} is missing")
         if extra := sorted(found.keys() - manifest.files.keys()):
-            raise Torn(f"{extra[0]} is not in the manifest")
+            raise TornCheckpoint(f"{extra[0]} is not in the manifest")
         for name, entry in manifest.files.items():
             if found[name] != entry.size:
-                raise Torn(f"{name} has {found[name]} bytes, the manifest says {entry.size}")
+                raise TornCheckpoint(f"{name} has {found[name]} bytes, the manifest says {entry.size}")
         return manifest
 
     @classmethod
@@ -67,13 +68,13 @@ class Manifest:
         try:
             body = json.loads((directory / NAME).read_text(encoding="ascii"))
         except OSError as error:
-            raise Torn(f"{NAME}: {error.strerror}") from None
+            raise TornCheckpoint(f"{NAME}: {error.strerror}") from None
         except ValueError:
-            raise Torn(f"{NAME} is not JSON") from None
+            raise TornCheckpoint(f"{NAME} is not JSON") from None
         if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
-            raise Torn(f"{NAME} is damaged")
+            raise TornCheckpoint(f"{NAME} is damaged")
         if body["format"] != FORMAT:
-            raise Torn(f"{NAME} has format {body['format']}, this version reads {FORMAT}")
+            raise TornCheckpoint(f"{NAME} has format {body['format']}, this version reads {FORMAT}")
         files = {name: Entry(**entry) for name, entry in body["files"].items()}
         return cls(body["step"], body["world_size"], files)
 
@@ -83,9 +84,9 @@ class Manifest:
 
 
 def list_files(directory: Path) -> dict[str, int]:
-    """Size in bytes of every file under `directory`, but the manifest, by relative path.
+    """Return the size in bytes of every file under `directory`, but for the manifest, by relative path.
 
-    `Torn` for anything that is neither a plain file nor a directory: a link could leave the checkpoint.
+    `TornCheckpoint` for anything that is neither a plain file nor a directory: a link could leave the checkpoint.
     """
     sizes: dict[str, int] = {}
     for parent, folders, names in os.walk(directory):
@@ -93,25 +94,25 @@ def list_files(directory: Path) -> dict[str, int]:
             path = Path(parent, name)
             relative = path.relative_to(directory).as_posix()
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise Torn(f"{relative} is not a plain file")
+                raise TornCheckpoint(f"{relative} is not a plain file")
             if path.is_file() and relative != NAME:
                 sizes[relative] = path.stat().st_size
     return sizes
 
 
-def hash_file(path: Path, tick: Callable[[], object]) -> Entry:
-    """Size and hash of a file; `tick` is called every 16 MiB, so that a large file is not taken for a stall."""
+def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
+    """Return size and hash of a file; `progress` is called every 16 MiB, so that a large one is not taken for a stall."""
     digest = hashlib.blake2b(digest_size=32)
     size = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             size += len(chunk)
-            tick()
+            progress()
     return Entry(size, digest.hexdigest())
 
 
-def sync(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file's content, or a directory's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -21,7 +21,7 @@ from spmd_rl.config.keys import flatten, plain
 from spmd_rl.errors import UserError
 
 CONFIG_FILE = "config.yaml"
-HARMLESS = ("run", "track", "checkpoint", "eval", "journal", "sidecar", "debug", "profile")
+HARMLESS = ("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "debug", "profile")
 """Sections and settings that change neither samples nor gradients."""
 
 PACKAGES = (

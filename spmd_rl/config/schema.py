@@ -15,6 +15,7 @@ from spmd_rl.config.sections.run import (
     CeilingsConfig,
     CheckpointConfig,
     JournalConfig,
+    PublishConfig,
     RunConfig,
     SidecarConfig,
     TrackConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "FilterConfig",
     "JournalConfig",
     "PolicyConfig",
+    "PublishConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RewardsConfig",
@@ -68,6 +70,7 @@ class RlvrConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardsConfig = field(default_factory=RewardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)

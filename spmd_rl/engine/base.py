@@ -63,7 +63,7 @@ class Engine(Protocol):
         """
         ...
 
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+    def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """The weights as the engine holds them, under the names given to `load`; None for one not plain and whole."""
         ...
 

@@ -1,13 +1,18 @@
-"""The only road from training weights to an engine: `build(policy, engine, world)` gives a `Publisher`."""
+"""The only road from training weights to an engine: trainer -> `Transport` -> `WeightStream` -> `Engine.load`.
+
+    publish = sync.build(policy, engine, world, cfg.publish.probe_every)
+    track.add(publish(version=step))  # [all]
+"""
 
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.sync.publisher import Publisher
+from spmd_rl.sync.transport import InProcess, Transport
 from spmd_rl.train.base import TrainBackend
 
-__all__ = ["Publisher", "build"]
+__all__ = ["InProcess", "Publisher", "Transport", "build"]
 
 
-def build(policy: TrainBackend, engine: Engine, world: World) -> Publisher:
-    """The publisher of one policy into this rank's engine."""
-    return Publisher(policy, engine, world)
+def build(policy: TrainBackend, engine: Engine, world: World, probe_every: int = 1) -> Publisher:
+    """Return the publisher of a policy into the engine in the same process; see `Publisher` for the arguments."""
+    return Publisher(policy, engine, world, InProcess(), probe_every)

@@ -1,36 +1,44 @@
-"""A probe of the published weights: what the engine generates must look to the trainer as it looked to the engine.
+"""A probe of the published weights: the trainer must find what an engine generates as likely as the engine did.
 
-Hashes prove that the engine holds what it was given; the probe proves that it *means* the same: a name exchanged on
-the way, a layout misread, an engine that serves another version's weights. It is blunt in bf16, where numbers of the
-two roads differ by themselves, and the only proof where an engine keeps no plain tensors.
+Hashes prove that the engine holds what it was given; the probe proves that it *means* the same: names exchanged on the
+way, a layout misread, or an engine that serves another version's weights would show. It is blunt in bfloat16, where
+the logprobs of engine and trainer differ by themselves, and the only proof where an engine keeps no plain tensors.
 """
 
 from array import array
+from typing import NamedTuple
 
 import torch
 
-from spmd_rl.batch import Batch, pack
+from spmd_rl.batch import pack
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
+from spmd_rl.train.base import TrainBackend
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
 
 PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(52, 64, 4)))
-"""Ids any vocabulary has. The first, longer than an engine's KV block, would meet its own keys of the last publish in a
-stale prefix cache. Several at once, since a decode step of few rows costs what one row costs."""
+"""Token ids that any vocabulary has. The first prompt is longer than an engine's KV block, so that a prefix cache that
+was not reset would serve it keys of the last publish. Several are asked at once: a decode step of few rows costs what
+one of a single row costs."""
 NEW_TOKENS = 2
-"""The second token reads what the first one stored."""
+"""Sampled for each prompt; the second one reads the keys and values that the first one stored."""
 
 LIMITS = {torch.float32: 3e-4, torch.bfloat16: 0.2}
-"""Largest mean absolute difference of logprobs, by dtype. Measured on a 135M Llama over 40 sets of weights: at most
-1e-5 in float32 and 0.08 in bfloat16. Each pair of neighbouring layers exchanged gives 0.1 to 10, half of them above
-0.45; one update missed (lr 2e-5) gives 1e-3, which only float32 can see."""
+"""Largest mean absolute difference of logprobs, in nats, by dtype. Measured on a 135M Llama over 40 sets of weights: at
+most 1e-5 in float32 and 0.08 in bfloat16. Each pair of neighbouring layers exchanged gives 0.1 to 10, half of them
+above 0.45; one update missed (lr 2e-5) gives 1e-3, which only float32 can see."""
 
 
-def ask(engine: Engine, version: int) -> tuple[Batch, str]:
-    """Greedy answers of the engine as a batch for the trainer, and what is wrong with them (empty: nothing).
+class Answer(NamedTuple):
+    """What an engine generated for one prompt, as ranks tell each other."""
 
-    The batch is empty where something is: the trainer's pass meets all ranks, so none may stay away.
-    """
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
+    """Return the engine's greedy answers, one per prompt, and what is wrong with them (empty: nothing)."""
     for index, prompt in enumerate(PROMPTS):
         engine.add(Request(f"probe-{version}-{index}", prompt, NEW_TOKENS, 0.0, seed=0, order=(0, index, 0)))
     completions: dict[str, Completion] = {}
@@ -38,14 +46,31 @@ def ask(engine: Engine, version: int) -> tuple[Batch, str]:
         while engine.num_unfinished:
             completions |= {completion.id: completion for completion in engine.step()}
     except RunFailed as error:
-        return pack([]), str(error)
-    answers = [completions[f"probe-{version}-{index}"] for index in range(len(PROMPTS))]
-    served = sorted({v for answer in answers for v in answer.versions})
+        return [], str(error)
+    ordered = [completions[f"probe-{version}-{index}"] for index in range(len(PROMPTS))]
+    served = sorted({v for completion in ordered for v in completion.versions})
     if served != [version]:
-        return pack([]), f"the engine serves version {', '.join(map(str, served))}"
-    return pack(_sample(index, answer) for index, answer in enumerate(answers)), ""
+        return [], f"the engine serves version {', '.join(map(str, served))}"
+    return [Answer(c.token_ids.tolist(), c.logprobs.tolist()) for c in ordered], ""
 
 
-def _sample(index: int, answer: Completion) -> Sample:
-    turn = Turn(PROMPTS[index], answer.token_ids, answer.logprobs, answer.versions, answer.finish_reason)
-    return Sample(0, index, (turn,), Verdict("ok"))
+def judge(policy: TrainBackend, by_rank: list[list[Answer]], world: World) -> dict[int, float]:
+    """[all] Return, by rank of an engine, how far its logprobs are from the trainer's: mean absolute difference in nats.
+
+    by_rank: each rank's answers, none where it has no engine; equal on all ranks. The engines are shared out among the
+    trainer's data shards, so that what is returned covers a part of them, and nothing where there are few.
+    """
+    data = policy.layout.data if hasattr(policy, "layout") else world  # TEMPORARY until roles have a layout
+    mine = [rank for rank, answers in enumerate(by_rank) if answers][data.rank :: data.size]
+    batch = pack(_sample(rank, index, answer) for rank in mine for index, answer in enumerate(by_rank[rank]))
+    batch = batch.to(world.device)
+    logprobs, _ = policy.logprobs(batch, temperature=1.0)  # [all]
+    differences = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
+    of_engines = differences.split([sum(len(answer.token_ids) for answer in by_rank[rank]) for rank in mine])
+    return {rank: difference.mean().item() for rank, difference in zip(mine, of_engines, strict=True)}
+
+
+def _sample(rank: int, index: int, answer: Answer) -> Sample:
+    ids, logprobs = array("i", answer.token_ids), array("f", answer.logprobs)
+    turn = Turn(PROMPTS[index], ids, logprobs, array("i", [0] * len(ids)), "length")
+    return Sample(rank, index, (turn,), Verdict("ok"))

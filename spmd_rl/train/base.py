@@ -6,7 +6,8 @@ Hugging Face + torch in fp32.
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -52,12 +53,20 @@ class Role(Protocol):
         """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """[all] Inside `awake`: what `torch.distributed.checkpoint` shards and saves: model and optimizer."""
+    def save(self, folder: Path) -> list[Path]:
+        """[all] Inside `awake`: write all tensors that training changes into the existing, empty `folder`.
+
+        These are the parameters that are not frozen and the optimizer's state; frozen ones come from the model's
+        directory. Returns the files that this rank wrote, which no other rank's call returns. OSError if this rank
+        could not write its part, or if another could not and the backend knows of it.
+        """
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """[all] The inverse; also from a checkpoint written at another world size."""
+    def load(self, folder: Path) -> None:
+        """[all] Inside `awake`: take over what `save` wrote, on whatever number of ranks, from a verified folder.
+
+        ValueError, on every rank, if it is not of a model like this one. OSError if a file cannot be read.
+        """
         ...
 
     def counters(self) -> dict[str, int]:

@@ -70,7 +70,7 @@ class StubEngine:
         self._weights = list(weights)
         self._version = version
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What was kept."""
         yield from self._weights
 

@@ -15,24 +15,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmd_rl.checkpoint import Checkpointer, finished, shards
+from spmd_rl.checkpoint import Checkpointer, finished
+from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.export import write_hf
-from spmd_rl.checkpoint.manifest import Manifest, Torn
-from spmd_rl.checkpoint.shelf import Shelf
+from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import UserError
+from spmd_rl.train.fsdp2.state import StateFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-class FakeBackend:
-    """A few tensors and a counter."""
+class FakeRole:
+    """A few tensors and a counter, saved as FSDP2 saves its own."""
 
-    def __init__(self, seed: int = 0, size: int = 1000) -> None:
+    def __init__(self, world: World, seed: int = 0, size: int = 1000) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {"w": torch.randn(size, generator=generator), "step": torch.tensor(0.0)}
-        self.updates = 0
+        self.updates, self.files = 0, StateFiles(world)
 
     def train(self) -> None:
         self.tensors["w"] += 1
@@ -42,11 +43,11 @@ class FakeBackend:
     def awake(self):
         return nullcontext()
 
-    def state_dict(self) -> dict:
-        return {"model": dict(self.tensors)}
+    def save(self, folder: Path) -> list[Path]:
+        return self.files.save({"model": self.tensors}, folder)
 
-    def load_state_dict(self, state: dict) -> None:
-        self.tensors = state["model"]
+    def load(self, folder: Path) -> None:
+        self.files.load({"model": self.tensors}, folder)
 
     def counters(self) -> dict[str, int]:
         return {"updates": self.updates}
@@ -69,16 +70,16 @@ class Part:
 
 
 class Job:
-    """One start of a program: a backend, a part, a checkpointer."""
+    """One start of a program: a role, a part, a checkpointer."""
 
     def __init__(self, world: World, run_dir: Path, export: Callable | None = None, size: int = 1000, **cfg) -> None:
-        self.backend, self.part = FakeBackend(size=size), Part()
+        self.role, self.part = FakeRole(world, size=size), Part()
         settings = CheckpointConfig(**{"every": 1, **cfg})
-        self.saver = Checkpointer(settings, run_dir, world, {"policy": self.backend}, {"part": self.part}, export)
+        self.saver = Checkpointer(settings, run_dir, world, {"policy": self.role}, {"part": self.part}, export)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
-            self.backend.train()
+            self.role.train()
             self.part.held = {"cursor": step, "mean": 0.1 * step, "names": ["a", None, True]}
             self.saver.maybe_save(step)
 
@@ -105,8 +106,8 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
     before = saved(tmp_path, 3)
     step, after = resumed(tmp_path)
     assert step == 3
-    assert torch.equal(after.backend.tensors["w"], before.backend.tensors["w"])
-    assert (after.backend.updates, after.part.held) == (3, before.part.held)
+    assert torch.equal(after.role.tensors["w"], before.role.tensors["w"])
+    assert (after.role.updates, after.part.held) == (3, before.part.held)
     assert names(tmp_path) == ["latest", "step-000002", "step-000003"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000003\n"
 
@@ -116,7 +117,7 @@ def test_the_manifest_names_every_file_with_size_and_hash(tmp_path: Path) -> Non
     directory = tmp_path / "checkpoints" / "step-000001"
     body = json.loads((directory / "manifest.json").read_text())
     assert (body["step"], body["world_size"], body["format"]) == (1, 1, 1)
-    assert set(body["files"]) == {".metadata", "__0_0.distcp", "state.json"}
+    assert set(body["files"]) == {"policy/.metadata", "policy/__0_0.distcp", "state.json"}
     assert all(entry["size"] == (directory / name).stat().st_size for name, entry in body["files"].items())
     assert json.loads((directory / "state.json").read_text())["parts"]["part"]["cursor"] == 1
 
@@ -127,7 +128,7 @@ def test_when_it_saves(tmp_path: Path, every: int, last: bool, expected: list[in
         job = Job(world, tmp_path, every=every, keep=9)
         for step in range(1, 5):
             job.saver.maybe_save(step, last=last and step == 4)
-    assert Shelf(tmp_path / "checkpoints").steps() == expected
+    assert CheckpointDir(tmp_path / "checkpoints").steps() == expected
 
 
 def truncate(path: Path) -> None:
@@ -143,7 +144,7 @@ def flip(path: Path) -> None:
 
 def link(path: Path) -> None:
     content = path.read_bytes()
-    outside = path.parents[3] / "outside"
+    outside = path.parents[4] / "outside"
     outside.write_bytes(content)
     path.unlink()
     path.symlink_to(outside)
@@ -157,16 +158,16 @@ class Bomb:
 
 
 DAMAGE = {
-    "shard cut short": lambda d: truncate(d / "__0_0.distcp"),
-    "flipped byte": lambda d: flip(d / "__0_0.distcp"),
+    "shard cut short": lambda d: truncate(d / "policy" / "__0_0.distcp"),
+    "flipped byte": lambda d: flip(d / "policy" / "__0_0.distcp"),
     "flipped byte in the state": lambda d: flip(d / "state.json"),
     "manifest cut short": lambda d: truncate(d / "manifest.json"),
     "flipped byte in the manifest": lambda d: flip(d / "manifest.json"),
     "no manifest": lambda d: (d / "manifest.json").unlink(),
     "missing file": lambda d: (d / "state.json").unlink(),
     "extra file": lambda d: (d / "extra.txt").write_text("x"),
-    "link": lambda d: link(d / "__0_0.distcp"),
-    "other metadata": lambda d: (d / ".metadata").write_bytes(pickle.dumps(Bomb())),
+    "link": lambda d: link(d / "policy" / "__0_0.distcp"),
+    "other metadata": lambda d: (d / "policy" / ".metadata").write_bytes(pickle.dumps(Bomb())),
     "all gone": shutil.rmtree,
 }
 
@@ -179,7 +180,7 @@ def test_a_torn_checkpoint_is_never_loaded(
     saved(tmp_path, 2)
     DAMAGE[damage](tmp_path / "checkpoints" / "step-000002")
     loads: list[Path] = []
-    monkeypatch.setattr(shards, "load", lambda state, path, *rest: loads.append(path))
+    monkeypatch.setattr(StateFiles, "load", lambda self, state, folder: loads.append(folder.parent))
     step, job = resumed(tmp_path)
     assert (step, job.part.held["cursor"], [path.name for path in loads]) == (1, 1, ["step-000001"])
     assert "warning: resuming from step-000001: step-000002 is torn (" in capfd.readouterr().err
@@ -194,13 +195,13 @@ def test_a_torn_checkpoint_is_never_loaded(
 
 def test_a_torn_checkpoint_is_written_again(tmp_path: Path) -> None:
     straight = saved(tmp_path, 3)
-    flip(tmp_path / "checkpoints" / "step-000003" / "__0_0.distcp")
+    flip(tmp_path / "checkpoints" / "step-000003" / "policy" / "__0_0.distcp")
     with solo() as world:
         job = Job(world, tmp_path)
         assert job.saver.restore() == 2
         job.train(3, 3)
     step, job = resumed(tmp_path)
-    assert step == 3 and torch.equal(job.backend.tensors["w"], straight.backend.tensors["w"])
+    assert step == 3 and torch.equal(job.role.tensors["w"], straight.role.tensors["w"])
     assert names(tmp_path) == ["latest", "step-000002", "step-000003"]
 
 
@@ -262,10 +263,10 @@ def test_keep_never_removes_the_latest(tmp_path: Path) -> None:
     with solo() as world:
         job = Job(world, tmp_path, keep=3)
         job.train(1, 5)
-    assert Shelf(tmp_path / "checkpoints").steps() == [3, 4, 5]
+    assert CheckpointDir(tmp_path / "checkpoints").steps() == [3, 4, 5]
     (tmp_path / "checkpoints" / "latest").write_text("step-000003\n")
-    Shelf(tmp_path / "checkpoints").prune(1, 5)
-    assert Shelf(tmp_path / "checkpoints").steps() == [3, 5]
+    CheckpointDir(tmp_path / "checkpoints").prune(1, 5)
+    assert CheckpointDir(tmp_path / "checkpoints").steps() == [3, 5]
 
 
 def test_finished(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def unchanged_after_failure(run_dir: Path, fail: Callable[[Job], None], match: s
     with solo() as world:
         job = Job(world, run_dir, size=200_000)
         job.train(1, 1)
-        job.backend.train()
+        job.role.train()
         with pytest.raises(UserError, match=match) as caught:
             fail(job)
         assert "\n" not in str(caught.value) and "step-000002" in str(caught.value)
@@ -313,7 +314,7 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("where", ["manifest.Manifest.write", "shelf.os.rename", "shelf.os.replace"])
+@pytest.mark.parametrize("where", ["manifest.Manifest.write", "directory.os.rename", "directory.os.replace"])
 def test_an_error_at_the_end_leaves_the_previous_one_loadable(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +367,7 @@ def test_kill_9_during_a_save_leaves_one_to_load(tmp_path: Path) -> None:
     found = {}
     for call in calls:
         step, job = resumed(tmp_path / str(call))
-        assert step == job.backend.updates == job.part.held["cursor"]
+        assert step == job.role.updates == job.part.held["cursor"]
         assert not [name for name in names(tmp_path / str(call)) if ".tmp-" in name]
         found[step] = found.get(step, 0) + 1
     assert found.keys() == {1, 2} and found[1] >= 8, found
@@ -387,7 +388,7 @@ def test_a_manifest_must_not_name_files_outside(tmp_path: Path) -> None:
     genuine = Manifest.read(directory)
     (directory.parent / "loose").write_text("x")
     Manifest(1, 1, genuine.files | {"../loose": genuine.files["state.json"]}).write(directory)
-    with pytest.raises(Torn, match=r"\.\./loose is missing"):
+    with pytest.raises(TornCheckpoint, match=r"\.\./loose is missing"):
         Manifest.read(directory)
 
 
@@ -402,7 +403,7 @@ def test_export_is_sharded_and_complete(tmp_path: Path) -> None:
     weights = [(name, tensor + 1) for name, tensor in model.state_dict().items()]
     for limit, count in ((10**9, 1), (100_000, 4)):
         path = tmp_path / f"out{count}"
-        write_hf(iter(weights), source, path, write=True, tick=lambda: None, max_shard_bytes=limit)
+        write_hf(iter(weights), source, path, write=True, progress=lambda: None, max_shard_bytes=limit)
         files = list(path.glob("*.safetensors"))
         assert (len(files) == 1) == (count == 1), files
         assert not (path / "pytorch_model.bin").exists()
@@ -425,14 +426,15 @@ def test_a_failing_export_still_goes_through_all_weights(tmp_path: Path) -> None
             passed.append(name)
 
     with pytest.raises(OSError):
-        write_hf(weights(), tmp_path, tmp_path / "file" / "hf", write=True, tick=lambda: None, max_shard_bytes=1)
+        write_hf(weights(), tmp_path, tmp_path / "file" / "hf", write=True, progress=lambda: None, max_shard_bytes=1)
     assert passed == ["a", "b", "c"]
 
 
 def test_an_export_is_part_of_the_checkpoint(tmp_path: Path) -> None:
-    def export(path: Path) -> None:
+    def export(path: Path) -> list[Path]:
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"weights")
+        return [path / "model.safetensors"]
 
     with solo() as world:
         job = Job(world, tmp_path, export, every=1)

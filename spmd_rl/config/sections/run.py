@@ -1,4 +1,4 @@
-"""The run itself: `run`, `checkpoint`, `track`, `journal`, `sidecar`."""
+"""The run itself: `run`, `publish`, `checkpoint`, `track`, `journal`, `sidecar`."""
 
 from dataclasses import dataclass, field
 from os.path import expanduser
@@ -18,18 +18,30 @@ class RunConfig:
 
 
 @dataclass
+class PublishConfig:
+    """Handing the trained weights to the engine, after every step."""
+
+    probe_every: int = 1
+    """Steps between probes, in which the engine answers a few prompts and the trainer checks its logprobs. 0: only the
+    first publish after a start, which is always probed. Bytes are compared in every publish."""
+
+    def __post_init__(self) -> None:
+        at_least(self, probe_every=0)
+
+
+@dataclass
 class CheckpointConfig:
     """Saving and resuming."""
 
     every: int = 50
-    """Steps between checkpoints, beside the one at the end; 0: only that one."""
+    """Steps between checkpoints. There is one at the end in any case; 0: only that one."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """How many checkpoints are kept, the newest ones."""
     export_hf: bool = False
-    """Write `hf/` (safetensors, config, tokenizer) beside each checkpoint; the last one always has it."""
+    """Write `hf/` (safetensors, config, tokenizer) into each checkpoint; the last one always has it."""
     resume: str = "auto"
-    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or a checkpoint's path: of
-    another run, to begin from; of this one, to go back to."""
+    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or the path of a checkpoint: one
+    of another run, to begin from, or one of this run, to go back to."""
 
     def __post_init__(self) -> None:
         self.resume = expanduser(self.resume)

@@ -115,7 +115,7 @@ class NativeEngine:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
         self._version = version
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
+    def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights as they are, under their Hugging Face names."""
         yield from self._weights.items()
 

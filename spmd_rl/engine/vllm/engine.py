@@ -166,7 +166,7 @@ class VllmEngine:
         self._version, self._first = version, None
         self._seal = self._fingerprints()
 
-    def held(self) -> Iterator[tuple[str, Tensor | None]]:
+    def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
         config = self._llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:

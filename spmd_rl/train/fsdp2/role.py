@@ -8,7 +8,8 @@ cut into micro-batches. What a forward computes is for the policy (`backend.py`)
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from spmd_rl.train.base import Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
@@ -184,7 +186,7 @@ class FSDP2Role:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """See `Role`. The optimizer's state comes when `update` or `state_dict` first wants it."""
+        """See `Role`. The optimizer's state comes when `update`, `save` or `load` first wants it."""
         self._weights.to_device()
         yield
         if self._offloads:
@@ -196,26 +198,31 @@ class FSDP2Role:
             self._weights.to_host()
             self._moments.to_host()
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Role`: the live tensors, so that a load in place needs no copy."""
-        shard.reshard(self._model)
-        state: dict[str, Any] = {"model": {name: p.detach() for name, p in self._model.named_parameters()}}
-        if self._optimizer is not None:
-            self._moments.to_device()
-            state["optimizer"] = self._optimizer.state_dict()
-        return state
+    def save(self, folder: Path) -> list[Path]:
+        """See `Role`."""
+        return self._files.save(self.state_dict(), folder)  # [all]
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Role`. ValueError if the names are not those of this model."""
-        for part, mine in self.state_dict().items():
-            if mine.keys() != state[part].keys():
-                odd = sorted(mine.keys() ^ state[part].keys())
-                raise ValueError(f"the checkpoint's {part} is of another model: {odd[0]}")
-            for name, tensor in mine.items():
-                tensor.copy_(state[part][name])
+    def load(self, folder: Path) -> None:
+        """See `Role`."""
+        state = self.state_dict()
+        self._files.load(state, folder)  # [all] in place
         if self._optimizer is not None:
             self._optimizer.load_step(state["optimizer"])
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The live tensors that training changes: under `model` the parameters that are not frozen, and `optimizer`."""
+        shard.reshard(self._model)
+        trained = {name: p.detach() for name, p in self._model.named_parameters() if p.requires_grad}
+        if self._optimizer is None:
+            return {"model": trained}
+        self._moments.to_device()
+        return {"model": trained, "optimizer": self._optimizer.state_dict()}
+
+    @cached_property
+    def _files(self) -> StateFiles:
+        """[all] Made by the first save or load: most roles in tests, and every reference, need none."""
+        return StateFiles(self._world)
 
     def counters(self) -> dict[str, int]:
         """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""

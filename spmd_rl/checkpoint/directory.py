@@ -1,7 +1,7 @@
-"""The `checkpoints/` directory of a run: names, `latest`, the atomic move into place, what is kept. Rank 0's.
+"""`CheckpointDir`: the `checkpoints/` directory of a run, its names, the atomic move into place, and what is kept.
 
-A checkpoint grows in `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a text file that names it,
-replaced by another. A crash between any two system calls leaves the previous checkpoint and `latest` as they were.
+Only rank 0 changes it. A checkpoint is written as `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a
+text file with its name, which another one replaces. A crash between any two system calls leaves the previous checkpoint and `latest` as they were.
 """
 
 import os
@@ -9,23 +9,23 @@ import re
 import shutil
 from pathlib import Path
 
-from spmd_rl.checkpoint.manifest import sync
+from spmd_rl.checkpoint.manifest import flush
 
 _STEP = re.compile(r"step-(\d{6,})")
 
 
-class Shelf:
-    """The checkpoints of one run directory. OSErrors are the caller's."""
+class CheckpointDir:
+    """The checkpoints of one run. Methods that touch the disk raise OSError as the file system gives it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, or will be."""
+        """The directory of the checkpoint of `step`, whether it exists or not."""
         return self.root / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, ascending."""
+        """The steps that have a directory, ascending."""
         if not self.root.is_dir():
             return []
         matches = (_STEP.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
@@ -40,7 +40,10 @@ class Shelf:
         return int(match[1]) if match else None
 
     def candidates(self) -> list[int]:
-        """Steps to resume from, best first: what `latest` names, then older ones. Newer ones were never announced."""
+        """The steps to resume from, best first: the one that `latest` names, then older ones.
+
+        A newer one than `latest` names is left out: the save that made it did not end. Without `latest`, all count.
+        """
         latest = self.latest()
         steps = self.steps()
         if latest is None:
@@ -48,28 +51,28 @@ class Shelf:
         return [latest] + [step for step in reversed(steps) if step < latest]
 
     def temporary(self, step: int, nonce: str) -> Path:
-        """Where the checkpoint of `step` is written."""
+        """The directory in which the checkpoint of `step` is written before `publish` moves it."""
         return self.root / f".step-{step:06d}.tmp-{nonce}"
 
     def publish(self, temporary: Path, step: int) -> None:
-        """Move a complete directory into place, then `latest`."""
+        """Move a complete directory into its place, then let `latest` name it."""
         final = self.path(step)
-        aside = temporary.with_name(temporary.name + "-old")
+        replaced = temporary.with_name(temporary.name + "-old")
         pointer = temporary.with_name(temporary.name + "-latest")
         with open(pointer, "w", encoding="ascii") as file:  # before the move: a full disk must not strike between them
             file.write(final.name + "\n")
             file.flush()
             os.fsync(file.fileno())
         if final.exists():  # a damaged checkpoint of the same step, or one of an abandoned continuation
-            os.rename(final, aside)
+            os.rename(final, replaced)
         os.rename(temporary, final)
-        sync(self.root)
+        flush(self.root)
         os.replace(pointer, self.root / "latest")
-        sync(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        flush(self.root)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def prune(self, keep: int, step: int) -> None:
-        """Remove all but the newest `keep` checkpoints up to `step`; never the one that `latest` names."""
+        """Remove all but the newest `keep` checkpoints up to `step`, but never the one that `latest` names."""
         latest = self.latest()
         older = [s for s in self.steps() if s <= step]
         for old in older[: -max(keep, 1)]:
@@ -80,7 +83,7 @@ class Shelf:
                 shutil.rmtree(gone)
 
     def clean(self) -> None:
-        """Remove what a killed run left half-done."""
+        """Remove what a killed run left half-written."""
         if not self.root.is_dir():
             return
         for entry in self.root.glob(".step-*.tmp-*"):

@@ -1,0 +1,48 @@
+"""`WeightStream`: all weights on their way to one rank's engine, each hashed, counted and timed as it passes."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import xxhash
+from torch import Tensor
+
+from spmd_rl.model.fingerprint import fingerprint
+
+
+class WeightStream:
+    """One pass over the weights that a transport carries to this rank. What one loop leaves, the next one goes on with."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]) -> None:
+        """Each tensor is moved to `device`. `progress` is called for each, so that a long pass is not taken for a stall."""
+        self.fingerprints: dict[str, bytes] = {}
+        """Of each tensor's bytes, by name, in the order of the stream."""
+        self.repeated: list[str] = []
+        """Names that came more than once."""
+        self.dtype: torch.dtype | None = None
+        """Of the last floating tensor."""
+        self.num_bytes = 0
+        self.wait_seconds = 0.0
+        """Spent until each tensor was here: gathered by the trainer, carried by the transport."""
+        self.hash_seconds = 0.0
+        self._weights, self._device, self._progress = weights, device, progress
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        began = time.perf_counter()
+        for name, tensor in self._weights:
+            tensor = tensor.to(self._device)
+            arrived = time.perf_counter()
+            self.wait_seconds += arrived - began
+            if name in self.fingerprints:
+                self.repeated.append(name)
+            self.fingerprints[name] = fingerprint(tensor)
+            self.num_bytes += tensor.nbytes
+            self.dtype = tensor.dtype if tensor.is_floating_point() else self.dtype
+            self._progress()
+            self.hash_seconds += time.perf_counter() - arrived
+            yield name, tensor
+            began = time.perf_counter()
+
+    def digest(self) -> bytes:
+        """Return 16 bytes over all names and fingerprints, in the order of the stream."""
+        return xxhash.xxh3_128_digest(b"".join(name.encode() + value for name, value in self.fingerprints.items()))

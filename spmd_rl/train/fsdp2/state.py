@@ -1,0 +1,119 @@
+"""`StateFiles`: a role's sharded tensors to and from a folder, with `torch.distributed.checkpoint` (DCP).
+
+    written = StateFiles(world).save(role.state_dict(), folder)  # [all]
+
+Tensors may be of any dtype and lie on any mesh: DCP writes each piece once, and reads what another number of ranks has
+written. DCP pickles its metadata, so `load` may only see a folder whose content has been verified.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from spmd_rl.distributed import World
+from spmd_rl.distributed.membership import FOREVER
+
+State = dict[str, dict[str, Tensor]]
+"""Tensors by part (`model`, `optimizer`) and name."""
+
+
+class StateFiles:
+    """Saves and loads the tensors of one role over the ranks of its world."""
+
+    def __init__(self, world: World) -> None:
+        """[all] Form a process group: DCP's collectives must not mix with training's, and are not NCCL's business."""
+        self._world = world
+        self._group = dist.new_group(backend="gloo", timeout=FOREVER) if dist.is_initialized() else None
+
+    def save(self, state: State, folder: Path) -> list[Path]:
+        """[all] Write each rank's part of `state` into the existing, empty `folder`; the files that this rank wrote.
+
+        OSError on every rank if a write failed on any.
+        """
+        planner = _SavePlanner(self._world.progress)
+        try:
+            with self._world.collective("save: shards", "copy"):
+                dcp.save(state, storage_writer=_Writer(folder), planner=planner, **self._meeting())
+        except CheckpointException as failed:
+            raise _cause(failed) from failed
+        written = sorted(folder.glob(f"__{self._world.rank}_*"))
+        return [*written, folder / ".metadata"] if self._world.rank == 0 else written
+
+    def load(self, state: State, folder: Path) -> None:
+        """[all] Fill the tensors of `state` in place, whatever the number of ranks that wrote them.
+
+        ValueError on every rank if the names or shapes in `folder` are not those of `state`; OSError on every rank if
+        a read failed on any.
+        """
+        planner = _LoadPlanner(self._world.progress)
+        try:
+            with self._world.collective("restore: shards", "copy"):
+                dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, **self._meeting())
+        except CheckpointException as failed:
+            cause = _cause(failed)
+            if isinstance(cause, OSError):
+                raise cause from failed
+            raise ValueError(f"{folder} does not fit this model: {' '.join(str(cause).split())}") from failed
+
+    def _meeting(self) -> dict[str, Any]:
+        return {"process_group": self._group, "no_dist": self._group is None}
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises the OSError behind a failed write, over which torch's serialiser raises a RuntimeError of its own."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failed:
+            raise _os_error(failed) or failed from None
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Reports progress at every tensor, so that a long write is not taken for a stall."""
+
+    def __init__(self, progress: Callable[[], object]) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self._progress()
+        return super().resolve_data(write_item)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reports progress at every tensor, and refuses a checkpoint that holds more or other tensors than are asked for."""
+
+    def __init__(self, progress: Callable[[], object]) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if odd := sorted(self.state_dict.keys() ^ metadata.state_dict_metadata.keys()):
+            whose = "this model has" if odd[0] in self.state_dict else "the checkpoint has"
+            raise ValueError(f"only {whose} {odd[0]} ({len(odd)} names differ)")
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
+        self._progress()
+        super().commit_tensor(read_item, tensor)
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The OSError that `error` was raised over, if any."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _cause(failed: CheckpointException) -> Exception:
+    """The failure of the lowest rank, an OSError first: the others often only follow from it."""
+    errors = [error for _, (error, _) in sorted(failed.failures.items())]
+    first = next((error for error in errors if isinstance(error, OSError)), errors[0])
+    return first if isinstance(first, Exception) else RuntimeError(str(first))
