@@ -131,7 +131,7 @@ def sample(ticket: int, answer: int, rng: random.Random) -> SampleRow:
         verdict={"status": "ok", "score": float(right), "parts": {}},
         advantage=0.6 if right else -1.4,
         kept=True,
-        why_not=None,
+        reject_reason=None,
     )
 
 

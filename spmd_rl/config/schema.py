@@ -12,8 +12,8 @@ from spmd_rl.config.sections.data import DataConfig, RewardConfig, RewardsConfig
 from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from spmd_rl.config.sections.rollout import EvalConfig, FilterConfig, RolloutConfig
 from spmd_rl.config.sections.run import (
-    CeilingsConfig,
     CheckpointConfig,
+    DeviceSpecConfig,
     JournalConfig,
     PublishConfig,
     RunConfig,
@@ -25,10 +25,10 @@ from spmd_rl.config.values import at_least, require
 __all__ = [
     "PIPELINES",
     "AlgorithmConfig",
-    "CeilingsConfig",
     "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
+    "DeviceSpecConfig",
     "EngineConfig",
     "EvalConfig",
     "FilterConfig",

@@ -46,7 +46,7 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
                 verdict=_verdict(sample.verdict),
                 advantage=advantage,
                 kept=why_not is None,
-                why_not=why_not,
+                reject_reason=why_not,
             )
 
 

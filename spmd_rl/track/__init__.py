@@ -1,7 +1,7 @@
-"""What a run leaves behind for people, in its run directory.
+"""The files of a run directory that people read, and trackers.
 
-`metrics.jsonl`: one object a step, reduced over ranks. `samples/step-000001.jsonl`: every sample of a step.
-`report.html`: one page, drawn again by `python -m spmd_rl.track.report RUN_DIR`. Trackers, if asked for.
+`metrics.jsonl` has one object a step, reduced over ranks. `samples/step-000001.jsonl` has every sample of a step.
+`report.html` is one page; `python -m spmd_rl.track.report RUN_DIR` writes it again.
 `python -m spmd_rl.track.curve RUN_DIR... --out curve.svg` draws learning curves for a README.
 """
 

@@ -1,4 +1,4 @@
-"""A run's learning curve as one SVG for a README, readable on light and dark pages; several runs are several lines.
+"""Draws the learning curves of one or more runs as an SVG for a README, legible on light and dark pages.
 
 python -m spmd_rl.track.curve RUN_DIR [RUN_DIR...] --out docs/curve.svg
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from spmd_rl.track.rundata import RunData, read_run
+from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.svg import Frame, Point, Series, axes, padded, polyline
 
 WIDTH, HEIGHT = 760.0, 340.0
@@ -18,7 +18,7 @@ KINDS = (
     ("held-out, sampled", "val/score/mean", "#3b82c4"),
     ("training", "critic/score/mean", "#8b949e"),
 )
-# Mid greys and mid tones: legible on white and on black, so that no page needs two files.
+# Middle greys and tones are legible on white and on black.
 _STYLE = """
 text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#7d8590;font-size:12px}
 .title{font-size:15px;font-weight:600}.num{font-size:11px}.key{font-size:12px;font-weight:600}
@@ -29,7 +29,7 @@ polyline{fill:none;stroke:var(--c);stroke-width:2.2;stroke-linejoin:round;stroke
 
 
 def draw(runs: Sequence[RunData], title: str) -> str:
-    """The SVG document. ValueError where no run has a score."""
+    """Return the SVG document. Raises ValueError where no run has a score."""
     lines = [(kind, run.series(kind[1])) for kind in KINDS for run in runs]
     lines = [(kind, points) for kind, points in lines if points]
     if not lines:
@@ -53,7 +53,7 @@ def draw(runs: Sequence[RunData], title: str) -> str:
 
 
 def _names(frame: Frame, lines: Sequence[tuple[tuple[str, str, str], Sequence[Point]]]) -> str:
-    """Each kind's name at the end of its lines, pushed apart where they meet."""
+    """Return the name of each kind at the end of its lines, pushed apart where they would overlap."""
     ends: dict[tuple[str, str, str], list[float]] = {}
     for kind, points in lines:
         ends.setdefault(kind, []).append(points[-1][1])
@@ -69,7 +69,7 @@ def _names(frame: Frame, lines: Sequence[tuple[tuple[str, str, str], Sequence[Po
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m spmd_rl.track.curve", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True)

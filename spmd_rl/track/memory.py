@@ -1,94 +1,67 @@
 """Peak memory of each phase: the accelerator's allocator where there is one, else this process's resident set.
 
-A phase's peak includes the phases nested in it. Left out: other processes (sidecars) and the host side of a GPU run.
+The peak of a phase includes the phases nested in it. Not counted are other processes (the sidecars) and, on an
+accelerator, the memory of the host.
 """
 
-import os
-import resource
-import time
+from pathlib import Path
 
 import torch
 
-MOMENT = 0.01
-"""Seconds within which a resident set has no peaks worth telling."""
-PAGE = resource.getpagesize()
-_BRIEF = "coordination"
-"""Too short and too frequent to be measured by itself: it counts as part of the phase around it."""
-
 
 class PhaseMemory:
-    """Told of every phase entered and left, remembers the highest use of memory in between, in bytes."""
+    """Follows the phases of a journal and remembers the peak use of memory in each, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_accelerator = device.type != "cpu"
-        self._resident = ResidentPeak()
+        self._peak_of_late = resident_peak if device.type == "cpu" else accelerator_peak
         self._open: list[str] = []
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> None:
-        """A phase begins, inside those that are open."""
-        if phase != _BRIEF:
-            self._settle()
-            self._open.append(phase)
+        """Begin a phase, inside those that are open."""
+        self._update()
+        self._open.append(phase)
 
     def exit(self, phase: str) -> None:
-        """The innermost phase ends."""
-        if phase != _BRIEF:
-            self._settle()
-            left = self._open.pop()
-            assert left == phase, f"phase {left} left as {phase}"
+        """End the innermost phase."""
+        self._update()
+        innermost = self._open.pop()
+        assert innermost == phase, f"phase {phase} ends inside phase {innermost}"
 
     def take(self) -> dict[str, int]:
-        """Peak bytes by phase since the last call."""
+        """Return the peak bytes by phase since the last call."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
-    def _settle(self) -> None:
-        """Charge the peak since the last event to the open phases, and start a new one."""
-        peak = self._accelerator_peak() if self._on_accelerator else self._resident.take()
+    def _update(self) -> None:
+        """Count the peak since the last event for each open phase."""
+        peak = self._peak_of_late()
         for phase in self._open:
             self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
 
-    def _accelerator_peak(self) -> int:
-        peak = torch.accelerator.max_memory_allocated()
-        torch.accelerator.reset_peak_memory_stats()
-        return peak
+
+def accelerator_peak() -> int:
+    """Return the peak of allocated accelerator memory since the last call, in bytes."""
+    peak = torch.accelerator.max_memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    return peak
 
 
-class ResidentPeak:
-    """Highest resident set of this process since it was last asked; the present one if that was a moment ago.
+def resident_peak() -> int:
+    """Return the peak resident set of this process since the last call, in bytes.
 
-    The kernel takes 60 us to tell the highest, and phases may follow each other closely.
+    It is the present resident set where the kernel does not let a process reset its peak, and 0 without `/proc`.
     """
-
-    def __init__(self) -> None:
-        self._status = _opened("/proc/self/status", os.O_RDONLY)
-        self._present = _opened("/proc/self/statm", os.O_RDONLY)
-        self._clear = _opened("/proc/self/clear_refs", os.O_WRONLY)
-        self._told = 0.0
-
-    def take(self) -> int:
-        """Bytes; 0 where the kernel tells nothing."""
-        if self._status < 0:
-            return 0
-        now = time.monotonic()
-        if now - self._told < MOMENT:
-            return int(os.pread(self._present, 256, 0).split()[1]) * PAGE
-        self._told, status = now, os.pread(self._status, 4096, 0)
-        try:
-            os.pwrite(self._clear, b"5", 0)  # proc(5): resets VmHWM
-        except OSError:  # among them that of -1
-            return _field(status, b"VmRSS:")
-        return _field(status, b"VmHWM:")
-
-
-def _field(status: bytes, name: bytes) -> int:
-    return int(status.split(name, 1)[1].split(maxsplit=1)[0]) * 1024
-
-
-def _opened(path: str, flags: int) -> int:
-    """A descriptor, or -1."""
     try:
-        return os.open(path, flags | os.O_CLOEXEC)
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     except OSError:
-        return -1
+        return 0
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return _kib(status["VmRSS"])
+    return _kib(status["VmHWM"])
+
+
+def _kib(field: str) -> int:
+    return int(field.split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line a step, in step order, ever; and the sum over ranks of what each of them measured."""
+"""`metrics.jsonl`: one line a step, in step order; and how values that differ between ranks become one."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,10 @@ Values = dict[str, float]
 
 
 class MetricsFile:
-    """The file on rank 0. Example line: `{"step":3,"critic/score/mean":0.4,"time/total":12.1}`; NaN is `null`."""
+    """The metrics file, on rank 0. Example of a line: `{"step":3,"critic/score/mean":0.4,"time/total":12.1}`.
+
+    NaN is written as `null`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,26 +26,22 @@ class MetricsFile:
         with open(self.path, "ab", buffering=0) as file:
             file.write(line)
 
-    def cut(self, last: int) -> bool:
-        """Drop every line after step `last`, and a torn last line; whether the line of `last` itself is there."""
+    def truncate(self, last: int) -> bool:
+        """Drop every line after step `last` and an incomplete last line; return whether the line of `last` is there."""
         if not self.path.exists():
             return False
-        kept = [line for line in self.read() if line["step"] <= last]
-        temporary = self.path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+        kept = [line for line in read_lines(self.path) if line["step"] <= last]
+        draft = self.path.with_suffix(".tmp")
+        with open(draft, "wb") as file:
             file.writelines(msgspec.json.encode(line) + b"\n" for line in kept)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        os.replace(draft, self.path)
         return bool(kept) and kept[-1]["step"] == last
-
-    def read(self) -> list[dict[str, Any]]:
-        """All whole lines, oldest first; empty if there is no file."""
-        return list(read_lines(self.path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file, up to the first line that is not whole; nothing if there is no file."""
+    """Yield the objects of a JSONL file up to the first incomplete line; none if there is no file."""
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(dict)
@@ -55,7 +54,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
-    """Each key over the ranks that have it, in rank order (so that the sum is the same every time)."""
+    """Reduce each key over the ranks that have it, in rank order, so that a sum is the same every time."""
     columns: dict[str, list[float]] = {}
     for record in records:
         for key, value in record.items():

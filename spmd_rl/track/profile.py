@@ -1,4 +1,4 @@
-"""`profile=true`: a torch profiler trace of one step, one file a rank, for Perfetto or chrome://tracing."""
+"""`profile=true`: a torch profiler trace of one step, one file a rank, to open in Perfetto or chrome://tracing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def trace(path: Path) -> Iterator[None]:
-    """Trace what is inside: the CPU, and the accelerator where there is one. Nothing is written after an exception."""
+    """Profile the code inside on the CPU and the accelerator, and write the trace; after an exception write nothing."""
     with torch.profiler.profile() as profiler:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)

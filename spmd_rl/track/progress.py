@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line a step on rank 0's stderr, under it a progress bar if it is a terminal."""
+"""The progress of a run on rank 0's stderr: one line a step, and a progress bar if stderr is a terminal."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 class ProgressLine:
-    """Plain lines where stderr is a file or a debugger may stop the program, else rich's live display."""
+    """Prints plain lines where stderr is a file or a debugger may stop the program, else uses rich's live display."""
 
     def __init__(self, num_steps: int, live: bool) -> None:
         self._num_steps = num_steps
@@ -27,7 +27,7 @@ class ProgressLine:
         self._bar = self._start_bar() if live and self._console.is_terminal else None
 
     def show(self, step: int, values: Mapping[str, float | None]) -> None:
-        """One finished step."""
+        """Show a finished step."""
         line = describe(step, self._num_steps, values)
         if self._bar is None:
             print(line, file=sys.stderr, flush=True)
@@ -36,7 +36,7 @@ class ProgressLine:
             self._bar.update(self._bar.task_ids[0], completed=step)
 
     def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
+        """Restore the terminal. It may be called more than once."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -49,7 +49,10 @@ class ProgressLine:
 
 
 def describe(step: int, num_steps: int, values: Mapping[str, float | None]) -> str:
-    """Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  grad_norm 0.81  seconds 12.3`."""
+    """Describe a step in one line.
+
+    Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  grad_norm 0.81  seconds 12.3`.
+    """
     shown = [f"{name} {form.format(values[key])}" for name, key, form in _COLUMNS if values.get(key) is not None]
     width = len(str(num_steps))
     return "  ".join([time.strftime("%H:%M:%S"), f"step {step:{width}d}/{num_steps}", *shown])

@@ -1,7 +1,7 @@
 """`report.html`: a run on one self-contained page, with curves, times, a timeline and samples.
 
-Reads the run directory and nothing else, so that it can be drawn again at any time, by anybody (`report.py`). Drawn in
-about a second for ten thousand steps: series are thinned, journals read from their tails.
+The page is made from the run directory alone, so `report.py` can write it again at any time. Long series are thinned
+and journals read from their ends, so ten thousand steps take about a second.
 """
 
 import os
@@ -12,8 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.track import page, timeline
-from spmd_rl.track.rundata import RunData, extremes, read_run
+from spmd_rl.track import html_page as page
+from spmd_rl.track import timeline
+from spmd_rl.track.run_reader import RunData, best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, line_chart, stacked_bars, thin
 
 PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
@@ -23,7 +24,7 @@ COLORS = dict(zip(PHASES, (f"var(--c{n})" for n in (1, 2, 3, 7, 8, 4, 6, 5)), st
     "other": "var(--rule)",
 }
 NAMES = {"update": "train", "save": "checkpoint"}
-"""Journal phases under the names that metrics give them."""
+"""Phases of the journal that have another name in metrics"""
 SCORES = (
     ("training", "critic/score/mean", "var(--other)"),
     ("held-out, sampled", "val/score/mean", "var(--c1)"),
@@ -47,8 +48,8 @@ _TIMELINE_STEPS = 3
 _SAMPLES = 3
 
 
-def write(directory: Path) -> Path:
-    """Draw `directory/report.html`, whole or not at all; returns its path. OSError as the file system gives it."""
+def write_report(directory: Path) -> Path:
+    """Write `directory/report.html`, whole or not at all, and return its path. Raises OSError."""
     path = directory / "report.html"
     draft = path.with_name(f".report-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -60,7 +61,7 @@ def write(directory: Path) -> Path:
 
 
 def render(run: RunData) -> str:
-    """The page's HTML."""
+    """Return the HTML of the page."""
     body = [
         _header(run),
         _tiles(run),
@@ -76,27 +77,27 @@ def render(run: RunData) -> str:
 
 
 def _header(run: RunData) -> str:
-    origin = run.origin
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(origin["t"])) if "t" in origin else None
-    command = origin.get("command")
+    launch = run.launch
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(launch["t"])) if "t" in launch else None
+    command = launch.get("command")
     shown = f'<pre class="command">{escape(command)}</pre>' if command else ""
     return (
         f"<h1>{escape(str(run.setting('run.name') or run.directory.name))}</h1>"
-        f'<p class="lead">{escape(_sentence(run))}</p>{shown}'
+        f'<p class="lead">{escape(_summary(run))}</p>{shown}'
         + page.facts(
             [
                 ("model", run.setting("policy.model")),
                 ("seed", run.setting("seed")),
                 ("started", began),
-                ("machine", origin.get("machine")),
-                ("ranks", origin.get("ranks")),
+                ("machine", launch.get("machine")),
+                ("ranks", launch.get("ranks")),
                 ("revision", str(run.about.get("git_revision") or "")[:12]),
             ]
         )
     )
 
 
-def _sentence(run: RunData) -> str:
+def _summary(run: RunData) -> str:
     last, planned = run.lines[-1]["step"] if run.lines else 0, run.setting("steps")
     seconds = sum(y for _, y in run.series("time/total"))
     pipeline = run.about.get("pipeline", "run")
@@ -104,7 +105,7 @@ def _sentence(run: RunData) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Example: `4 min 10 s`."""
+    """Format a duration in seconds. Example: `4 min 10 s`."""
     whole = round(seconds)
     if whole < 100:
         return f"{seconds:.1f} s"
@@ -136,10 +137,10 @@ def _scores(run: RunData) -> str:
 
 
 def _charts(run: RunData) -> list[str]:
-    figures = []
-    for title, note, key, color in CHARTS:
-        figures.append(page.figure(title, note, "", line_chart([Series(title, color, run.series(key))])))
-    return figures
+    return [
+        page.figure(title, note, "", line_chart([Series(title, color, run.series(key))]))
+        for title, note, key, color in CHARTS
+    ]
 
 
 def _grid(figures: Sequence[str]) -> str:
@@ -180,10 +181,10 @@ def _timeline(run: RunData) -> str:
 
 
 def _kinds(ranks: dict[int, list[timeline.Span]]) -> str:
-    """Per rank, the seconds and the share of each kind of time; at the same time the legend of how they look."""
+    """Return a table of each rank's seconds and share of each kind of time; its head is the legend of the timeline."""
     rows = []
     for rank, spans in ranks.items():
-        seconds = timeline.sums(spans)
+        seconds = timeline.seconds_by_kind(spans)
         total = sum(seconds.values())
         rows.append([f"rank {rank}", *(f"{s:.2f} s \u00b7 {100 * s / total:.1f} %" for s in seconds.values())])
     return page.table(["", *(page.key(kind, "var(--soft)", look) for kind, look in timeline.KINDS.items())], rows)
@@ -193,7 +194,7 @@ def _samples(run: RunData) -> str:
     files = sorted((run.directory / "samples").glob("step-*.jsonl"))
     if not files:
         return ""
-    best, worst = extremes(files[-1], _SAMPLES)
+    best, worst = best_and_worst(files[-1], _SAMPLES)
     step = int(files[-1].stem.removeprefix("step-"))
     blocks = [("Best", best, "var(--c3)"), ("Worst", worst, "var(--c5)")]
     columns = [
@@ -211,7 +212,7 @@ def _sample(row: dict[str, Any], color: str) -> str:
     if row["advantage"] is not None:
         facts.append(f"advantage {row['advantage']:+.2f}")
     if not row["kept"]:
-        facts.append(f"not trained on: {row['why_not']}")
+        facts.append(f"not trained on: {row['reject_reason']}")
     if verdict["status"] != "ok":
         facts.append(verdict["status"])
     answer = "\n---\n".join(turn["text"] for turn in turns)

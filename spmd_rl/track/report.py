@@ -1,4 +1,4 @@
-"""Draw a run's `report.html` again, from what lies in its directory.
+"""Writes the `report.html` of a run again, from the files in its directory.
 
 python -m spmd_rl.track.report RUN_DIR
 """
@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd_rl.track.render import write
+from spmd_rl.track.render import write_report
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; the exit code."""
+    """Run the command line and return the exit code."""
     if len(arguments) != 1:
         print("usage: python -m spmd_rl.track.report RUN_DIR", file=sys.stderr)
         return 2
     try:
-        print(write(Path(arguments[0])))
+        print(write_report(Path(arguments[0])))
     except OSError as error:
         print(f"{arguments[0]}: {error.strerror}", file=sys.stderr)
         return 2

@@ -1,16 +1,14 @@
-"""`samples/step-000001.jsonl`: every sample of a step, in (ticket, answer) order, merged from the ranks' own parts.
+"""`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
-Each rank writes `.step-000001.rank-0-of-2.part`; rank 0 merges them stretch by stretch, so that no process holds the
-whole batch, and none parses a line: a part of several begins with a line that says which stretches follow. The only
-part of a run of one rank is the file itself under another name. A part appears complete or not at all, and so does the
-merged file: whatever a killed run left is either finished (`recover`) or removed.
+Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
+of these files appears whole or not at all: what a killed run left is merged by the next start (`recover`) or removed.
 """
 
+import heapq
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +19,56 @@ from spmd_rl.types import FinishReason, Message
 _PART = re.compile(r"\.step-(\d+)\.rank-(\d+)-of-(\d+)\.part")
 _MERGED = re.compile(r"step-(\d+)\.jsonl")
 
-_encoder = msgspec.json.Encoder(enc_hook=str)
-_decode_index = msgspec.json.Decoder(list[tuple[int, int, int]]).decode
+_encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
-class TurnRow(msgspec.Struct, gc=False):
-    """One turn of a `SampleRow`."""
+class TurnRow(msgspec.Struct):
+    """One turn of a `SampleRow`: what the engine was given and what it sampled, as token ids and as text."""
 
     text: str
-    prompt_ids: list[int] | msgspec.Raw
-    """or their JSON, where several samples have them in common"""
+    prompt_ids: Sequence[int] | msgspec.Raw
+    """Token ids before the sampled ones, or their JSON."""
     token_ids: list[int]
+    """Sampled token ids."""
     logprobs: list[float]
+    """The engine's logprob of each sampled token, in nats."""
     versions: list[int]
+    """The policy version that sampled each token."""
     finish_reason: FinishReason
 
 
-class SampleRow(msgspec.Struct, gc=False):
-    """One line: a sample from its prompt to its advantage, and why it was kept or not."""
+class SampleRow(msgspec.Struct):
+    """One line of the sample log: a sample from its prompt to its advantage, and why it was trained on or not."""
 
     ticket: int
     answer: int
     id: str
+    """The prompt's id."""
     domain: str
     messages: Sequence[Message] | msgspec.Raw
+    """The prompt's messages, or their JSON."""
     ground_truth: str
     turns: list[TurnRow]
     verdict: Mapping[str, Any]
     advantage: float | None
     kept: bool
-    why_not: str | None
+    """Whether the sample was trained on."""
+    reject_reason: str | None
+    """Why it was not; None for a kept sample."""
+
+
+class _Key(msgspec.Struct, order=True):
+    """The two fields of a line by which lines are sorted."""
+
+    ticket: int
+    answer: int
+
+
+_decode_key = msgspec.json.Decoder(_Key).decode
 
 
 class SampleLog:
-    """The `samples/` directory of a run."""
+    """The `samples/` directory of a run, as one of `num_ranks` ranks writes it."""
 
     def __init__(self, root: Path, rank: int, num_ranks: int) -> None:
         self.root = root
@@ -62,29 +76,29 @@ class SampleLog:
         self._num_ranks = num_ranks
 
     def path(self, step: int) -> Path:
-        """The merged file of a step."""
+        """Return the path of the file that holds all samples of a step."""
         return self.root / f"step-{step:06d}.jsonl"
 
     def write(self, step: int, rows: Iterable[SampleRow]) -> None:
-        """This rank's part, of rows in any order."""
-        stretches = sorted(_stretches(rows))
+        """Write this rank's samples of a step, given in any order, into its part file."""
+        lines = sorted([(row.ticket, row.answer, _encode(row)) for row in rows])
         part = self._part(step, self._rank)
-        temporary = part.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
-            if self._num_ranks > 1:
-                index = [(ticket, answer, len(lines)) for ticket, answer, lines in stretches]
-                file.write(_encoder.encode_lines([index]))
-            file.writelines(map(itemgetter(2), stretches))
-        os.replace(temporary, part)
+        draft = part.with_suffix(".tmp")
+        with open(draft, "wb") as file:
+            file.writelines(line + b"\n" for _, _, line in lines)
+        os.replace(draft, part)
 
     def merge(self, step: int) -> None:
-        """Rank 0, after all ranks have written: one file of all parts. Nothing to do where no rank logged samples."""
+        """Merge the parts of all ranks into the step's file; on rank 0, after all ranks have written.
+
+        A step of which no rank has logged samples gets no file.
+        """
         parts = [part for rank in range(self._num_ranks) if (part := self._part(step, rank)).exists()]
         if parts:
-            self._merge(step, parts, self._num_ranks)
+            self._merge(step, parts)
 
     def recover(self) -> None:
-        """Rank 0, before any rank writes: merge the complete parts of a killed run, remove the others."""
+        """Merge each complete set of parts that a killed run left, and remove all others; on rank 0, before writing."""
         left: dict[tuple[int, int], list[Path]] = {}
         for path in self.root.glob(".step-*"):
             match = _PART.fullmatch(path.name)
@@ -94,12 +108,12 @@ class SampleLog:
                 path.unlink()
         for (step, num_ranks), parts in left.items():
             if len(parts) == num_ranks and not self.path(step).exists():
-                self._merge(step, parts, num_ranks)
+                self._merge(step, parts)
             else:
                 _remove(parts)
 
-    def cut(self, last: int) -> None:
-        """Rank 0: remove the files of every step after `last`."""
+    def truncate(self, last: int) -> None:
+        """Remove the files of every step after `last`; on rank 0."""
         for path in self.root.glob("step-*.jsonl"):
             match = _MERGED.fullmatch(path.name)
             if match and int(match[1]) > last:
@@ -108,33 +122,13 @@ class SampleLog:
     def _part(self, step: int, rank: int) -> Path:
         return self.root / f".step-{step:06d}.rank-{rank}-of-{self._num_ranks}.part"
 
-    def _merge(self, step: int, parts: Sequence[Path], num_ranks: int) -> None:
-        if num_ranks == 1:
-            os.replace(parts[0], self.path(step))
-            return
-        temporary = self.root / f".step-{step:06d}.merge.tmp"
-        with ExitStack() as opened, open(temporary, "wb") as out:
-            files = [opened.enter_context(open(part, "rb")) for part in parts]
-            stretches = sorted([(*s, file) for file, part in enumerate(files) for s in _decode_index(part.readline())])
-            out.writelines(files[file].read(num_bytes) for _, _, num_bytes, file in stretches)
-        os.replace(temporary, self.path(step))
+    def _merge(self, step: int, parts: Sequence[Path]) -> None:
+        draft = self.root / f".step-{step:06d}.merge.tmp"
+        with ExitStack() as stack, open(draft, "wb") as out:
+            files = [stack.enter_context(open(part, "rb")) for part in parts]
+            out.writelines(heapq.merge(*files, key=_decode_key))
+        os.replace(draft, self.path(step))
         _remove(parts)
-
-
-def _stretches(rows: Iterable[SampleRow]) -> Iterator[tuple[int, int, bytes]]:
-    """Ticket, first answer and lines of rows that no other rank's can come between: answers of a ticket, one by one."""
-    stretch: list[SampleRow] = []
-    for row in rows:
-        if stretch and (stretch[-1].ticket, stretch[-1].answer + 1) != (row.ticket, row.answer):
-            yield _lines(stretch)
-            stretch = []
-        stretch.append(row)
-    if stretch:
-        yield _lines(stretch)
-
-
-def _lines(stretch: list[SampleRow]) -> tuple[int, int, bytes]:
-    return stretch[0].ticket, stretch[0].answer, _encoder.encode_lines(stretch)
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -1,7 +1,4 @@
-"""Small charts as SVG text: lines over steps, stacked bars. Colours come from the page's CSS variables.
-
-Left out: anything a report of one run does not need (log axes, legends inside the plot, zoom).
-"""
+"""Small charts as SVG text: lines over steps and stacked bars. Colours may be CSS variables of the page around them."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +7,15 @@ from html import escape
 from itertools import pairwise
 
 MAX_POINTS = 300
-"""A longer series is drawn as the means of so many equal slices."""
-FEW = 60
-"""So many points get a dot each; more are smoothed."""
+"""A longer series is drawn as the means of this many equal slices."""
+MAX_DOTS = 60
+"""Up to this many points are drawn as dots; a line of more is smoothed."""
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line. Example: `Series("held-out, greedy", "var(--c2)", [(0, 0.8), (4, 0.93)])`."""
+    """The points of one line. Example: `Series("held-out, greedy", "var(--c2)", [(0, 0.8), (4, 0.93)])`."""
 
     name: str
     color: str
@@ -27,7 +24,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The plot area of a chart of `width` x `height`, and the values that its edges stand for."""
+    """The plot area of a chart of `width` x `height` units, and the values at its edges."""
 
     width: float
     height: float
@@ -39,18 +36,18 @@ class Frame:
     bottom: float = 26
 
     def x(self, value: float) -> float:
-        """Horizontal position of a value."""
+        """Return the horizontal position of a value."""
         low, high = self.x_range
         return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
-        """Vertical position of a value."""
+        """Return the vertical position of a value."""
         low, high = self.y_range
         return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
 
 
 def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
-    """About `count` round values from `low` to `high`; only integers where `whole`."""
+    """Return about `count` round values from `low` to `high`; only integers where `whole`."""
     step = (high - low) / max(count, 1)
     size = 10.0 ** math.floor(math.log10(step))
     step = next(size * nice for nice in (1, 2, 2.5, 5, 10) if size * nice >= step * 0.85)
@@ -61,7 +58,7 @@ def ticks(low: float, high: float, count: int, whole: bool = False) -> list[floa
 
 
 def label(value: float) -> str:
-    """A number as short as it can be said: `0.25`, `1200`, `15k`, `2e-05`."""
+    """Format a number shortly: `0.25`, `1200`, `15k`, `2e-05`."""
     if value == 0:
         return "0"
     if abs(value) >= 10000:
@@ -70,7 +67,7 @@ def label(value: float) -> str:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Numbers of one axis: as short as `label`, or with as many digits as tell them apart."""
+    """Format the numbers of one axis shortly, with enough digits that no two look alike."""
     words = [label(value) for value in values]
     digits = 4
     while len(set(words)) < len(words) and digits < 12:
@@ -80,7 +77,7 @@ def labels(values: Sequence[float]) -> list[str]:
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points: the means of equal slices."""
+    """Reduce a series to at most `limit` points, the means of equal slices."""
     if len(points) <= limit:
         return list(points)
     bounds = [round(i * len(points) / limit) for i in range(limit + 1)]
@@ -89,18 +86,18 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def padded(values: Sequence[float]) -> Point:
-    """A range that shows all values: [0, 1] for shares, else from 0 or with some air."""
+    """Return a range that shows all values: [0, 1] for shares, else from 0 or with a margin on both sides."""
     low, high = min(values), max(values)
     if low >= 0 and high <= 1 and high > 0.3:
         return 0.0, 1.0
     if low >= 0 and low < 0.85 * high:
         return 0.0, high * 1.08
-    air = (high - low) * 0.12 or abs(high) * 0.1 or 1.0
-    return low - air, high + air
+    margin = (high - low) * 0.12 or abs(high) * 0.1 or 1.0
+    return low - margin, high + margin
 
 
 def axes(frame: Frame, x_ticks: bool = True) -> str:
-    """Grid lines and numbers; the horizontal axis counts steps."""
+    """Draw grid lines and numbers; the horizontal axis counts steps."""
     parts = []
     right, floor = frame.width - frame.right, frame.height - frame.bottom
     values = ticks(*frame.y_range, 4)
@@ -116,16 +113,16 @@ def axes(frame: Frame, x_ticks: bool = True) -> str:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving means over a twenty-fifth of the series."""
+    """Return the centred moving mean over a twenty-fifth of the series."""
     reach = max(1, len(points) // 50)
     windows = [(x, points[max(0, i - reach) : i + reach + 1]) for i, (x, _) in enumerate(points)]
     return [(x, sum(y for _, y in window) / len(window)) for x, window in windows]
 
 
 def polyline(frame: Frame, series: Series) -> str:
-    """The line: with a dot per point where there are few, faint behind its moving mean where there are many."""
+    """Draw a series: few points with a dot each, many faintly behind their moving mean."""
     points = thin(series.points)
-    if len(points) > FEW:
+    if len(points) > MAX_DOTS:
         faint = f'<polyline class="faint" points="{_path(frame, points)}"/>'
         drawn = f'{faint}<polyline points="{_path(frame, smooth(points))}"/>'
     else:
@@ -145,7 +142,7 @@ def _dot(frame: Frame, x: float, y: float) -> str:
 
 
 def line_chart(all_series: Sequence[Series], width: float = 560, height: float = 210) -> str:
-    """Lines over steps; empty series are left out, and a chart without any is an empty string."""
+    """Draw lines over steps. Empty series are skipped; without any other the chart is an empty string."""
     shown = [series for series in all_series if series.points]
     if not shown:
         return ""
@@ -158,7 +155,7 @@ def line_chart(all_series: Sequence[Series], width: float = 560, height: float =
 
 
 def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230) -> str:
-    """One bar a step, the parts of `columns` (y per step, in the order of `steps`) on top of each other."""
+    """Draw one bar a step with the values of all `columns` stacked; each has one point per step of `steps`."""
     totals = [sum(column.points[i][1] for column in columns) for i in range(len(steps))]
     frame = Frame(width, height, (-0.5, len(steps) - 0.5), (0, max(totals) * 1.05 or 1))
     bar = (frame.x(1) - frame.x(0)) * (0.78 if len(steps) > 1 else 0.2)
@@ -179,12 +176,12 @@ def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
-    """A number or a short name beside a drawing."""
+    """Draw a number or a short name."""
     return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, color: str, tip: str) -> str:
-    """A bar that says `tip` when pointed at."""
+    """Draw a filled rectangle with a tooltip."""
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}">'
         f"<title>{escape(tip)}</title></rect>"
@@ -192,7 +189,7 @@ def rect(x: float, y: float, width: float, height: float, color: str, tip: str) 
 
 
 def bar(look: str, x: float, y: float, width: float, height: float, color: str, tip: str) -> str:
-    """A `rect` that looks `solid`, `pale` or `striped` (from left to right, so that a narrow one shows it too)."""
+    """Draw a `rect` that looks `solid`, `pale` or `striped` (across its width, so that a narrow one shows it too)."""
     if look == "striped":
         middle = x + width / 2
         return (
@@ -204,5 +201,5 @@ def bar(look: str, x: float, y: float, width: float, height: float, color: str, 
 
 
 def svg(width: float, height: float, body: str) -> str:
-    """The element, as wide as its column."""
+    """Return the `svg` element, as wide as its column."""
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img">{body}</svg>'

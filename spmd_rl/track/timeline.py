@@ -1,7 +1,7 @@
-"""Who did what when: the phases of each rank over the last steps, from the tails of `journal/rank-N.jsonl`.
+"""The phases of each rank over the last steps, read from the ends of `journal/rank-N.jsonl` and drawn as a timeline.
 
-Time in a phase is of a kind: compute, wait (for other ranks, or for anything to do) or copy. Waits inside of a
-library's collectives (FSDP's, the engine's) count as what the library does: a journal cannot see them.
+Each moment of a phase is of one kind: compute, wait (for other ranks, or for something to do) or copy. A journal does
+not see waits inside a library's own collectives (FSDP's, the engine's): they count as what the library does.
 """
 
 import re
@@ -15,18 +15,18 @@ import msgspec
 from spmd_rl.track.svg import bar, label, svg, text, ticks
 
 KINDS = {"compute": "solid", "wait": "pale", "copy": "striped"}
-"""Kinds of time, and how each is drawn."""
+"""The kinds of time, and how each is drawn (see `svg.bar`)"""
 MAX_RANKS = 16
 _TAIL_BYTES = 1 << 20
 _BOUNDS = ("start", "step", "enter", "exit", "collective", "collective_done", "kind", "kind_done")
-_SHORTEST = 0.5
-"""Width, in units of the drawing, below which a span is not drawn by itself."""
+_MIN_WIDTH = 0.5
+"""Width in units of the drawing below which a span is not drawn by itself"""
 _decode = msgspec.json.Decoder(dict).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time in which `phase` was the innermost one. Seconds since the epoch."""
+    """A stretch of time in which `phase` was the innermost one; times are seconds since the epoch."""
 
     phase: str
     kind: str
@@ -36,12 +36,12 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
+        """The length of the span in seconds."""
         return self.end - self.begin
 
 
 def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
-    """Spans of the last `num_steps` steps by rank, for at most `MAX_RANKS` ranks."""
+    """Return the spans of the last `num_steps` steps by rank, for at most `MAX_RANKS` ranks."""
     ranks: dict[int, list[Span]] = {}
     found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in directory.glob("rank-*.jsonl"))
     for rank, path in sorted((int(match[1]), path) for match, path in found if match)[:MAX_RANKS]:
@@ -52,7 +52,7 @@ def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
 
 
 def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Journal lines as spans: a nested phase, or kind of time, interrupts the one around it."""
+    """Turn the events of a journal into spans. A nested phase, or kind of time, interrupts the one around it."""
     result: list[Span] = []
     phases: list[str] = []
     kinds: list[str] = []
@@ -75,8 +75,8 @@ def spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     return result
 
 
-def sums(row: Iterable[Span]) -> dict[str, float]:
-    """Seconds of each kind of time."""
+def seconds_by_kind(row: Iterable[Span]) -> dict[str, float]:
+    """Return the seconds of each kind of time."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for span in row:
         seconds[span.kind] += span.seconds
@@ -84,7 +84,7 @@ def sums(row: Iterable[Span]) -> dict[str, float]:
 
 
 def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, str], width: float = 1150) -> str:
-    """One row a rank; `colors` by shown name, `names` where the shown name is not the journal's."""
+    """Draw one row a rank. `names` are the phases that are shown under another name, `colors` are by shown name."""
     everything = [span for row in ranks.values() for span in row]
     if not everything:
         return ""
@@ -101,7 +101,7 @@ def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, 
     for index, (rank, row_spans) in enumerate(ranks.items()):
         y = top + index * (row + gap) + gap / 2
         parts.append(text(left - 8, y + row / 2 + 4, f"rank {rank}", "end"))
-        for span in coalesce(row_spans, _SHORTEST / scale):
+        for span in coalesce(row_spans, _MIN_WIDTH / scale):
             name = names.get(span.phase, span.phase)
             tip = f"rank {rank}, step {span.step}: {name}, {span.kind} {span.seconds:.3f} s"
             x, wide = left + (span.begin - begin) * scale, span.seconds * scale
@@ -114,24 +114,20 @@ def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, 
 
 
 def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
-    """Neighbours of one phase and kind as one; what lasts less than `shortest` seconds goes to the span before it."""
+    """Join neighbours of one phase and kind; what lasts less than `shortest` seconds joins the span before it."""
     result: list[Span] = []
     for span in row:
         last = result[-1] if result else None
         close = last is not None and last.step == span.step and span.begin - last.end < shortest
-        if last is not None and close and (_alike(span, last) or span.seconds < shortest):
+        if close and (span.seconds < shortest or (span.phase, span.kind) == (last.phase, last.kind)):
             result[-1] = replace(last, end=span.end)
         else:
             result.append(span)
     return result
 
 
-def _alike(one: Span, other: Span) -> bool:
-    return (one.phase, one.kind) == (other.phase, other.kind)
-
-
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a journal."""
+    """Return the events of the last `_TAIL_BYTES` of a journal."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL_BYTES))
@@ -141,7 +137,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """One line of a journal; None if a full disk or a kill cut it short."""
+    """Decode a line of a journal; None if a full disk or a kill cut it short."""
     try:
         return _decode(line)
     except msgspec.DecodeError:

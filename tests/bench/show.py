@@ -13,7 +13,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from spmd_rl.track.origin import command, machine
+from spmd_rl.track.launch_info import command_line, machine
 from spmd_rl.track.svg import Frame, Series, axes, label, padded, polyline, rect, text, ticks
 
 COLORS = ("#3b82c4", "#d07a2d", "#8b949e", "#4f9d69", "#a05fb5", "#c0504d")
@@ -39,7 +39,7 @@ def record(path: Path | None, figures: Mapping[str, Any]) -> None:
     """Write the raw figures with the line and the machine that made them; nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        origin = {"command": command(), "machine": machine(), "time": time.strftime("%Y-%m-%d %H:%M")}
+        origin = {"command": command_line(), "machine": machine(), "time": time.strftime("%Y-%m-%d %H:%M")}
         path.write_text(json.dumps(origin | dict(figures), indent=1) + "\n")
 
 

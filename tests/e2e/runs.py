@@ -167,7 +167,7 @@ class Running:
         """The sample log of one step without the surplus, of which a step finishes as much as it happens to."""
         path = self.run_dir / "samples" / f"step-{step:06d}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return [row for row in rows if row["why_not"] != "surplus"]
+        return [row for row in rows if row["reject_reason"] != "surplus"]
 
     def weights(self, step: int) -> dict:
         """The exported weights of one step."""

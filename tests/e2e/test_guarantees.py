@@ -108,7 +108,7 @@ def test_a_finished_run_says_so(toy: Toy, straight: Running) -> None:
 def test_samples_are_logged_whole(by_size) -> None:
     run = by_size[2]
     for row in run.samples(1):
-        assert row["kept"] is (row["why_not"] is None)
+        assert row["kept"] is (row["reject_reason"] is None)
         for turn in row["turns"]:
             assert len(turn["token_ids"]) == len(turn["logprobs"]) == len(turn["versions"]) > 0
             assert set(turn["versions"]) == {0}

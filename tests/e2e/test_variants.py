@@ -44,8 +44,8 @@ def test_times_sum_to_the_step_and_overhead_is_small(tmp_path) -> None:
 
 
 def test_efficiency_is_the_roofline_of_what_was_sampled_and_trained(tmp_path) -> None:
-    ceilings = "track.ceilings.flops=1e11", "track.ceilings.bytes_per_second=1e10"
-    run = Toy(tmp_path).start("steps=2", "algorithm.kl_coef=0.1", *ceilings, ranks=2)
+    device = "track.device.flops=1e11", "track.device.memory_bandwidth=1e10"
+    run = Toy(tmp_path).start("steps=2", "algorithm.kl_coef=0.1", *device, ranks=2)
     assert run.wait() == 0, run.text()[-3000:]
     line = run.metrics()[2]
     seconds = {key: value for key, value in line.items() if key.startswith("roofline/")}

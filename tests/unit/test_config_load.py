@@ -179,7 +179,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("rollout.max_tickets_per_step=4", "rollout.max_tickets_per_step: must be at least 8, not 4"),
         ("rollout.filter={min_mean_score: 0.9, max_mean_score: 0.1}", "rollout.filter.min_mean_score: 0.9 lies above"),
         (["train.compile=true", "train.activation_checkpointing=true"], "train.compile: not together with activation_"),
-        ("track.ceilings.flops=0", "track.ceilings.flops: must be greater than 0, not 0"),
+        ("track.device.flops=0", "track.device.flops: must be greater than 0, not 0"),
         ("data.holdout=1", "data.holdout: must be less than 1, not 1.0"),
         ("data.holdout=0", "data.holdout: must be greater than 0, not 0.0"),
         ("data.format=Hi", "data.format: must contain {question}, is 'Hi'"),

@@ -169,7 +169,7 @@ def test_lineage_says_why_each_sample_was_kept_or_not() -> None:
     harvest = collected(GROUPS[:1])
     _, _, learner = step(RlvrConfig(), harvest)
     rows = list(lineage.rows(harvest, learner.plan))
-    assert [(r.ticket, r.answer, r.kept, r.why_not) for r in rows] == [
+    assert [(r.ticket, r.answer, r.kept, r.reject_reason) for r in rows] == [
         (4, 0, True, None), (4, 1, True, None), (4, 2, False, "no score"),
     ]  # fmt: skip
     assert rows[0].turns[0].versions == [0, 0]
@@ -183,7 +183,9 @@ def test_lineage_finds_its_own_rows_in_everyones_plan() -> None:
     for mine in ([everyones[0], everyones[2]], [everyones[3]], []):
         harvest = replace(collected(mine), dropped=((group(1, [(2, 1.0)]), "too easy"),))
         rows = list(lineage.rows(harvest, plan))
-        assert [(row.ticket, row.answer, row.kept, row.why_not) for row in rows[:1]] == [(1, 0, False, "too easy")]
+        assert [(row.ticket, row.answer, row.kept, row.reject_reason) for row in rows[:1]] == [
+            (1, 0, False, "too easy")
+        ]
         assert rows[0].advantage is None
         assert {(row.ticket, row.answer): row.advantage for row in rows[1:]} == {
             s.key: advantages[s.key] for g in mine for s in g.samples
@@ -209,9 +211,9 @@ def test_a_line_of_the_sample_log() -> None:
         '{"text":"a","prompt_ids":[5,6],"token_ids":[1],"logprobs":[-0.1],"versions":[0],"finish_reason":"stop"},'
         '{"text":"b\\"","prompt_ids":[7],"token_ids":[2,3],"logprobs":[-0.25,-0.0],"versions":[0,1],'
         '"finish_reason":"length"}],"verdict":{"status":"ok","score":1.0,"parts":{"part":0.5}},'
-        '"advantage":0.0,"kept":true,"why_not":null}',
+        '"advantage":0.0,"kept":true,"reject_reason":null}',
         f'{{"ticket":4,"answer":1,{head},"turns":['
         '{"text":"","prompt_ids":[5,6],"token_ids":[4],"logprobs":[-2.0],"versions":[1],"finish_reason":"stop"}],'
         '"verdict":{"status":"error","score":0.0,"parts":{},"detail":"why"},'
-        '"advantage":null,"kept":false,"why_not":"no score"}',
+        '"advantage":null,"kept":false,"reject_reason":"no score"}',
     ]

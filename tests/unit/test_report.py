@@ -12,9 +12,9 @@ import pytest
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
 from spmd_rl.track import Run, curve, render, report
-from spmd_rl.track.rundata import extremes, read_run
+from spmd_rl.track.run_reader import best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
-from spmd_rl.track.timeline import Span, coalesce, read_journals, spans, sums
+from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans
 from tests.synthetic import make_run
 
 VOID = {"meta", "br", "hr", "img", "link"}
@@ -54,7 +54,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def draw(run_dir: Path) -> Page:
-    return Page(render.write(run_dir).read_text())
+    return Page(render.write_report(run_dir).read_text())
 
 
 def test_the_page_tells_the_run(run_dir: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_real_run_draws_its_report(tmp_path: Path) -> None:
 def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", num_steps=10_000)
     began = time.process_time()
-    size = render.write(run_dir).stat().st_size
+    size = render.write_report(run_dir).stat().st_size
     assert time.process_time() - began < 1.5
     assert size < 2_000_000
 
@@ -159,7 +159,7 @@ def test_best_and_worst_are_disjoint_and_scored(tmp_path: Path) -> None:
     rows = [{"ticket": i, "verdict": {"status": "ok", "score": score}} for i, score in enumerate(scores)]
     rows.append({"ticket": 3, "verdict": {"status": "timeout", "score": 9.0}})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    best, worst = extremes(path, 3)
+    best, worst = best_and_worst(path, 3)
     assert ([row["ticket"] for row in best], [row["ticket"] for row in worst]) == ([1, 2], [0])
 
 
@@ -191,14 +191,14 @@ def test_the_innermost_kind_of_time_counts_whatever_the_phase() -> None:
         ("compute", 1),
     ]
     assert [(span.kind, span.seconds) for span in row if span.phase == "score"] == [("wait", 3), ("compute", 2)]
-    assert sums(row) == {"compute": 6, "wait": 5, "copy": 4}
+    assert seconds_by_kind(row) == {"compute": 6, "wait": 5, "copy": 4}
 
 
 def test_the_page_tells_compute_wait_and_copy_of_each_rank(run_dir: Path) -> None:
     page = draw(run_dir)
     ranks = read_journals(run_dir / "journal", 3)
     for row in ranks.values():
-        seconds, total = sums(row), sum(span.seconds for span in row)
+        seconds, total = seconds_by_kind(row), sum(span.seconds for span in row)
         assert all(seconds.values())
         for spent in seconds.values():
             assert f"{spent:.2f} s \u00b7 {100 * spent / total:.1f} %" in page.text

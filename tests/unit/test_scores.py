@@ -66,7 +66,7 @@ def test_what_is_left_out_stays_in_the_baseline_and_leaves_the_divisor() -> None
     assert plan.weights.tolist() == pytest.approx([1 / 5])
     assert plan.left_out == (((1, 0), "truncated"),)
     rows = list(lineage.rows(collected(groups), plan))
-    assert [(row.kept, row.why_not) for row in rows] == [(False, "truncated"), (True, None)]
+    assert [(row.kept, row.reject_reason) for row in rows] == [(False, "truncated"), (True, None)]
 
 
 def test_loss_weights_have_mean_one() -> None:

@@ -126,14 +126,14 @@ def test_a_fresh_start_in_a_used_directory_begins_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "samples" / "step-000003.jsonl").exists()
 
 
-def test_cut_drops_a_torn_line_and_says_whether_the_last_is_there(tmp_path: Path) -> None:
+def test_truncate_drops_a_torn_line_and_says_whether_the_last_is_there(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    assert file.cut(3) is False
+    assert file.truncate(3) is False
     for step in range(3):
         file.append(step, {"x": 0.1})
     with open(file.path, "a") as raw:
         raw.write('{"step":3,')
-    assert file.cut(3) is False and file.cut(2) is True
+    assert file.truncate(3) is False and file.truncate(2) is True
     assert file.path.read_bytes().endswith(b'{"step":2,"x":0.1}\n')
 
 

@@ -49,21 +49,21 @@ class CheckpointConfig:
 
 
 @dataclass
-class CeilingsConfig:
-    """What one device reaches at best: `track.ceilings`."""
+class DeviceSpecConfig:
+    """The best rates that one device reaches: `track.device`."""
 
     flops: float | None = None
-    """Floating-point operations per second that a device reaches at best in `policy.dtype`: what `system/efficiency` is
-    measured against, like the next three. Default: the device's own, if it is known and the dtype is bfloat16."""
-    bytes_per_second: float | None = None
-    """Between a device and its own memory."""
-    link_bytes_per_second: float | None = None
-    """From another device of the node."""
-    host_bytes_per_second: float | None = None
-    """From or to the memory of the host."""
+    """Floating-point operations per second that a device reaches at best in `policy.dtype`; like the next three, the
+    measure of `system/efficiency`. Default: those of the device itself, if it is known and the dtype is bfloat16."""
+    memory_bandwidth: float | None = None
+    """Bytes per second between a device and its own memory."""
+    link_bandwidth: float | None = None
+    """Bytes per second from another device of the node."""
+    host_bandwidth: float | None = None
+    """Bytes per second from or to the memory of the host."""
 
     def __post_init__(self) -> None:
-        above(self, flops=0, bytes_per_second=0, link_bytes_per_second=0, host_bytes_per_second=0)
+        above(self, flops=0, memory_bandwidth=0, link_bandwidth=0, host_bandwidth=0)
 
 
 @dataclass
@@ -76,7 +76,7 @@ class TrackConfig:
     """Write event files into `run.dir/tensorboard`."""
     swanlab: str = "off"
     """`off`, `offline` or `cloud`."""
-    ceilings: CeilingsConfig = field(default_factory=CeilingsConfig)
+    device: DeviceSpecConfig = field(default_factory=DeviceSpecConfig)
 
     def __post_init__(self) -> None:
         one_of(self, wandb=("off", "offline", "online"), swanlab=("off", "offline", "cloud"))

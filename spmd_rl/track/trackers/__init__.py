@@ -1,4 +1,4 @@
-"""Trackers beside the run directory's own files: each gets the line of `metrics.jsonl`, on rank 0. None by default."""
+"""Trackers: each gets the lines of `metrics.jsonl` on rank 0. By default there are none."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,19 +13,19 @@ from spmd_rl.track.trackers.wandb import Wandb
 
 
 class Tracker(Protocol):
-    """Somewhere else that metrics go."""
+    """A service or file format that receives metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One finished step."""
+        """Send the metrics of a finished step."""
         ...
 
     def close(self) -> None:
-        """Hand over what is buffered."""
+        """Send what is buffered."""
         ...
 
 
 def check(cfg: TrackConfig) -> None:
-    """UserError where the package of a chosen tracker is not installed."""
+    """Raise a `UserError` where the package of a chosen tracker is not installed."""
     chosen = {"wandb": cfg.wandb != "off", "tensorboard": cfg.tensorboard, "swanlab": cfg.swanlab != "off"}
     for name, wanted in chosen.items():
         if wanted and find_spec(name) is None:
@@ -35,7 +35,7 @@ def check(cfg: TrackConfig) -> None:
 def open_trackers(
     cfg: TrackConfig, run_dir: Path, run_id: str, first_step: int, settings: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The chosen trackers. `run_id` is the same after a resume, which begins with `first_step`."""
+    """Open the chosen trackers. `run_id` stays the same after a resume, which begins with `first_step`."""
     trackers: list[Tracker] = []
     if cfg.wandb != "off":
         trackers.append(Wandb(cfg.wandb, run_dir, run_id, settings))

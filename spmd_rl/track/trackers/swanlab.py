@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SwanLab:
-    """One SwanLab experiment, continued under the same id after a resume."""
+    """A SwanLab experiment, continued under the same id after a resume."""
 
     def __init__(self, mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         import swanlab
@@ -29,9 +29,9 @@ class SwanLab:
             self._run = pool.submit(start).result()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One finished step."""
+        """Send the metrics of a finished step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Hand over what is buffered."""
+        """Send what is buffered."""
         self._run.finish()

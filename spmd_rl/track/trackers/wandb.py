@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Wandb:
-    """One wandb run, continued under the same id after a resume."""
+    """A wandb run, continued under the same id after a resume."""
 
     def __init__(self, mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -23,9 +23,9 @@ class Wandb:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One finished step."""
+        """Send the metrics of a finished step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Hand over what is buffered."""
+        """Send what is buffered."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""What the report and the curve read of a run directory. Reads only; a run that is still going is as good as any."""
+"""Reads a run directory for the report and the curve, while the run goes on or after its end."""
 
 import heapq
 from collections.abc import Sequence
@@ -17,23 +17,23 @@ _MAX_SAMPLE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """A run's lines and settings."""
+    """The metrics and settings of a run."""
 
     directory: Path
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any]
-    """`config.yaml` without `about`."""
+    """`config.yaml` without `about`"""
     about: dict[str, Any]
-    """Pipeline, git revision, package versions."""
-    origin: dict[str, Any]
-    """Command, machine and time of the first start."""
+    """Pipeline, git revision and package versions"""
+    launch: dict[str, Any]
+    """Command, machine and time of the first start; empty where the journal does not say"""
 
     def series(self, key: str) -> list[Point]:
-        """(step, value) wherever a line has a number under `key`."""
+        """Return (step, value) of each line that has a number under `key`."""
         return [(line["step"], line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
 
     def setting(self, key: str) -> Any:
-        """A setting by its dotted name; None if there is none."""
+        """Return a setting by its dotted key; None if there is none."""
         value: Any = self.settings
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -41,15 +41,15 @@ class RunData:
 
 
 def read_run(directory: Path) -> RunData:
-    """FileNotFoundError if it is no run directory."""
-    settings = yaml.load((directory / "config.yaml").read_text(encoding="utf-8"), Loader=_loader())
+    """Read a run directory. Raises FileNotFoundError if it is none."""
+    settings = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
     about = settings.pop("about", None) or {}
     lines = list(read_lines(directory / "metrics.jsonl"))
-    return RunData(directory, lines, settings, about, _origin(directory / "journal" / "rank-0.jsonl"))
+    return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
 
 
-def extremes(path: Path, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The `count` best and worst scored samples of a samples file, of its first 32 MiB; no sample is in both."""
+def best_and_worst(path: Path, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the `count` best and worst scored samples of a samples file, of its first 32 MiB; none is in both."""
     scored: list[tuple[float, int, bytes]] = []
     decoder = msgspec.json.Decoder(_Scored)
     with open(path, "rb") as file:
@@ -75,16 +75,11 @@ class _Scored(msgspec.Struct):
     verdict: _Verdict
 
 
-def _origin(journal: Path) -> dict[str, Any]:
-    """The first `run` event of a journal: see `Run.open`."""
+def _launch(journal: Path) -> dict[str, Any]:
+    """Return the first `run` event of a journal, which `Run.open` writes."""
     for index, event in enumerate(read_lines(journal)):
         if event["event"] == "run":
             return event
         if index > 100:
             break
     return {}
-
-
-def _loader() -> type:
-    """The C parser where PyYAML has it: ten times faster."""
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)

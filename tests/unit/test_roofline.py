@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from spmd_rl.config import RlvrConfig
-from spmd_rl.config.schema import CeilingsConfig
+from spmd_rl.config.schema import DeviceSpecConfig
 from spmd_rl.distributed import solo
 from spmd_rl.model.build import build_model
 from spmd_rl.model.size import ModelSize
-from spmd_rl.track import Run, efficiency
-from spmd_rl.track.efficiency import Ceilings, Devices, Pass, Tokens, find_ceilings, roofline
+from spmd_rl.track import Run
+from spmd_rl.track.metrics import read_lines
+from spmd_rl.track.roofline import KNOWN_DEVICES, Devices, DeviceSpec, Pass, TokenCounts, find_device_spec, roofline
 from tests.models import tiny
 
 SMALL = ModelSize(parameters=1000, read=900, per_token=800, head=100, kv=10, attention=20)
@@ -20,19 +21,22 @@ GROUP = [(4, 2, 6), (4, 3, 7)]
 
 
 def test_what_answers_share_counts_once() -> None:
-    one = Tokens.of([GROUP])
-    assert one == Tokens(prompts=4, sampled=5, longest=3, seen=4 * 2 + 2 + 4 * 3 + 4.5, seen_by_prompts=8)
-    assert Tokens.of([GROUP, [(4, 2, 9)]]).prompts == 4 + 4 + 3  # three tokens between the turns
-    assert Tokens.of([]) == Tokens.of([[]]) == Tokens(0, 0, 0, 0, 0)
+    one = TokenCounts.of([GROUP])
+    assert one == TokenCounts(prompts=4, sampled=5, longest=3, attended=4 * 2 + 2 + 4 * 3 + 4.5, attended_by_prompts=8)
+    assert TokenCounts.of([GROUP, [(4, 2, 9)]]).prompts == 4 + 4 + 3  # three tokens between the turns
+    assert TokenCounts.of([]) == TokenCounts.of([[]]) == TokenCounts(0, 0, 0, 0, 0)
 
 
 def test_seconds_worked_out_by_hand() -> None:
-    ceilings, devices = Ceilings(1000, 1000, link=10, host=5), Devices(ranks=2, tp=1, itemsize=2, offload=True)
+    spec, devices = (
+        DeviceSpec(1000, 1000, link_bandwidth=10, host_bandwidth=5),
+        Devices(ranks=2, tp=1, itemsize=2, offload=True),
+    )
     passes = [Pass(SMALL, 1, True), Pass(SMALL, 1, False), Pass(SMALL, 1, False)]
-    tokens = Tokens.of([GROUP])
+    tokens = TokenCounts.of([GROUP])
     prompt = 2 * 800 * 4 + 4 * 20 * 8
     answers = 2 * 900 * 5 + 4 * 20 * 26.5
-    seconds = roofline(tokens, tokens, SMALL, passes, devices, ceilings)
+    seconds = roofline(tokens, tokens, SMALL, passes, devices, spec)
     expected = {
         "generate": prompt / 2000 + 3 * 900 * 2 / 1000 + 10 * 2 * 26.5 / 2000,  # decoding: arithmetic is but 5.56 s
         "logprobs": 3 * (prompt + answers) / 2000,
@@ -41,12 +45,12 @@ def test_seconds_worked_out_by_hand() -> None:
         "offload": 1000 * (24 + 4 + 4) / (2 * 5),
     }
     assert seconds == pytest.approx(expected, rel=1e-12)
-    busy = roofline(tokens, tokens, SMALL, passes, devices._replace(tp=2, offload=False), ceilings)
+    busy = roofline(tokens, tokens, SMALL, passes, devices._replace(tp=2, offload=False), spec)
     assert busy["generate"] == pytest.approx(
         (prompt + answers) / 2000
     )  # half the weights a rank: arithmetic is the bound
     assert (busy["publish"], busy["offload"]) == (100, 0)
-    alone = roofline(tokens, tokens, SMALL, passes, devices._replace(ranks=1), ceilings)
+    alone = roofline(tokens, tokens, SMALL, passes, devices._replace(ranks=1), spec)
     assert alone["publish"] == 2 * 1000 * 2 / 1000 and alone["train"] == pytest.approx(2 * seconds["train"])
 
 
@@ -60,9 +64,9 @@ def test_a_published_run() -> None:
     llama = ModelSize(8_030_000_000, 8_030_000_000, 8_030_000_000, 0, kv=2 * 32 * 8 * 128, attention=0)
     num, prompt, answer = 2048, 120, 1019 - 120
     seen = num * (prompt * answer + 1.5 * answer**2 / 2)
-    generated = Tokens(num // 32 * prompt, num * answer, 4096, seen, 0)
+    generated = TokenCounts(num // 32 * prompt, num * answer, 4096, seen, 0)
     trained = generated._replace(prompts=num * prompt)
-    h100 = efficiency.KNOWN["NVIDIA H100 80GB HBM3"]
+    h100 = KNOWN_DEVICES["NVIDIA H100 80GB HBM3"]
     devices = Devices(ranks=16, tp=1, itemsize=2, offload=True)
     seconds = roofline(generated, trained, llama, [Pass(llama, 2, True)], devices, h100)
     assert seconds["generate"] == pytest.approx(25.4, rel=0.03)
@@ -110,19 +114,21 @@ class Named:
         return self.name
 
 
-def test_ceilings_are_the_settings_else_those_of_a_known_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu, none = torch.device("cpu"), torch.device("cuda", 0), CeilingsConfig()
-    assert find_ceilings(none, cpu, "bfloat16") is None
-    assert find_ceilings(CeilingsConfig(flops=1e12), cpu, "float32") is None
-    given = CeilingsConfig(flops=1e12, bytes_per_second=2e10)
-    assert find_ceilings(given, cpu, "float32") == Ceilings(1e12, 2e10, math.inf, math.inf)
+def test_spec_are_the_settings_else_those_of_a_known_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu, none = torch.device("cpu"), torch.device("cuda", 0), DeviceSpecConfig()
+    assert find_device_spec(none, cpu, "bfloat16") is None
+    assert find_device_spec(DeviceSpecConfig(flops=1e12), cpu, "float32") is None
+    given = DeviceSpecConfig(flops=1e12, memory_bandwidth=2e10)
+    assert find_device_spec(given, cpu, "float32") == DeviceSpec(1e12, 2e10, math.inf, math.inf)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Named("NVIDIA H200"))
-    h200 = find_ceilings(none, gpu, "bfloat16")
-    assert h200.flops == pytest.approx(790e12, rel=0.01) and h200.memory == pytest.approx(4.3e12, rel=0.01)
-    assert find_ceilings(none, gpu, "float32") is None
-    assert find_ceilings(CeilingsConfig(flops=5e14), gpu, "bfloat16") == Ceilings(5e14, h200.memory, 450e9, 64e9)
+    h200 = find_device_spec(none, gpu, "bfloat16")
+    assert h200.flops == pytest.approx(790e12, rel=0.01) and h200.memory_bandwidth == pytest.approx(4.3e12, rel=0.01)
+    assert find_device_spec(none, gpu, "float32") is None
+    assert find_device_spec(DeviceSpecConfig(flops=5e14), gpu, "bfloat16") == DeviceSpec(
+        5e14, h200.memory_bandwidth, 450e9, 64e9
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: Named("NVIDIA GeForce RTX 4090"))
-    assert find_ceilings(none, gpu, "bfloat16") is None
+    assert find_device_spec(none, gpu, "bfloat16") is None
 
 
 def test_a_step_is_measured_without_evaluation_and_checkpoint(tmp_path: Path) -> None:
@@ -135,7 +141,7 @@ def test_a_step_is_measured_without_evaluation_and_checkpoint(tmp_path: Path) ->
                 for phase in ("update", "eval", "save"):
                     with world.phase(phase):
                         world.progress()
-    first, second = track._metrics.read()
+    first, second = read_lines(tmp_path / "metrics.jsonl")
     measured = first["time/total"] - first["time/eval"] - first["time/checkpoint"]
     assert first["system/efficiency"] == pytest.approx(0.03 / measured)
     assert "system/efficiency" not in second

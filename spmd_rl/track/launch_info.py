@@ -1,4 +1,4 @@
-"""Where a run came from: the line that started it and the machine it started on, as text for people."""
+"""How a run was launched: its command line and its machine, as text for people."""
 
 import os
 import platform
@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 
-def command() -> str:
-    """The line to type again. Example: `torchrun --nproc-per-node 2 -m spmd_rl.rlvr steps=20`."""
+def command_line() -> str:
+    """Return the command line of this run. Example: `torchrun --nproc-per-node 2 -m spmd_rl.rlvr steps=20`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = ["-m", spec.name] if spec else [sys.argv[0]]
     return shlex.join([*_launcher(), *program, *sys.argv[1:]])
 
 
 def machine() -> str:
-    """Example: `2 x Intel(R) Xeon(R) Processor, 24 GiB`, with the accelerators in front if there are any."""
+    """Describe this machine. Example: `2 x Intel(R) Xeon(R) Processor, 24 GiB`, with accelerators in front."""
     parts = []
     if torch.accelerator.is_available():
         parts.append(f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")

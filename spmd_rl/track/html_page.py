@@ -1,4 +1,4 @@
-"""The look of `report.html`: its style sheet, its script, and the pieces of HTML it is made of. No network, ever."""
+"""The style sheet of `report.html` and the pieces of HTML that it is made of. The page needs no network."""
 
 from collections.abc import Sequence
 from html import escape
@@ -59,7 +59,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def document(title: str, body: str) -> str:
-    """The page. Its content security policy forbids every request and every script."""
+    """Return the whole page. Its content security policy forbids every request and every script."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -69,7 +69,7 @@ def document(title: str, body: str) -> str:
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> str:
-    """Names and values in a row; empty values are left out."""
+    """Return names and values in a row, without those whose value is empty."""
     shown = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
         for name, value in pairs
@@ -79,24 +79,24 @@ def facts(pairs: Sequence[tuple[str, object]]) -> str:
 
 
 def tile(number: str, words: str) -> str:
-    """One number that matters."""
+    """Return a tile that shows one number and what it is."""
     return f'<div class="tile"><b>{escape(number)}</b><span>{escape(words)}</span></div>'
 
 
 def key(name: str, color: str, look: str = "solid") -> str:
-    """A legend entry; `look` as in `svg.bar`."""
+    """Return an entry of a legend; `look` is one of those of `svg.bar`."""
     return f'<span class="key" style="--c:{color}"><i class="{look}"></i>{escape(name)}</span>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of numbers under `columns`, which are HTML; the first one names the rows."""
+    """Return a table of numbers. `columns` are HTML, cells are text; the first column names the rows."""
     head = "".join(f"<th>{column}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def figure(title: str, note: str, keys: str, drawing: str) -> str:
-    """A titled drawing; an empty string without one."""
+    """Return a drawing with its title, note and legend; an empty string without a drawing."""
     if not drawing:
         return ""
     caption = f'<h3>{escape(title)}</h3><span class="note">{escape(note)}</span><span class="keys">{keys}</span>'
@@ -104,5 +104,5 @@ def figure(title: str, note: str, keys: str, drawing: str) -> str:
 
 
 def section(title: str, content: str) -> str:
-    """A heading and what is under it; an empty string where nothing is."""
+    """Return a heading with its content; an empty string without content."""
     return f"<section><h2>{escape(title)}</h2>\n{content}</section>\n" if content else ""

@@ -1,0 +1,191 @@
+"""The roofline of a step: the least time that its arithmetic and memory traffic can take on given devices, by phase.
+
+    seconds = roofline(TokenCounts.of(all_groups), TokenCounts.of(trained_groups), policy, passes, devices, spec)
+    efficiency = sum(seconds.values()) / measured
+
+It is a bound, not a model of what happens: every device is busy all the time, all answers of a replica are decoded
+side by side, and a prompt that answers share is computed once. Only what cannot be parallel is not: the tokens of an
+answer come one by one, each after a pass over all weights. It does not count rewards (they overlap generation),
+evaluation, checkpoints, aborted answers and recomputed activations; a partial rollout counts whole in the step that
+ends it.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from spmd_rl.config.schema import DeviceSpecConfig
+from spmd_rl.model.size import ModelSize
+
+STATE_BYTES = 12
+"""Bytes of a trained parameter that move in an offload: float32 master weight and AdamW's two moments"""
+MASTER_BYTES = 4
+"""Bytes of a frozen parameter that move in an offload"""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """The best rates that one device reaches."""
+
+    flops: float
+    """Dense floating-point operations per second in the compute dtype"""
+    memory_bandwidth: float
+    """Bytes per second between the device and its memory"""
+    link_bandwidth: float = math.inf
+    """Bytes per second from another device of the node"""
+    host_bandwidth: float = math.inf
+    """Bytes per second from or to the memory of the host"""
+
+
+def _from_data_sheet(teraflops: float, memory_tb: float, link_gb: float, host_gb: float) -> DeviceSpec:
+    """Return what a data sheet's figures come to at best: 0.8 of the arithmetic in matrix products, 0.9 of the memory's
+    bandwidth in streams (790 TFLOP/s and 4.3 TB/s on H200)."""
+    return DeviceSpec(0.8e12 * teraflops, 0.9e12 * memory_tb, 1e9 * link_gb, 1e9 * host_gb)
+
+
+KNOWN_DEVICES = {
+    "NVIDIA A100-SXM4-80GB": _from_data_sheet(312, 2.039, 300, 32),
+    "NVIDIA H100 80GB HBM3": _from_data_sheet(989.4, 3.35, 450, 64),
+    "NVIDIA H200": _from_data_sheet(989.4, 4.8, 450, 64),
+    "NVIDIA B200": _from_data_sheet(2250, 8.0, 900, 64),
+    "AMD Instinct MI300X": _from_data_sheet(1307.4, 5.3, 448, 64),
+}
+"""Devices by the name that the driver gives, from the vendors' data sheets: dense bfloat16 without sparsity, HBM,
+NVLink or Infinity Fabric in one direction, PCIe in one direction"""
+
+
+def find_device_spec(settings: DeviceSpecConfig, device: torch.device, dtype: str) -> DeviceSpec | None:
+    """Return the rates of `settings`, completed by those of a known device in bfloat16; None where one is not known."""
+    name = "" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    known = KNOWN_DEVICES.get(name) if dtype == "bfloat16" else None
+    flops = settings.flops or (known and known.flops)
+    memory = settings.memory_bandwidth or (known and known.memory_bandwidth)
+    if not flops or not memory:
+        return None
+    link = settings.link_bandwidth or (known.link_bandwidth if known else math.inf)
+    host = settings.host_bandwidth or (known.host_bandwidth if known else math.inf)
+    return DeviceSpec(flops, memory, link, host)
+
+
+class TokenCounts(NamedTuple):
+    """Counts of the tokens of some groups of answers, over all ranks."""
+
+    prompts: int
+    """Tokens that are read and not sampled; those that the answers of a group share count once"""
+    sampled: int
+    longest: int
+    """Sampled tokens of the longest answer"""
+    attended: float
+    """Tokens that the sampled ones attend to, summed: P R + R^2 / 2 for an answer of R tokens to a prompt of P"""
+    attended_by_prompts: float
+    """The same of the prompts: P^2 / 2"""
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[tuple[int, int, int]]]) -> "TokenCounts":
+        """Count groups that give of each answer the tokens of its prompt, its sampled tokens and all of its tokens.
+
+        All are more than the first two where tokens stand between the turns of an answer.
+        """
+        prompts = sampled = longest = 0
+        attended = attended_by_prompts = 0.0
+        for group in groups:
+            shared = max((prompt for prompt, _, _ in group), default=0)
+            prompts += shared + sum(total - prompt - own for prompt, own, total in group)
+            attended_by_prompts += shared * shared / 2
+            for prompt, own, _ in group:
+                sampled += own
+                longest = max(longest, own)
+                attended += prompt * own + own * own / 2
+        return cls(prompts, sampled, longest, attended, attended_by_prompts)
+
+    def forward_flops(self, size: ModelSize) -> float:
+        """Return the operations of a forward pass over all these tokens, with the logprobs of the sampled ones.
+
+        A token costs two operations for each weight that it meets (Kaplan et al., arXiv 2001.08361, section 2.1), and
+        four for each number of a head of each token it attends to: a product with its key and one with its value.
+        """
+        return self.prompt_flops(size) + self.answer_flops(size)
+
+    def prompt_flops(self, size: ModelSize) -> float:
+        """Return the operations of the tokens that are read."""
+        return 2 * size.per_token * self.prompts + 4 * size.attention * self.attended_by_prompts
+
+    def answer_flops(self, size: ModelSize) -> float:
+        """Return the operations of the tokens that are sampled."""
+        return 2 * (size.per_token + size.head) * self.sampled + 4 * size.attention * self.attended
+
+
+class Pass(NamedTuple):
+    """The passes that a step makes over one model, besides generating with it."""
+
+    size: ModelSize
+    forwards: int
+    """Passes without gradients: old logprobs, the reference's logprobs, the critic's values"""
+    updated: bool
+    """Whether there is a pass with gradients: one, however many optimizer steps share the samples"""
+
+
+class Devices(NamedTuple):
+    """The devices over which the work of a step is spread."""
+
+    ranks: int
+    tp: int
+    """Ranks that hold one copy of the engine"""
+    itemsize: int
+    """Bytes of a weight in the engine, and of a number in its KV cache"""
+    offload: bool
+    """Whether the trainer's weights and states leave the device and come back once a step"""
+
+
+def roofline(
+    generated: TokenCounts,
+    trained: TokenCounts,
+    policy: ModelSize,
+    passes: Sequence[Pass],
+    devices: Devices,
+    spec: DeviceSpec,
+) -> dict[str, float]:
+    """Return the least seconds of `generate`, `logprobs`, `train`, `publish` and `offload`, named as in `time/*`."""
+    flops = spec.flops * devices.ranks
+    one_pass = [trained.forward_flops(p.size) / flops for p in passes]
+    return {
+        "generate": generate_seconds(generated, policy, devices, spec),
+        "logprobs": sum(p.forwards * seconds for p, seconds in zip(passes, one_pass, strict=True)),
+        # the backward pass computes a product for the weights' gradient and one for the input's
+        "train": sum(3 * p.updated * seconds for p, seconds in zip(passes, one_pass, strict=True)),
+        "publish": publish_seconds(policy, devices, spec),
+        "offload": offload_seconds(passes, devices, spec) if devices.offload else 0.0,
+    }
+
+
+def generate_seconds(tokens: TokenCounts, size: ModelSize, devices: Devices, spec: DeviceSpec) -> float:
+    """Return the seconds of prefill and decode.
+
+    With W bytes of weights, k bytes of KV cache a token, and G devices of F operations and B bytes a second:
+
+    prefill = prompt operations / (G F)
+    decode = max(longest W / (tp B) + k attended / (G B), answer operations / (G F))
+    """
+    flops, memory = spec.flops * devices.ranks, spec.memory_bandwidth
+    prefill = tokens.prompt_flops(size) / flops
+    weights = tokens.longest * size.read * devices.itemsize / (devices.tp * memory)
+    cache = size.kv * devices.itemsize * tokens.attended / (devices.ranks * memory)
+    return prefill + max(weights + cache, tokens.answer_flops(size) / flops)
+
+
+def publish_seconds(size: ModelSize, devices: Devices, spec: DeviceSpec) -> float:
+    """Return the seconds in which each rank receives its part of the engine over its link.
+
+    A single rank reads it from its memory and writes it there.
+    """
+    num_bytes = size.parameters * devices.itemsize / devices.tp
+    return num_bytes / spec.link_bandwidth if devices.ranks > 1 else 2 * num_bytes / spec.memory_bandwidth
+
+
+def offload_seconds(passes: Sequence[Pass], devices: Devices, spec: DeviceSpec) -> float:
+    """Return the seconds of moving the state of trained models out and in again, and frozen weights in."""
+    num_bytes = sum(p.size.parameters * (2 * STATE_BYTES if p.updated else MASTER_BYTES) for p in passes)
+    return num_bytes / (devices.ranks * spec.host_bandwidth)
