@@ -241,6 +241,34 @@ def test_a_checkpoint_of_another_model_is_one_clear_line(tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("saved_names", "own_names", "word"), [("ab", "a", "checkpoint has"), ("a", "ab", "model has")])
+def test_a_model_with_other_tensors_is_refused(tmp_path: Path, saved_names: str, own_names: str, word: str) -> None:
+    with solo() as world:
+        files = StateFiles(world)
+        files.save({"model": {name: torch.zeros(2) for name in saved_names}}, tmp_path)
+        with pytest.raises(ValueError, match=f"only (this|the) {word} model.b"):
+            files.load({"model": {name: torch.zeros(2) for name in own_names}}, tmp_path)
+
+
+def test_tensors_of_several_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
+    wanted = {str(d): torch.arange(5).to(d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int64)}
+    found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with solo() as world:
+        written = StateFiles(world).save({"model": wanted}, tmp_path)
+        assert {path.name for path in written} == set(os.listdir(tmp_path))
+        StateFiles(world).load({"model": found}, tmp_path)
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in wanted.items())
+
+
+def test_a_role_must_say_which_files_it_wrote(tmp_path: Path) -> None:
+    with solo() as world:
+        job = Job(world, tmp_path)
+        save = job.role.save
+        job.role.save = lambda folder: save(folder)[1:]
+        with pytest.raises(AssertionError, match="what it did not say"):
+            job.saver.maybe_save(1)
+
+
 def test_a_crash_before_latest_moves_resumes_from_what_it_names(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     (tmp_path / "checkpoints" / "latest").write_text("step-000001\n")
