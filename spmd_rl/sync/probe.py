@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from spmd_rl.batch import pack
-from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.train.base import TrainBackend
@@ -54,16 +53,16 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
     return [Answer(c.token_ids.tolist(), c.logprobs.tolist()) for c in ordered], ""
 
 
-def judge(policy: TrainBackend, by_rank: list[list[Answer]], world: World) -> dict[int, float]:
+def judge(policy: TrainBackend, by_rank: list[list[Answer]], device: torch.device) -> dict[int, float]:
     """[all] Return, by rank of an engine, how far its logprobs are from the trainer's: mean absolute difference in nats.
 
     by_rank: each rank's answers, none where it has no engine; equal on all ranks. The engines are shared out among the
     trainer's data shards, so that what is returned covers a part of them, and nothing where there are few.
     """
-    data = policy.layout.data if hasattr(policy, "layout") else world  # TEMPORARY until roles have a layout
+    data = policy.layout.data
     mine = [rank for rank, answers in enumerate(by_rank) if answers][data.rank :: data.size]
     batch = pack(_sample(rank, index, answer) for rank in mine for index, answer in enumerate(by_rank[rank]))
-    batch = batch.to(world.device)
+    batch = batch.to(device)
     logprobs, _ = policy.logprobs(batch, temperature=1.0)  # [all]
     differences = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
     of_engines = differences.split([sum(len(answer.token_ids) for answer in by_rank[rank]) for rank in mine])

@@ -18,7 +18,7 @@ from torch import Tensor
 from spmd_rl import engine, train
 from spmd_rl.batch import Batch
 from spmd_rl.config import RlvrConfig, main
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.base import Capacity
 from spmd_rl.rlvr import run
 from spmd_rl.train import Roles
@@ -88,7 +88,7 @@ class StubTrainer:
     hidden_size = 576
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self.layout = world, Layout(world)
         self._weights = torch.arange(NUM_WEIGHTS * WEIGHT_SIZE, dtype=torch.float32).view(NUM_WEIGHTS, WEIGHT_SIZE)
 
     def awake(self) -> AbstractContextManager[None]:

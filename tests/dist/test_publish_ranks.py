@@ -7,12 +7,14 @@ import torch
 
 from spmd_rl import sync
 from spmd_rl.config.schema import TrainConfig
+from spmd_rl.distributed import Layout
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from tests.dist.harness import run_ranks
 from tests.models import tiny
+from tests.unit.test_publish import Hidden, Policy
 
 NAME = "model.layers.1.self_attn.v_proj.weight"
 
@@ -22,6 +24,10 @@ class Broken(NativeEngine):
 
     fault = ""
 
+    def __init__(self, module, *sizes):
+        super().__init__(module, *sizes)
+        self.module = module
+
     def load(self, weights, version):
         if self.fault == "raises early":
             next(iter(weights))
@@ -30,7 +36,7 @@ class Broken(NativeEngine):
         if self.fault == "flips":
             dict(self.loaded_weights())[NAME].data.view(torch.uint8)[0, 0] ^= 1
         if self.fault == "not a number":
-            self._module.model.norm.register_forward_hook(lambda module, args, out: out * float("nan"))
+            self.module.model.norm.register_forward_hook(lambda module, args, out: out * float("nan"))
 
 
 def parts(world, path):
@@ -86,3 +92,53 @@ def test_one_ranks_fault_stops_all_in_step(tmp_path):
     assert early == "publish of version 3, rank 1: the loader gave up"
     assert differs == "publish of version 5: ranks [1] were handed other weights than rank 0"
     assert nan.startswith("publish of version 7, rank 1: the engine computed a logprob of nan")
+
+
+class Broadcast:
+    """A road from rank 0, which trains, to the others, which do not; a test may break it."""
+
+    def __init__(self, world):
+        self.world, self.flips = world, False
+
+    def carry(self, weights):
+        while True:
+            pair = next(weights, None) if weights is not None else None
+            sent = pair and [pair[0], list(pair[1].shape), pair[1].numpy().tobytes()]
+            arrived = self.world.broadcast("test: weight", sent)
+            if arrived is None:
+                return
+            name, shape, raw = arrived
+            whole = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(shape)
+            if self.flips and name == NAME:
+                whole.view(torch.uint8)[0, 0] ^= 1
+            yield pair or (name, whole)
+
+
+def publish_apart(world, path):
+    """Rank 0 trains, the others generate; a sound publish, one that is not probed, and each fault."""
+    trains = world.rank == 0
+    policy = Policy(path, torch.float32) if trains else None
+    engine = None if trains else (NativeEngine, Hidden)[world.rank - 1](empty_module(path, torch.float32), 4, 256)
+    road = Broadcast(world)
+    publish = sync.Publisher(policy, engine, world, road, probe_every=2)
+    metrics = [publish(version=0), publish(version=1)]
+    road.flips = True
+    errors = [attempt(publish, 2)]
+    road.flips = False
+    metrics.append(publish(version=3))
+    if trains:
+        with torch.no_grad():
+            for weight in policy.model.parameters():
+                weight.mul_(1.01)
+    errors.append(attempt(publish, 4))
+    return metrics, errors
+
+
+def test_ranks_that_train_and_ranks_that_generate(tmp_path):
+    results = run_ranks(3, publish_apart, str(tiny("llama", tmp_path)))
+    assert results[0] == results[1] == results[2]
+    (first, second, third), (flipped, stale) = results[0]
+    assert first["publish/probe_abs_diff"] < 1e-5 and first["publish/bytes"] == second["publish/bytes"] > 0
+    assert "publish/probe_abs_diff" not in second and "publish/probe_abs_diff" not in third
+    assert flipped == "publish of version 2: ranks [1, 2] were handed other weights than rank 0"
+    assert stale.startswith("publish of version 4, rank 0: the engine's logprobs are ") and stale.endswith(", on rank 2")

@@ -1,6 +1,7 @@
 """The weight road in one process: what arrives is proven, and each way it can go wrong stops the run."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
 
 
 class Policy:
-    """A trainer without training: a whole model, and a road that a test may break."""
+    """A trainer without training, alone: a whole model, and a road that a test may break."""
+
+    layout = SimpleNamespace(data=SimpleNamespace(rank=0, size=1))
 
     def __init__(self, path, dtype, road=lambda weights: weights):
         self.model, self.road = build_model(path, dtype, "cpu"), road
@@ -138,12 +141,12 @@ class Exchanges(NativeEngine):
 class Stale(NativeEngine):
     """Takes the weights, and goes on serving those of before; the first load is honest."""
 
+    first = None
+
     def load(self, weights, version):
-        if self._version is None:
-            super().load(weights, version)
-        for _ in weights:
-            pass
-        self._version = version
+        given = [(name, tensor.clone()) for name, tensor in weights]
+        self.first = self.first or given
+        super().load(self.first, version)
 
 
 class Flips(NativeEngine):
@@ -157,9 +160,8 @@ class Flips(NativeEngine):
 class Loses(NativeEngine):
     """Forgets a name."""
 
-    def load(self, weights, version):
-        super().load(weights, version)
-        del self._weights[Q0]
+    def loaded_weights(self):
+        return ((name, tensor) for name, tensor in super().loaded_weights() if name != Q0)
 
 
 class Old(NativeEngine):
@@ -205,6 +207,25 @@ def test_the_probe_alone_finds_stale_weights(llama, world):
         for weight in policy.model.parameters():
             weight.mul_(1.01)
     fails(policy, engine, world, "from the trainer's on average (limit 0.0003)")
+
+
+@pytest.mark.parametrize(("every", "probed"), [(1, range(5, 12)), (3, [5, 6, 9]), (0, [5])])
+def test_the_first_publish_is_probed_and_then_every_nth(llama, world, every, probed):
+    publish = sync.build(Policy(llama, torch.float32), native(llama), world, every)
+    metrics = {version: publish(version) for version in range(5, 12)}
+    assert [version for version, found in metrics.items() if "publish/probe_abs_diff" in found] == list(probed)
+    assert all("publish/probe_seconds" in found for found in metrics.values())
+
+
+def test_bytes_are_compared_in_a_publish_that_is_not_probed(llama, world):
+    policy, engine = Policy(llama, torch.float32), native(llama, kind=Stale)
+    publish = sync.build(policy, engine, world, 0)
+    publish(version=1)
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            weight.mul_(1.01)
+    with pytest.raises(RunFailed, match="publish of version 2, rank 0: the engine holds other bytes"):
+        publish(version=2)
 
 
 def test_not_a_number_is_found_by_the_probe(llama, world):
