@@ -1,11 +1,10 @@
-"""Estimators of KL(policy || reference) from the logprobs of sampled tokens, the exact one, and the control of it.
+"""Estimators of KL(policy || reference) from the logprobs of sampled tokens, and the adaptive KL coefficient.
 
 The estimators take float [N], natural logs, of which only `logprobs` carries gradient, and give float [N]. Any will do
 in the reward; *in the loss* their gradients differ (arXiv 2506.09477). A reference that gives a sampled token no
 probability makes all but k3 infinite: the update is then skipped, not hidden.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -54,23 +53,8 @@ def k_abs(logprobs: Tensor, reference: Tensor) -> Tensor:
     return (logprobs - reference).abs()
 
 
-def full(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """The exact divergence over the vocabulary at each position, with its exact gradient.
-
-        KL_t = sum_v p(v) (log p(v) - log q(v))
-
-    Source: On Information and Sufficiency (Kullback and Leibler 1951).
-    Use: in code that holds both models' logits, such as a distillation. No key selects it: the trainer never holds the
-    logits of a vocabulary, and a policy's and its reference's would have to meet in one forward.
-
-    logits, reference_logits: float [N, V]; -inf marks a token that cannot be. Returns [N]; inf where q lacks one.
-    """
-    logp, logq = logits.log_softmax(-1), reference_logits.log_softmax(-1)
-    return (logp.exp() * (logp - logq).masked_fill(logp == -torch.inf, 0)).sum(-1)
-
-
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": k_abs}
-"""By name, from logprobs. `full` takes logits and is called by its own name."""
+"""Estimators by name: float [N], float [N] -> float [N]"""
 
 
 def adaptive_coef(coef: float, kl: float, num_samples: int, *, target_kl: float, kl_horizon: float) -> float:

@@ -1,6 +1,6 @@
-"""Settings: dataclasses with defaults and checks, composed by Hydra, checked before the process group forms.
+"""Settings: dataclasses with defaults and checks, composed by Hydra and checked before the process group forms.
 
-Torch-free. A door needs two names of it; other rooms import the dataclass they are given from `schema`.
+A pipeline imports these two names; other modules import the dataclass that they need from `schema`.
 """
 
 from spmd_rl.config.main import main

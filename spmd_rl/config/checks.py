@@ -1,7 +1,7 @@
-"""What can be known before the process group forms: the mesh, files, targets, the run's directory.
+"""Checks before the process group forms: the layout of ranks, files, targets and the run directory.
 
-Torch-free, and without a word to other ranks: every rank checks for itself, and finds the same. Left out: values
-(`schema.py`), rows of a dataset (`data`), settings without effect (`idle.py`).
+They need no torch and no other rank: every rank checks for itself. Values are checked in `sections/`, the rows of a
+dataset in `data`, settings without effect in `unused.py`.
 """
 
 import importlib.util
@@ -11,46 +11,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.config.identity import saved_config
-from spmd_rl.config.idle import files, no_critic, no_reference
+from spmd_rl.config.run_identity import saved_config
+from spmd_rl.config.unused import files, no_critic, no_reference
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.targets import UNPROVIDED, build_target
 
 ONLY_DATA_PARALLEL = ("fsdp2",)
-"""Backends without tensor, pipeline, context or expert parallelism."""
+"""Backends without tensor, pipeline, context or expert parallelism"""
 
 VOCABULARY_ROWS = 64
-"""vLLM fills the vocabulary up to a multiple of this before it shares it out."""
+"""vLLM pads the vocabulary to a multiple of this before it shards it"""
 
 WEIGHTS = ("*.safetensors",)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def rank() -> int:
-    """This process's rank, as torchrun tells it; 0 without torchrun."""
+    """Return the rank of this process that torchrun set; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """The same among the ranks of this node."""
+    """Return the rank of this process among those of its node; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check(cfg: Any) -> None:
-    """A `UserError` for the first thing that cannot work. Sections that a pipeline does not have are passed over."""
+    """Raise a `UserError` for the first thing that cannot work. Sections that a pipeline lacks are skipped."""
     for section, test in CHECKS.items():
         if hasattr(cfg, section):
             test(cfg)
 
 
 def check_mesh(cfg: Any) -> None:
-    """The parallel dimensions of the backend, and the world size."""
+    """Check that the backend supports its parallel sizes, and that they divide the world size."""
     axes = {axis: getattr(cfg.train, axis) for axis in ("tp", "pp", "cp", "ep")}
     for axis, size in axes.items():
         if cfg.train.name in ONLY_DATA_PARALLEL and size != 1:
@@ -64,7 +64,7 @@ def check_mesh(cfg: Any) -> None:
 
 
 def check_engine(cfg: Any) -> None:
-    """The engine is installed, replicas come out even, and so do the model's heads in each."""
+    """Check that the engine is installed, and that `engine.tp` divides the ranks and the model's dimensions."""
     engine = cfg.engine
     if engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError(
@@ -73,7 +73,7 @@ def check_engine(cfg: Any) -> None:
         )
     for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
-            raise UserError(f"{key}.temperature: {temperature:g} is not what engine=vllm draws at, 0.01 to 2")
+            raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
     if world_size() % engine.tp:
@@ -83,11 +83,11 @@ def check_engine(cfg: Any) -> None:
 
 
 def check_heads(tp: int, path: Path) -> None:
-    """Whether `tp` ranks can share a model's heads, hidden units and vocabulary, as far as its config tells."""
+    """Check that `tp` divides a model's heads, hidden units and vocabulary; `path` is its `config.json`."""
     try:
         model = json.loads(path.read_text())
     except (OSError, ValueError):
-        return  # told by the checks of the model itself
+        return  # `check_model` reports this
     heads = model.get("num_attention_heads", tp)
     kv_heads = model.get("num_key_value_heads") or heads
     if heads % tp or (kv_heads % tp and tp % kv_heads):
@@ -103,7 +103,7 @@ def check_heads(tp: int, path: Path) -> None:
 
 
 def check_models(cfg: Any) -> None:
-    """The policy's directory, and the reference's where one is loaded."""
+    """Check the directories of the policy, and of the reference and the critic where they are loaded."""
     check_model("policy.model", cfg.policy.model)
     if hasattr(cfg, "reference") and cfg.reference.model and not no_reference(cfg):
         check_model("reference.model", cfg.reference.model)
@@ -112,7 +112,7 @@ def check_models(cfg: Any) -> None:
 
 
 def check_model(key: str, path: str) -> None:
-    """A Hugging Face directory with config, safetensors and tokenizer."""
+    """Check that a path is a Hugging Face directory with config, safetensors and tokenizer."""
     remedy = "`make model` (python -m spmd_rl.model.smollm2) makes the default one"
     folder = Path(path)
     if not folder.is_dir():
@@ -123,7 +123,7 @@ def check_model(key: str, path: str) -> None:
 
 
 def check_data(cfg: Any) -> None:
-    """Files exist. Their rows are read later, and still before the process group forms."""
+    """Check that data files exist. Their rows are read later, still before the process group forms."""
     for key in ("train", "eval"):
         for path in files(getattr(cfg.data, key)):
             if not Path(path).is_file():
@@ -131,13 +131,13 @@ def check_data(cfg: Any) -> None:
 
 
 def check_rewards(cfg: Any) -> None:
-    """Each target can be imported and built. Once a node, where its sidecar will do it again."""
+    """Check that each rewarder can be imported and built, once per node."""
     if not cfg.reward.domains:
         raise UserError("reward: no domain has a rewarder; say reward.<domain>.target=module:Class")
     for domain, reward in cfg.reward.domains.items():
         if reward.timeout >= cfg.journal.stall_seconds and not cfg.debug:
-            told = f"journal.stall_seconds={cfg.journal.stall_seconds:g}"
-            raise UserError(f"reward.{domain}.timeout: {reward.timeout:g} s of legal waiting, but {told} ends the run")
+            limit = f"journal.stall_seconds={cfg.journal.stall_seconds:g}"
+            raise UserError(f"reward.{domain}.timeout: {reward.timeout:g} s of legal waiting, but {limit} ends the run")
         if reward.devices is not None and cfg.debug:
             raise UserError(f"reward.{domain}.devices: debug starts no server; give reward.{domain}.args.url")
     if local_rank() != 0:
@@ -148,7 +148,7 @@ def check_rewards(cfg: Any) -> None:
 
 
 def check_run(cfg: Any) -> None:
-    """`run.dir` can be written, and `checkpoint.resume` and `debug` fit what is there."""
+    """Check that `run.dir` can be written, and that `checkpoint.resume` and `debug` fit what is there."""
     folder = Path(cfg.run.dir)
     ancestor = next(path for path in (folder, *folder.parents) if path.exists())
     if not ancestor.is_dir():
@@ -165,7 +165,7 @@ def check_run(cfg: Any) -> None:
 
 
 def check_sidecar(cfg: Any) -> None:
-    """The keys are there, and nobody else's. The host's are read once a node, where it will start."""
+    """Check that the CURVE keys exist and are private; those of the host once per node, where it will start."""
     if cfg.sidecar.keys is not None and not cfg.debug:
         ClientKeys.load(cfg.sidecar.keys)
         if local_rank() == 0:

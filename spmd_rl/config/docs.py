@@ -1,8 +1,8 @@
-"""What a user reads about the settings, taken from `schema.py`: defaults, and the docstrings below the fields.
+"""Documentation of the settings from the schema: keys, types, defaults, and the docstrings below the fields.
 
     for entry in entries(RlvrConfig): print(entry.key, entry.default, entry.doc)
 
-Left out: Markdown (`reference.py`) and the command line (`main.py`).
+`markdown.py` makes docs/CONFIG.md of it, and `main.py` the text of `--help`.
 """
 
 import ast
@@ -22,17 +22,17 @@ from spmd_rl.config.keys import leaves, type_name
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One setting, in words."""
+    """The documentation of one setting."""
 
     key: str
     type: str
     default: str
-    """As YAML; `required` where there is none."""
+    """The default as YAML; `required` where there is none"""
     doc: str
 
 
 def entries(schema: type) -> Iterator[Entry]:
-    """All settings of a pipeline, in order of declaration."""
+    """Yield all settings of a pipeline, in order of declaration."""
     for leaf in leaves(schema):
         doc = field_docs(leaf.section).get(leaf.field.name, "")
         yield Entry(leaf.key, type_name(leaf.type), _default(leaf.field), doc)
@@ -40,14 +40,14 @@ def entries(schema: type) -> Iterator[Entry]:
 
 @cache
 def field_docs(section: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, as one line."""
+    """Return the docstring below each field of a dataclass, as one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     docs = {}
     for field, text in pairwise(body):
-        said = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and said:
-            docs[field.target.id] = " ".join(text.value.value.split())
+        doc = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, str):
+            docs[field.target.id] = " ".join(doc.split())
     return docs
 
 
@@ -62,10 +62,10 @@ def _default(field: Any) -> str:
 
 
 def options(configs: Path) -> dict[str, dict[str, str]]:
-    """Each group's options and the first comment of each file: what `group=option` may say."""
+    """Return the options of each config group with the first comment of their YAML files."""
     found: dict[str, dict[str, str]] = {}
     for path in sorted(configs.glob("*/*.yaml")):
         comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
-        said = next((line for line in comments if not line.startswith("@package")), "")
-        found.setdefault(path.parent.name, {})[path.stem] = said
+        summary = next((line for line in comments if not line.startswith("@package")), "")
+        found.setdefault(path.parent.name, {})[path.stem] = summary
     return found

@@ -1,10 +1,10 @@
-"""From YAML and overrides to a dataclass: Hydra composes, OmegaConf types, the dataclasses check themselves.
+"""Loads settings from YAML and overrides into a dataclass: Hydra composes, OmegaConf types, the dataclasses check.
 
     cfg = load("rlvr", RlvrConfig, ["rollout.temperature=0.9", "+experiment=two_digit_sums"])
 
-Hydra's Compose API only: no change of directory, no `outputs/`, no logging, nothing written. Two liberties beside
-Hydra's grammar, since there is no multirun: a new key needs no `+`, and a value that the grammar refuses, or takes for
-a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake is a `UserError` of one line.
+Only Hydra's Compose API is used: it changes no directory, logs nothing and writes nothing. Since there is no multirun,
+the grammar is more lenient than Hydra's in two ways: a new key needs no `+`, and a value that Hydra refuses, or takes
+for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake is a `UserError` of one line.
 """
 
 import re
@@ -23,15 +23,15 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from spmd_rl.config.identity import settle
-from spmd_rl.config.keys import entry_type, inline_field, leaves, own_keys, refuse_unknown, type_name
+from spmd_rl.config.keys import check_keys, entry_type, inline_field, leaves, own_keys, type_name
+from spmd_rl.config.run_identity import fill_run
 from spmd_rl.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-"""Beside the package, in a clone as in site-packages."""
+"""The YAML files beside the package, in a clone as in site-packages"""
 
-APPENDED = "experiment"
-"""The group that no default names: Hydra wants `+experiment=x`; `experiment=x` is taken as the same."""
+GROUP_WITHOUT_DEFAULT = "experiment"
+"""The group without a default, for which Hydra wants `+experiment=x`; `experiment=x` means the same here"""
 
 MISSING = "???"
 
@@ -45,9 +45,9 @@ def load(
     config_dir: str | None = None,
     config_name: str | None = None,
 ) -> T:
-    """The settings of one run, checked value by value, with `run.name` and `run.dir` settled."""
+    """Load the settings of a run, check each value, and fill in `run.name` and `run.dir`."""
     values = compose(config_name or pipeline, overrides, config_dir)
-    return settle(build(schema, values), pipeline)
+    return fill_run(build(schema, values), pipeline)
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
@@ -63,7 +63,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
         with initialize_config_dir(str(primary), version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             groups = {name: loader.get_group_options(name) for name in loader.list_groups("")}
-            lines = [normal(line, groups) for line in overrides]
+            lines = [normalize_override(line, groups) for line in overrides]
             values = hydra_compose(config_name, overrides=[*searched, *lines])
     except MissingConfigException as error:
         raise UserError(_no_such_config(error)) from None
@@ -78,8 +78,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     return values
 
 
-def normal(line: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """One override as Hydra takes it without complaint: every `key=value` adds or replaces.
+def normalize_override(line: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Rewrite an override so that Hydra accepts it: every `key=value` adds a key or replaces its value.
 
     `groups` are the options of each group.
     """
@@ -91,7 +91,7 @@ def normal(line: str, groups: Mapping[str, Sequence[str]]) -> str:
         return override.input_line
     if key in groups and not isinstance(override.value(), str | list):
         raise UserError(f"{key}: unknown option {override.value()!r}; known: {', '.join(groups[key])}")
-    if key == APPENDED:
+    if key == GROUP_WITHOUT_DEFAULT:
         return "+" + override.input_line.lstrip("+")
     if key in groups or "/" in key:
         return override.input_line
@@ -132,10 +132,10 @@ def _first_line(error: Exception) -> str:
 
 
 def build(schema: type[T], values: DictConfig) -> T:
-    """A `schema` of defaults and `values`: unknown keys, types and values are checked, in this order."""
+    """Build a `schema` from its defaults and `values`, checking unknown keys, types and values in this order."""
     sparse = OmegaConf.to_container(values)
     assert isinstance(sparse, dict)
-    refuse_unknown(sparse, schema)
+    check_keys(sparse, schema)
     try:
         merged = OmegaConf.merge(_typed(schema, sparse), values)
         tree = OmegaConf.to_container(merged, resolve=True)
@@ -146,7 +146,7 @@ def build(schema: type[T], values: DictConfig) -> T:
 
 
 def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
-    """The schema's defaults and types, with a node for each inline entry that `values` names."""
+    """Return the defaults and types of a section, with a node for each inline entry that `values` names."""
     node = OmegaConf.structured(section)
     known, holder = own_keys(section), inline_field(section)
     with open_dict(node):
@@ -172,7 +172,7 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
 
 
 def _construct(section: type, tree: Mapping[str, Any], prefix: str) -> Any:
-    """The dataclass, from the bottom up; what a section refuses gets its prefix here."""
+    """Construct a section after its subsections; its errors get their prefix here."""
     known, holder = own_keys(section), inline_field(section)
     arguments: dict[str, Any] = {}
     for name, kind in known.items():

@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 
 from spmd_rl.config.checks import check, local_rank, rank
 from spmd_rl.config.docs import entries, options
-from spmd_rl.config.identity import refuse_other_run, run_dir, to_yaml
-from spmd_rl.config.idle import idle_settings
-from spmd_rl.config.keys import plain
+from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import CONFIGS, load
+from spmd_rl.config.run_identity import check_same_run, run_dir, to_yaml
+from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import RunFailed, UserError, one_line
 
 ERROR_FILE = "error.txt"
@@ -52,13 +52,13 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
             ending.folder = None  # it only shows: nothing is written, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
-            return say(to_yaml(plain(cfg)))
+            return say(to_yaml(to_dict(cfg)))
         ending.folder = Path(cfg.run.dir)
         check(cfg)
-        refuse_other_run(cfg, pipeline)
+        check_same_run(cfg, pipeline)
         if rank() == 0:
             shipped = load(pipeline, schema)
-            for line in idle_settings(cfg, shipped):
+            for line in unused_settings(cfg, shipped):
                 print(f"warning: {line}", file=sys.stderr)
         ending.start()
         run(cfg)

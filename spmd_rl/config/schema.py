@@ -1,7 +1,7 @@
-"""The settings of a run: one dataclass a section, each field with its default and its meaning beside it.
+"""The settings of a pipeline: one dataclass a section, each field with its default and its meaning beside it.
 
-Torch-free. A section (`sections/`) checks its values when it is built (`__post_init__`); what needs files, imports or
-the number of ranks is checked in `checks.py`. YAML files under `configs/` say only what differs from these defaults.
+A section (`sections/`) checks its values when it is built (`__post_init__`); `checks.py` checks what needs files,
+imports or the number of ranks. YAML files under `configs/` hold only what differs from these defaults.
 """
 
 from dataclasses import dataclass, field
@@ -49,16 +49,16 @@ __all__ = [
 
 @dataclass
 class RlvrConfig:
-    """`python -m spmd_rl.rlvr`"""
+    """The settings of `python -m spmd_rl.rlvr`."""
 
     seed: int = 0
-    """Seeds data order, sampling and everything else, by counters."""
+    """Random seed of data order, sampling and everything else."""
     steps: int = 12
     """Training steps."""
     debug: bool = False
-    """Score in this process, without sidecars: `breakpoint()` works in a reward. World size 1 only."""
+    """Score in this process, without sidecars, so that `breakpoint()` works in a reward. One rank only."""
     profile: bool = False
-    """Write a torch profiler trace of the second step of this start into the run directory."""
+    """Write a torch profiler trace of the second step that this process runs into `run.dir/traces`."""
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -87,7 +87,7 @@ class RlvrConfig:
         estimator, limit = self.algorithm.advantage, self.rollout.max_new_tokens
         require(
             estimator not in AGENTIC_ADVANTAGES,
-            f"algorithm.advantage: {estimator} compares the steps of an agent, which rlvr does not have",
+            f"algorithm.advantage: {estimator} compares the steps of an agent, and rlvr has none",
         )
         k, n = self.algorithm.pass_k, self.rollout.answers_per_prompt
         require(
@@ -101,4 +101,4 @@ class RlvrConfig:
 
 
 PIPELINES: dict[str, type] = {"rlvr": RlvrConfig}
-"""The doors and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`."""
+"""The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

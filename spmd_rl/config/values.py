@@ -1,7 +1,7 @@
-"""Checks of single values, called from the `__post_init__` of the settings' dataclasses in `sections/`.
+"""Checks of single values, for the `__post_init__` of the dataclasses in `sections/`.
 
-Each takes the section and `key=bound` pairs, lets None pass (the key is optional), and raises a `UserError` whose line
-begins with the bare key; the loader puts the section in front, so that the user reads the dotted key.
+Each check takes the section and `key=bound` pairs, accepts None (the key is optional), and raises a `UserError` whose
+message begins with the key; the loader puts the name of the section before it.
 """
 
 import math
@@ -12,7 +12,7 @@ from spmd_rl.errors import UserError
 
 
 def one_of(section: Any, **known: Sequence[str]) -> None:
-    """Each key holds one of the known names."""
+    """Check that each key holds one of the known names."""
     for key, names in known.items():
         value = getattr(section, key)
         if value is not None and value not in names:
@@ -20,7 +20,7 @@ def one_of(section: Any, **known: Sequence[str]) -> None:
 
 
 def at_least(section: Any, **bounds: float) -> None:
-    """Each key holds a finite number, its bound or more."""
+    """Check that each key holds a finite number that is at least its bound."""
     for key, bound in bounds.items():
         value = getattr(section, key)
         if value is not None and not bound <= value < math.inf:
@@ -28,7 +28,7 @@ def at_least(section: Any, **bounds: float) -> None:
 
 
 def above(section: Any, **bounds: float) -> None:
-    """Each key holds a finite number greater than its bound."""
+    """Check that each key holds a finite number greater than its bound."""
     for key, bound in bounds.items():
         value = getattr(section, key)
         if value is not None and not bound < value < math.inf:
@@ -36,14 +36,14 @@ def above(section: Any, **bounds: float) -> None:
 
 
 def within(section: Any, **bounds: tuple[float, float]) -> None:
-    """Each key holds a number between its two bounds, both included."""
+    """Check that each key holds a number between its two bounds, both included."""
     for key, (low, high) in bounds.items():
         value = getattr(section, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"{key}: must be between {low} and {high}, not {value}")
 
 
-def require(holds: bool, line: str) -> None:
-    """Whatever has no name above. `line` begins with the key."""
+def require(holds: bool, message: str) -> None:
+    """Raise a `UserError` with `message`, which begins with the key, unless `holds`."""
     if not holds:
-        raise UserError(line)
+        raise UserError(message)

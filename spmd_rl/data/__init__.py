@@ -1,4 +1,4 @@
-"""Prompts: read, told apart by content, split, and dealt out by ticket. Torch-free; see docs/DATA.md."""
+"""The prompts of a run: read, deduplicated, split into training and held-out, and ordered. See docs/DATA.md."""
 
 from spmd_rl.data.prompts import Prompts, content_id
 from spmd_rl.data.seeds import counter_seed

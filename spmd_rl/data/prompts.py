@@ -1,11 +1,10 @@
-"""The dataset of a run: training prompts, held-out prompts, and the rule by which tickets name prompts.
+"""The dataset of a run: training prompts, held-out prompts, and the prompt of each ticket.
 
     prompts = Prompts.load(cfg.data)
     epoch, prompt = prompts.ticket(17, seed=cfg.seed)
 
-Rules (docs/DATA.md): which problems are the same and which are held out are functions of their content alone, never of
-a seed, a size or the format they are put into. Left out: tokens (the rollout renders), and any state: which tickets are
-done is the rollout's cursor.
+Which problems are duplicates and which are held out depends on their content alone, never on a seed, a size or the
+prompt format (see docs/DATA.md). The dataset has no state: the rollout knows which tickets are done.
 """
 
 import json
@@ -24,7 +23,7 @@ from spmd_rl.types import Message, Prompt
 
 
 class Prompts:
-    """`train` and `eval` never share a content. `eval` may be empty; whether that matters is the caller's to say."""
+    """The training and held-out prompts of a run, which never share a content. There may be no held-out prompt."""
 
     def __init__(
         self,
@@ -33,19 +32,23 @@ class Prompts:
         num_dropped: int = 0,
         mix: Mapping[str, float] | None = None,
     ) -> None:
-        """`mix`: relative shares of the domains of `train`. UserError if it does not fit them."""
-        assert train, "no training prompt"
-        self._mix = _fitting(mix, train) if mix else None
+        """Take prompts, and in `mix` relative shares of the domains of `train`. Raises `UserError` if they do not
+        fit."""
+        assert train, "there is no training prompt"
+        self._mix = _checked_mix(mix, train) if mix else None
         self.train = tuple(prompt for prompt in train if not mix or mix[prompt.domain] > 0)
         self.eval = tuple(eval)
         self.num_dropped = num_dropped
-        """Rows left out: copies of a problem already there, and training rows that also stand in `data.eval`."""
-        self._decks = {domain: _Deck([p for p in self.train if p.domain == domain]) for domain in mix or ()}
-        self._deck = _Deck(self.train)
+        """Number of dropped rows: duplicates, and training rows that are also in `data.eval`"""
+        self._by_domain = {domain: _EpochOrder([p for p in self.train if p.domain == domain]) for domain in mix or ()}
+        self._all = _EpochOrder(self.train)
 
     @classmethod
     def load(cls, cfg: DataConfig) -> "Prompts":
-        """Read, drop copies, split. UserError: unreadable or broken source, one id twice, nothing left to train on."""
+        """Read, deduplicate and split the prompts.
+
+        Raises `UserError` for an unreadable or broken source, for an id used twice, and if no training prompt is left.
+        """
         rows = list(_read(cfg.train, "data.train", cfg))
         train = _distinct(rows)
         if cfg.eval:
@@ -57,27 +60,27 @@ class Prompts:
             num_rows = len(rows)
         train = {content: row for content, row in train.items() if content not in held_out}
         if not train:
-            reason = "all rows also stand in data.eval" if cfg.eval else f"data.holdout={cfg.holdout} takes all rows"
+            reason = "all rows are also in data.eval" if cfg.eval else f"data.holdout={cfg.holdout} takes all rows"
             raise UserError(f"data.train: no training prompt is left in {cfg.train}: {reason}")
-        # By hash: the first n of `eval` are then a fair sample, and stay the same ones when the source grows.
-        eval = [_dress(held_out[content], content, cfg) for content in sorted(held_out)]
-        dressed = [_dress(row, content, cfg) for content, row in train.items()]
+        # Sorted by hash, the first n of `eval` are a fair sample, and stay the same when the source grows.
+        eval = [_to_prompt(held_out[content], content, cfg) for content in sorted(held_out)]
+        prompts = [_to_prompt(row, content, cfg) for content, row in train.items()]
         if unknown := sorted(set(cfg.domains) - {row.domain for row in (*train.values(), *held_out.values())}):
             raise UserError(f"data.domains: no row has the domain or tag {unknown[0]!r}")
-        return cls(dressed, eval, num_rows - len(train) - len(held_out), cfg.mix)
+        return cls(prompts, eval, num_rows - len(train) - len(held_out), cfg.mix)
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
-        """(epoch, prompt) of a ticket: all prompts once an epoch, in an order of the epoch's own, without end.
+        """Return the epoch and the prompt of a ticket.
 
-        With a mix, each domain has epochs of its own.
+        Each epoch has all prompts once, in an order of its own. With a mix, each domain has epochs of its own.
         """
         if self._mix is None:
-            return self._deck.deal(ticket, seed)
-        domain, place = self._mix.ticket(ticket)
-        return self._decks[domain].deal(place, seed)
+            return self._all.prompt(ticket, seed)
+        domain, index = self._mix.ticket(ticket)
+        return self._by_domain[domain].prompt(index, seed)
 
     def fingerprint(self) -> str:
-        """32 hex digits over every prompt in order: what ranks compare, since each has loaded for itself."""
+        """Return 32 hexadecimal digits over all prompts in order, by which ranks compare what they have loaded."""
         digest = blake2b(digest_size=16)
         for prompt in (*self.train, *self.eval):
             messages = [[m.role, m.content] for m in prompt.messages]
@@ -86,32 +89,32 @@ class Prompts:
         return digest.hexdigest()
 
 
-class _Deck:
-    """Prompts, dealt without end: all of them once an epoch."""
+class _EpochOrder:
+    """An endless sequence of prompts: each epoch has all of them once, in an order of its own."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
         self._orders: dict[tuple[int, int], list[int]] = {}
 
-    def deal(self, number: int, seed: int) -> tuple[int, Prompt]:
-        """(epoch, prompt)"""
-        epoch, place = divmod(number, len(self._prompts))
-        return epoch, self._prompts[self._order(seed, epoch)[place]]
+    def prompt(self, number: int, seed: int) -> tuple[int, Prompt]:
+        """Return the epoch and the prompt at a position of the sequence."""
+        epoch, index = divmod(number, len(self._prompts))
+        return epoch, self._prompts[self._order(seed, epoch)[index]]
 
     def _order(self, seed: int, epoch: int) -> list[int]:
-        """Indices of the prompts, by the hash of (seed, epoch, id)."""
+        """Return the indices of the prompts, sorted by the hash of (seed, epoch, id)."""
         if (seed, epoch) not in self._orders:
             keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self._prompts]
-            kept = list(self._orders.items())[-1:]  # the epoch before: replicas straddle the border
+            kept = list(self._orders.items())[-1:]  # the epoch before, which other tickets still need
             self._orders = dict([*kept, ((seed, epoch), sorted(range(len(keys)), key=keys.__getitem__))])
         return self._orders[seed, epoch]
 
 
-def _fitting(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
-    """The mix, if it has a share for each domain and prompts for each share."""
+def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
+    """Return the mix if each domain has a share and each share has prompts."""
     domains = {prompt.domain for prompt in train}
-    if strange := sorted(domains - set(mix)):
-        raise UserError(f"data.mix: prompts have domain {strange[0]!r}, which has no share; 0 leaves them out")
+    if unknown := sorted(domains - set(mix)):
+        raise UserError(f"data.mix: prompts have domain {unknown[0]!r}, which has no share; 0 leaves them out")
     if empty := sorted(domain for domain, share in mix.items() if share > 0 and domain not in domains):
         known = ", ".join(sorted(domains))
         raise UserError(f"data.mix.{empty[0]}: no training prompt has this domain (there are: {known})")
@@ -119,22 +122,22 @@ def _fitting(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:
 
 
 def content_id(messages: Iterable[Message]) -> str:
-    """32 hex digits of what is asked: blake2b-128 over roles and contents, in NFC with runs of white space as one.
+    """Return the identity of a problem, 32 hexadecimal digits: blake2b-128 over the roles and contents of its messages.
 
-    The truth is no part of it: one question with two answers is one question, and must not be asked in training and
-    again, as unseen, in evaluation.
+    Contents are in Unicode NFC, with each run of white space as one space. The ground truth is not included: one
+    question with two answers is one question, and must not be both trained on and held out.
     """
     content = [[m.role, normalize("NFC", " ".join(m.content.split()))] for m in messages]
     return blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
 def is_held_out(content: str, holdout: float) -> bool:
-    """Whether a content id falls into the held-out share, for now and for good."""
+    """Return whether a content id falls into the held-out share; the same in every run."""
     return int(content[:16], 16) < holdout * 2**64
 
 
 def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Row]:
-    """The rows of all parts of a source. An id used twice is an error naming both places."""
+    """Yield the rows of all parts of a source. Raises `UserError`, naming both places, for an id used twice."""
     seen: dict[str, str] = {}
     for part in source.split(","):
         name = part.strip()
@@ -152,7 +155,7 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Row]:
 
 
 def _distinct(rows: Iterable[Row]) -> dict[str, Row]:
-    """Rows by content id, in their order; of copies the first."""
+    """Return rows by content id, in their order; of duplicates the first."""
     out: dict[str, Row] = {}
     for row in rows:
         problem = row.problem
@@ -160,8 +163,8 @@ def _distinct(rows: Iterable[Row]) -> dict[str, Row]:
     return out
 
 
-def _dress(row: Row, content: str, cfg: DataConfig) -> Prompt:
-    """The prompt as the model will see it: `data.format` around a text, `data.system` where there is none."""
+def _to_prompt(row: Row, content: str, cfg: DataConfig) -> Prompt:
+    """Return the prompt of a row: `data.format` applied to a text, and `data.system` put before it if it has none."""
     if isinstance(row.problem, str):
         # Not str.format: problems and formats are full of braces.
         messages = (Message("user", cfg.format.replace("{question}", row.problem)),)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from spmd_rl.config.identity import write_config
+from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError

@@ -1,4 +1,4 @@
-"""Our sources, read and parsed once for all house tests."""
+"""The sources of the packages, read and parsed once for all tests of this folder."""
 
 import ast
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ def tree(path: Path) -> ast.Module:
 
 
 def functions(path: Path) -> Iterator[Function]:
-    """All of them, methods and nested ones too."""
+    """Yield all functions of a file, with methods and nested ones."""
     return (node for node in ast.walk(tree(path)) if isinstance(node, Function))
 
 
 def words(node: ast.AST) -> set[str]:
-    """Every name and attribute in an expression."""
+    """Return every name and attribute in an expression."""
     found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}

@@ -1,4 +1,4 @@
-"""The house rules as tests: floors, sizes, circles, late imports, what no line may say."""
+"""The rules of the code as tests: floors, sizes, import circles, late imports, and what no line may say."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ BROAD_EXCEPT = {
     "spmd_rl/sandbox/guest/link.py": "inside a box: what was raised travels to the other side",
     "spmd_rl/sandbox/guest/probe.py": "inside a box: a test may fail in any way",
 }
-"""The boundaries that record what they caught."""
+"""Files that may catch everything, because they record what they caught"""
 
 
 def test_sizes() -> None:
@@ -99,23 +99,24 @@ def test_no_import_circles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "why", "allowed"),
+    ("pattern", "why", "folder"),
     [
-        (r"\bimport pickle\b|\bfrom pickle\b|send_pyobj|recv_pyobj|cloudpickle", "no pickle on any wire", set()),
-        (r"\b\w+_object(_list)?\(", "no pickling collectives", {"to_object("}),
-        (r"\btorch\.cuda\b", "device-neutral: torch.accelerator", set()),
-        (r"\bimport ray\b|\bfrom ray\b", "no controller", set()),
-        (r"trust_remote_code\s*=\s*True", "remote code only when asked", set()),
-        (r"\bhash\(", "Python's hash is salted", set()),
-        (r"weights_only\s*=\s*False", "nothing unpickled unvouched", set()),
+        (r"\bimport pickle\b|\bfrom pickle\b|send_pyobj|recv_pyobj|cloudpickle", "no pickle on any wire", None),
+        (r"\b(?!to_object\()\w+_object(_list)?\(", "no pickling collectives", None),
+        (r"\btorch\.cuda\b", "device-neutral: torch.accelerator", "spmd_rl/train/megatron/"),
+        (r"trust_remote_code\s*=\s*True", "remote code only when asked", None),
+        (r"\bhash\(", "Python's hash is salted", None),
+        (r"weights_only\s*=\s*False", "nothing unpickled unvouched", None),
     ],
 )
-def test_no_line_says(pattern: str, why: str, allowed: set[str]) -> None:
+def test_no_line_says(pattern: str, why: str, folder: str | None) -> None:
+    """`folder` is the only place where a line may say it."""
     found = []
     for path in FILES:
+        if folder and rel(path).startswith(folder):
+            continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            code = line.split("#")[0]
-            if any(match.group(0) not in allowed for match in re.finditer(pattern, code)):
+            if re.search(pattern, line.split("#")[0]):
                 found.append(f"{rel(path)}:{number}: {line.strip()} ({why})")
     assert not found, "\n".join(found)
 

@@ -1,7 +1,7 @@
-"""Lines that meet other ranks: no rank-local condition around them, and each says so.
+"""Lines that meet other ranks stand under no rank-local condition, and each says that it meets them.
 
-Left out: what a condition *means*. A name is all these tests see, so `if mine:` around a collective passes here and
-hangs in `tests/dist`.
+These tests see names alone and not what a condition means: `if mine:` around a collective passes here and hangs in
+`tests/dist`.
 """
 
 import ast
@@ -22,14 +22,14 @@ ALLOWED: dict[str, str] = {
     # file:line of a call -> why all ranks reach it after all
 }
 SILENT = {
-    # files below or at the floor that defines the verbs: every line of theirs is one
+    # files that define the verbs: nearly every line of theirs is one
     "spmd_rl/distributed/collectives.py",
     "spmd_rl/distributed/world.py",
 }
 
 
 def meetings(path: Path) -> Iterator[tuple[ast.Call, list[ast.AST], list[Function]]]:
-    """Each call of a verb, the conditions it stands under or behind, and the functions around it."""
+    """Yield each call of a verb, the conditions under or behind which it stands, and the functions around it."""
     yield from _visit(tree(path), [], [])
 
 
@@ -72,7 +72,7 @@ def test_no_condition_on_a_rank_around_a_meeting() -> None:
 
 
 def test_each_meeting_says_so() -> None:
-    """`# [all]` on the line or `[all]` in the docstring of the function around it."""
+    """`# [all]` stands on the line, or `[all]` in the docstring of the function around it."""
     found = []
     for path in FILES:
         lines = path.read_text().splitlines()
@@ -104,7 +104,7 @@ def test_this_test_can_fail(body: str, number: int, tmp_path: Path) -> None:
 
 
 def test_the_verbs_are_what_the_world_offers() -> None:
-    """So that a new verb cannot slip past."""
+    """A method of `World` that meets other ranks must be among the verbs."""
     world = next(n for n in tree(ROOT / "spmd_rl/distributed/world.py").body if getattr(n, "name", "") == "World")
     said = {f.name for f in world.body if isinstance(f, Function) and (ast.get_docstring(f) or "").startswith("[all]")}
     assert said - {"open"} == VERBS

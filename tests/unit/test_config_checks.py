@@ -5,10 +5,10 @@ import json
 import pytest
 
 from spmd_rl.config.checks import check
-from spmd_rl.config.identity import write_config
-from spmd_rl.config.idle import files, idle_settings
 from spmd_rl.config.load import CONFIGS, load
+from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.unused import files, unused_settings
 from spmd_rl.errors import UserError
 from tests.unit.test_config_load import DOORS
 
@@ -57,7 +57,7 @@ def refusal(place, *overrides: str) -> str:
 
 
 def idle(place, *overrides: str) -> list[str]:
-    return list(idle_settings(settings(place, *overrides), load("rlvr", RlvrConfig)))
+    return list(unused_settings(settings(place, *overrides), load("rlvr", RlvrConfig)))
 
 
 def test_a_good_line_passes_and_writes_nothing(place):
@@ -136,7 +136,7 @@ def test_vllm_must_be_there_and_draws_at_some_temperatures(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; `make setup` installs it")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    line = "rollout.temperature: 2.5 is not what engine=vllm draws at, 0.01 to 2"
+    line = "rollout.temperature: 2.5 is out of the range of engine=vllm, 0.01 to 2"
     assert refusal(place, "engine=vllm", "rollout.temperature=2.5") == line
     check(settings(place, "engine=vllm", "eval.temperature=2"))
 
@@ -229,7 +229,7 @@ def test_more_settings_without_effect(place):
     assert keys("reward.math.server='serve {port}'") == ["reward.math.server"]
     # What the shipped settings say of their own problems is no mistake of a user with a file.
     cfg = load("rlvr", RlvrConfig, [f"data.train={place}/rows.jsonl"])
-    assert list(idle_settings(cfg, load("rlvr", RlvrConfig))) == []
+    assert list(unused_settings(cfg, load("rlvr", RlvrConfig))) == []
 
 
 def test_files_and_generators_may_be_mixed(tmp_path) -> None:

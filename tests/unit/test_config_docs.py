@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.config.docs import entries
-from spmd_rl.config.reference import markdown
+from spmd_rl.config.markdown import markdown
 from spmd_rl.config.schema import PIPELINES, RlvrConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_config_md_is_current():
-    """Mend with: python -m spmd_rl.config.reference > docs/CONFIG.md"""
+    """Mend with: python -m spmd_rl.config.markdown > docs/CONFIG.md"""
     assert (DOCS / "CONFIG.md").read_text() == markdown()
 
 

@@ -205,7 +205,7 @@ def test_help_and_cfg_need_no_torch(place):
 
 def test_another_setting_in_a_used_directory_is_refused(place):
     code = (
-        "import sys\nfrom spmd_rl.config.identity import write_config\nfrom spmd_rl.config.load import load\n"
+        "import sys\nfrom spmd_rl.config.run_identity import write_config\nfrom spmd_rl.config.load import load\n"
         "from spmd_rl.config.schema import RlvrConfig\n"
         "cfg = load('rlvr', RlvrConfig, sys.argv[1:]); write_config(cfg, cfg.run.dir, 'rlvr')"
     )

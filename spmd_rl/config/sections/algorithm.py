@@ -1,7 +1,6 @@
-"""Scores, advantages, losses and what corrects them: `algorithm`, and `algorithm.correction`.
+"""Scores, advantages, losses and importance correction: `algorithm` and `algorithm.correction`.
 
-The formulas, their sources and when to use which stand in docs/ALGORITHMS.md. Left out: which setting needs which
-pipeline (`schema.py`).
+docs/ALGORITHMS.md has the formulas, their sources and when to use which. `schema.py` checks what a pipeline needs.
 """
 
 from collections.abc import Mapping
@@ -9,7 +8,8 @@ from dataclasses import dataclass, field
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
 
-# The names in the dicts of `algo`, which needs torch, each with the keys that it reads; a test holds the two together.
+# The names in the dicts of `algo`, each with the keys that it reads; a test compares the two. `algo` itself needs
+# torch.
 SAMPLE_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("norm_std",),
     "dr_grpo": (),
@@ -27,7 +27,7 @@ SAMPLE_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
 TOKEN_ADVANTAGES: Mapping[str, tuple[str, ...]] = {"gae": ("gamma", "lam"), "reinforce_returns": ("gamma",)}
 ADVANTAGES = {**SAMPLE_ADVANTAGES, **TOKEN_ADVANTAGES}
 AGENTIC_ADVANTAGES = ("starpo", "step_reinforce", "gigpo")
-"""They compare the steps of trajectories, which only an agent has."""
+"""Estimators that compare the steps of trajectories, which only an agent has"""
 CLIP = ("clip_low", "clip_high")
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "ppo_clip": CLIP,
@@ -47,7 +47,7 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "kl_cov": ("kl_cov_coef",),
 }
 CHOICES = {"clip_cov": ("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), "kl_cov": ("kl_cov_ratio",)}
-"""Losses that choose tokens over the global batch, and the keys that only the choice reads."""
+"""Losses that select tokens of the global batch, and the keys that only the selection reads"""
 LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
     "token-mean": (),
     "seq-mean-token-mean": (),
@@ -55,32 +55,29 @@ LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
     "seq-mean-token-sum-norm": ("loss_agg_length",),
 }
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
-NO_FULL_KL = (
-    "full needs the logits of policy and reference over the whole vocabulary, which no trainer holds; "
-    f"known: {', '.join(KL_ESTIMATORS)}"
-)
 NORMS = ("none", "batch", "group", "running")
 LEVELS = ("off", "token", "segment", "sequence", "geometric")
 
 
 @dataclass
 class CorrectionConfig:
-    """Importance weights for the mismatch between the engine that sampled and the trainer: `algorithm.correction`.
+    """Importance weights that correct the mismatch between the engine and the trainer: `algorithm.correction`.
 
-    The engine computes with other kernels, and often in another precision, so its logprobs of its own tokens are not
-    quite the trainer's. `train_infer/abs_diff/mean` says how far they are apart.
+    The engine computes with other kernels, and often in another precision, so its logprobs of the tokens it sampled
+    differ slightly from the trainer's. The metric `train_infer/abs_diff/mean` measures this.
     """
 
     level: str = "off"
-    """What one weight covers: `token`, `segment` (a turn), `sequence` (product over a sample), `geometric` (mean over a
-    sample) or `off`. Off by default, so that an algorithm is what its paper says; with an engine in bfloat16 or FP8,
-    and `train_infer/abs_diff/mean` above 0.01, `token` is advised. Costs no forward pass."""
+    """What one importance weight covers: `token`, `segment` (a turn), `sequence` (product over a sample), `geometric`
+    (mean over a sample) or `off`. It costs no forward pass. It is off by default, so that an algorithm is what its
+    paper says; `token` is advised where `train_infer/abs_diff/mean` is above 0.01, as with an engine in bfloat16 or
+    FP8."""
     upper: float | None = 2.0
-    """Weights are truncated here (null: not at all)."""
+    """Importance weights are truncated to this (null: not at all)."""
     mask_low: float | None = None
-    """A token, segment or sample whose weight lies below is left out of the loss. It still counts in the divisors."""
+    """Tokens, segments or samples with a weight below this are masked in the loss; they still count in its divisors."""
     mask_high: float | None = None
-    """The same for weights above."""
+    """Tokens, segments or samples with a weight above this are masked in the loss, as with `mask_low`."""
 
     def __post_init__(self) -> None:
         one_of(self, level=LEVELS)
@@ -90,134 +87,133 @@ class CorrectionConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """Advantages and loss: group `algorithm`."""
+    """Scores, advantages and loss: group `algorithm`."""
 
     name: str = "grpo"
-    """For humans and the run's name."""
+    """Name of the recipe; it becomes a part of the default `run.name`."""
 
     advantage: str = "grpo"
-    """Advantage estimator. Of whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
-    `opo`, `lite_ppo`, `pass_at_k`; of an agent's steps: `starpo`, `step_reinforce`, `gigpo`; of tokens: `gae` (with a
-    critic), `reinforce_returns`."""
+    """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
+    `opo`, `lite_ppo`, `pass_at_k`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`; for tokens: `gae`
+    (with a critic), `reinforce_returns`."""
     norm_std: bool = True
-    """Divide centred scores by the group's standard deviation (off: Dr.GRPO)."""
+    """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
     """Discount from token to token, for token-level estimators and for a KL penalty in the reward."""
     lam: float = 1.0
-    """GAE's lambda: 1 has no bias of the critic and all of the variance."""
+    """Lambda of GAE; 1 has no bias from the critic and the largest variance."""
     pass_k: int = 4
-    """k of pass@k."""
+    """Number k of answers in pass@k."""
     pass_score: float = 1.0
-    """A score of at least this is right (`pass_at_k`, `error_max_len_clip`)."""
+    """An answer with a score of at least this counts as right (for `pass_at_k` and `error_max_len_clip`)."""
     step_reward_gamma: float = 0.95
-    """Discount from step to step of a trajectory."""
+    """Discount from one step of a trajectory to the next."""
     episode_reward_weight: float = 1.0
-    """GiGPO's weight of the comparison of trajectories."""
+    """Weight of the advantage between whole trajectories in GiGPO."""
     step_reward_weight: float = 1.0
-    """GiGPO's weight of the comparison of steps that met the same state."""
+    """Weight of the advantage between steps from the same state in GiGPO."""
     whiten_advantages: bool = False
     """Shift and scale the advantages of all tokens of the global batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = None
-    """Hold advantages within plus and minus this, after all else."""
+    """Clip advantages to plus and minus this, after everything else (null: not at all)."""
 
     reward_scale: float = 1.0
-    """Factor on every score, first of all."""
+    """Factor by which every score is multiplied first."""
     reward_shift: float = 0.0
-    """Added to every score after `reward_scale`."""
+    """Number that is added to every score after `reward_scale`."""
     format_penalty: float = 0.0
-    """Taken from the score of an answer in the wrong format."""
+    """Penalty that an answer in the wrong format loses from its score."""
     repetition_coef: float = 0.0
-    """Taken from the score for the share of n-grams that repeat an earlier one."""
+    """Penalty for repetition, times the share of n-grams that repeat an earlier one."""
     repetition_ngram: int = 3
-    """n of these n-grams, in tokens."""
+    """Length in tokens of the n-grams whose repetition is penalised."""
     overlong_coef: float = 0.0
-    """DAPO's soft punishment of answers near the token limit `rollout.max_new_tokens`: what the longest lose."""
+    """DAPO's soft overlong penalty: what answers at the token limit `rollout.max_new_tokens` lose."""
     overlong_tokens: int | None = None
-    """Tokens before the limit over which that punishment rises. Default: a quarter of the limit."""
+    """Tokens before the limit over which the overlong penalty rises. Default: a quarter of the limit."""
     norm_mean_type: str = "none"
-    """Scores less their mean over `batch`, `group` or the run so far (`running`); `none`."""
+    """Subtract from scores their mean over the `batch`, the `group` or the run so far (`running`), or `none`."""
     norm_std_type: str = "none"
-    """Scores over their standard deviation in `batch`, `group` or the run so far (`running`); `none`."""
+    """Divide scores by their standard deviation in the `batch`, the `group` or the run so far (`running`), or
+    `none`."""
     reward_clip: float | None = None
-    """Hold scores within plus and minus this, after normalisation."""
+    """Clip scores to plus and minus this, after normalisation (null: not at all)."""
 
     max_len_mask: bool = False
-    """Leave answers out of the loss that were cut off at the token limit; they stay in their group's baseline."""
+    """Mask answers that were truncated at the token limit in the loss; they stay in the baseline of their group."""
     difficulty_mask: bool = False
-    """Leave groups out of the loss whose mean score lies outside of the two thresholds."""
+    """Mask groups in the loss whose mean score lies outside of the two difficulty thresholds."""
     difficulty_low_threshold: float = 0.0
-    """Groups must score more than this on average."""
+    """Mean score that a group must exceed under `difficulty_mask`."""
     difficulty_high_threshold: float = 1.0
-    """Groups must score less than this on average."""
+    """Mean score below which a group must stay under `difficulty_mask`."""
     error_max_len_clip: bool = False
-    """Leave wrong answers (score below `pass_score`) out of the loss that are long."""
+    """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096
-    """Tokens from which a wrong answer is long."""
+    """Number of tokens from which `error_max_len_clip` takes a wrong answer as long."""
     difficulty_loss_weight: bool = False
-    """Weigh groups by 0.5 + 1.5 (1 - mean score): harder prompts more. The mean weight is 1."""
+    """Weight the loss of each group by 0.5 + 1.5 (1 - mean score), so that harder prompts count more. The mean is 1."""
     length_loss_weight: bool = False
-    """Weigh answers from 1.5 (the shortest of the step) to 0.5 (the longest). The mean weight is 1."""
+    """Weight the loss of answers from 1.5 (shortest of the step) to 0.5 (longest). The mean is 1."""
 
     loss: str = "ppo_clip"
     """Policy loss: `ppo_clip`, `dual_clip`, `segment_clip`, `gspo`, `gspo_token`, `raft_pp`, `vanilla_pg`, `tis`,
     `cispo`, `topr`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`."""
     loss_agg: str = "token-mean"
-    """Weight of each token: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum` or `seq-mean-token-sum-norm`
-    (over `loss_agg_length`); counts are global."""
+    """Loss aggregation: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum` or `seq-mean-token-sum-norm` (divided
+    by `loss_agg_length`). Counts are those of the global batch."""
     loss_agg_length: int | None = None
-    """The constant of `seq-mean-token-sum-norm`. Default: `rollout.max_new_tokens`."""
+    """Constant divisor of `seq-mean-token-sum-norm`. Default: `rollout.max_new_tokens`."""
     clip_low: float = 0.2
-    """Lower clip range of the importance ratio: 1 - clip_low."""
+    """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
-    """Upper clip range of the importance ratio: 1 + clip_high."""
+    """The importance ratio is clipped above at 1 + clip_high."""
     dual_clip: float = 3.0
-    """Largest ratio of a token with a negative advantage (`loss=dual_clip`)."""
+    """Largest importance ratio of a token with a negative advantage, for `loss=dual_clip`."""
     sapo_tau_pos: float = 1.0
-    """SAPO's steepness of the gate for positive advantages."""
+    """Steepness of SAPO's gate for positive advantages."""
     sapo_tau_neg: float = 1.05
-    """The same for negative advantages."""
+    """Steepness of SAPO's gate for negative advantages."""
     kimi_tau: float = 0.1
-    """Kimi k1.5's weight of the pull to the old policy."""
+    """Weight of Kimi k1.5's penalty for leaving the old policy."""
     clip_cov_ratio: float = 2e-4
-    """Share of all tokens whose gradient clip-cov takes away."""
+    """Share of all tokens whose gradient `loss=clip_cov` removes."""
     clip_cov_low: float = 1.0
-    """Tokens of a covariance above this may be chosen (`loss=clip_cov`)."""
+    """Covariance above which `loss=clip_cov` may select a token."""
     clip_cov_high: float = 5.0
-    """Tokens of a covariance below this may be chosen."""
+    """Covariance below which `loss=clip_cov` may select a token."""
     kl_cov_ratio: float = 2e-3
-    """Share of all tokens, those of the largest covariance, that kl-cov pulls back."""
+    """Share of all tokens, those of the largest covariance, that `loss=kl_cov` penalises."""
     kl_cov_coef: float = 1.0
-    """Weight of kl-cov's pull to the old policy."""
+    """Weight of the KL penalty of `loss=kl_cov`."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     sft_coef: float = 0.0
-    """Weight of supervised learning on answers of positive advantage."""
+    """Weight of a supervised loss on answers with a positive advantage."""
 
     kl_coef: float = 0.0
-    """Weight of the KL penalty to the frozen reference, in the loss."""
+    """Weight of the KL penalty to the frozen reference in the loss."""
     kl_estimator: str = "k3"
-    """Of the penalty in the loss: `k1`, `k2`, `k3` (Schulman, Approximating KL Divergence) or `abs`."""
+    """Estimator of the KL penalty in the loss: `k1`, `k2`, `k3` (Schulman, Approximating KL Divergence) or `abs`."""
     kl_reward_coef: float = 0.0
-    """Weight of the KL penalty to the frozen reference, in the reward of each token. With both weights 0 no reference
-    is loaded."""
+    """Weight of the KL penalty to the frozen reference in the reward of each token. With this and `kl_coef` at 0 no
+    reference is loaded."""
     kl_reward_estimator: str = "k1"
-    """Of the penalty in the reward."""
+    """Estimator of the KL penalty in the reward: as `kl_estimator`."""
     target_kl: float | None = None
-    """Nats per answer towards which an adaptive controller drives the weights above (null: they are fixed)."""
+    """KL in nats per answer towards which an adaptive controller moves the KL weights (null: they are fixed)."""
     kl_horizon: float = 10000.0
-    """Answers over which the controller may change a weight by a fifth."""
+    """Number of answers over which the adaptive controller may change a KL weight by a fifth."""
 
     value_clip: float | None = None
-    """Hold the critic's values within plus and minus this of the old ones (null: not at all)."""
+    """Clip the critic's values to within this of the old ones (null: not at all)."""
     critic_warmup: int = 0
-    """Steps in which the critic learns and the policy does not."""
+    """Number of first steps in which only the critic is trained."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
         one_of(self, advantage=ADVANTAGES, loss=LOSSES, loss_agg=LOSS_AGGS, norm_mean_type=NORMS, norm_std_type=NORMS)
-        for key in ("kl_estimator", "kl_reward_estimator"):
-            require(getattr(self, key) != "full", f"{key}: {NO_FULL_KL}")
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
         within(self, gamma=(0, 1), lam=(0, 1), step_reward_gamma=(0, 1))
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1))
@@ -228,7 +224,7 @@ class AlgorithmConfig:
         above(self, sapo_tau_pos=0, sapo_tau_neg=0, advantage_clip=0, reward_clip=0, value_clip=0)
         above(self, target_kl=0, kl_horizon=0, difficulty_high_threshold=self.difficulty_low_threshold)
         above(self, clip_cov_high=self.clip_cov_low)
-        log_band = self.loss == "gmpo"  # its band is of the logarithm
+        log_band = self.loss == "gmpo"  # it clips the logarithm of the ratio
         require(log_band or self.clip_low <= 1, f"clip_low: must be between 0 and 1, not {self.clip_low}")
         require(self.target_kl is None or self.uses_reference, "target_kl: needs kl_coef or kl_reward_coef above 0")
         plain = self.norm_mean_type == self.norm_std_type == "none"
@@ -236,8 +232,8 @@ class AlgorithmConfig:
         counts = self.advantage == "pass_at_k"  # normalised, no score would reach `pass_score`
         require(plain or not counts, "norm_mean_type: pass_at_k counts right answers, leave both norms at none")
         critics = ", ".join(name for name in ADVANTAGES if needs_critic(name))
-        for key, said in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
-            require(self.uses_critic or not said, f"{key}: there is no critic; only advantage={critics} has one")
+        for key, given in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
+            require(self.uses_critic or not given, f"{key}: there is no critic; only advantage={critics} has one")
 
     @property
     def uses_reference(self) -> bool:
@@ -256,5 +252,5 @@ class AlgorithmConfig:
 
 
 def needs_critic(advantage: str) -> bool:
-    """Whether the estimator of this name reads a critic's values."""
+    """Return whether the estimator of this name reads a critic's values."""
     return advantage == "gae"

@@ -1,4 +1,4 @@
-"""Prompts and who judges their answers: `data`, `reward`."""
+"""Prompts and the rewarders of their answers: `data`, `reward`."""
 
 import re
 import shlex
@@ -17,29 +17,29 @@ SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 @dataclass
 class DataConfig:
-    """Prompts. See docs/DATA.md for row schema and rules."""
+    """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
 
     train: str = "reasoning_gym:chain_sum"
-    """A JSONL file, a comma-separated list of them, or `reasoning_gym:<task>`."""
+    """Training prompts: a JSONL file, `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
-    """The same, for held-out prompts. Default: the held-out share of `train`."""
+    """Held-out prompts, given like `train`. Default: the held-out share of `train`."""
     holdout: float = 0.25
-    """Share of the content hashes that is held out when `eval` is not given."""
+    """Share of `train` that is held out, by content hash, when `eval` is not given."""
     size: int = 1000
-    """Rows generated before duplicates are dropped (reasoning_gym only)."""
+    """Number of rows to generate, before duplicates are dropped (reasoning_gym only)."""
     seed: int = 0
-    """Generator seed (reasoning_gym only)."""
+    """Seed of the generator (reasoning_gym only)."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Generator parameters (reasoning_gym only)."""
+    """Parameters of the task (reasoning_gym only)."""
     domains: dict[str, str] = field(default_factory=dict)
-    """Other names for the rows' domains or ROLL's tags: `{deepmath_103k: math, RLVR: general}`."""
+    """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. Exact: of the
-    first n tickets each domain has its share to within one. Default: as they come."""
+    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. They are exact: of
+    the first n tickets each domain has its share to within one. Default: prompts as they come."""
     format: str = "{question}"
-    """The user message; `{question}` stands for the problem's text. Rows with `messages` are taken as they are."""
+    """Template of the user message; `{question}` stands for the text of a row. Rows with `messages` do not use it."""
     system: str | None = None
-    """A system message in front of every prompt that brings none."""
+    """System message that is put before every prompt without one."""
 
     def __post_init__(self) -> None:
         self.train = expand_list(self.train)
@@ -55,31 +55,31 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    """One domain's rewarder: `reward.<domain>`."""
+    """The rewarder of one domain: `reward.<domain>`."""
 
     target: str
-    """`module:Class`, importable; your own file on PYTHONPATH is as good as one of ours."""
+    """Class of the rewarder as `module:Class`: one of `rewards/`, or your own on PYTHONPATH."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Constructor arguments."""
+    """Arguments of its constructor."""
     workers: int = 1
-    """Processes per node."""
+    """Worker processes per node."""
     cpus: str | None = None
-    """Processors of a node that these processes keep to, as `0-3,8`: a slow domain cannot crowd out another, nor the
+    """CPUs to which the workers are pinned, as `0-3,8`, so that a slow domain takes no time from others or from the
     ranks. Default: those that the run itself may use."""
     timeout: float = 10.0
-    """Seconds until a score becomes a `timeout` verdict."""
+    """Seconds after which an answer without a score gets the verdict `timeout`."""
     start_seconds: float = 300.0
-    """Seconds until a process must have built the rewarder, and until the domain's own server must answer."""
+    """Seconds within which a worker must have built the rewarder, and the domain's own server must answer."""
     devices: str | None = None
-    """Devices on which each node's sidecar host starts a server of this domain's own, as a local judge needs one:
-    named as in CUDA_VISIBLE_DEVICES (`"2,3"`; leave them free of ranks), or `cpu`. The rewarder's `url` is then the
-    server's address with `/v1`. Default: no server."""
+    """Devices on which each node starts a server for this domain, such as a local judge: as in CUDA_VISIBLE_DEVICES
+    (`"2,3"`; leave them free of ranks), or `cpu`. The rewarder's `url` is then the address of the server with `/v1`.
+    Default: no server."""
     server: str = "vllm serve {model} --host 127.0.0.1 --port {port} --tensor-parallel-size {num_devices}"
-    """That server's command, without a shell: anything that answers at `/health` once it is up. `{model}` stands for
-    `args.model`, `{port}` for a free port, `{num_devices}` for the number of `devices`."""
+    """Command of that server, which must answer at `/health` once it is up; it runs without a shell. `{model}` stands
+    for `args.model`, `{port}` for a free port, `{num_devices}` for the number of `devices`."""
     sandbox: str = "auto"
-    """Where a rewarder that runs code from answers runs it: `bwrap` (bubblewrap), `forkserver` (needs root), `auto`
-    (the first of these that works here; if none does, the run does not start), or `none`: no isolation at all."""
+    """Sandbox in which a rewarder runs the code of answers: `bwrap` (bubblewrap), `forkserver` (needs root), `auto`
+    (the first of these that works; if none does, the run does not start), or `none` (no isolation at all)."""
 
     def __post_init__(self) -> None:
         module, _, name = self.target.partition(":")
@@ -95,29 +95,32 @@ class RewardConfig:
             has_model = "{model}" not in self.server or "model" in self.args
             require(has_model, "server: {model} stands for args.model, which is not given")
             require("{port}" in self.server, "server: must contain {port}")
-            words(self.server)
+            split_command(self.server)
 
     @property
     def server_command(self) -> list[str]:
-        """The words of `server`, with the port still open; none without `devices`."""
+        """The words of `server`, in which `{port}` is not filled in yet; empty without `devices`."""
         if self.devices is None:
             return []
         known = {"{model}": str(self.args.get("model")), "{num_devices}": str(self.devices.count(",") + 1)}
-        return [reduce(lambda word, name: word.replace(name, known[name]), known, word) for word in words(self.server)]
+        return [
+            reduce(lambda word, name: word.replace(name, known[name]), known, word)
+            for word in split_command(self.server)
+        ]
 
     @property
     def cpu_numbers(self) -> list[int]:
-        """The processors that `cpus` names."""
+        """The CPU numbers that `cpus` names; empty without it."""
         ends = [list(map(int, part.split("-"))) for part in self.cpus.split(",")] if self.cpus else []
         return sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)})
 
 
 @dataclass
 class RewardsConfig:
-    """Section `reward`: in YAML `error_budget` stands beside the domains; the loader sorts them into this."""
+    """The rewarders of all domains: `reward`. In YAML the domains stand beside `error_budget`."""
 
     error_budget: float = 0.1
-    """Share of a step's answers whose verdict may be no score before the run stops and says why."""
+    """Share of the answers of a step that may be without a score; above it the run stops and says why."""
     domains: dict[str, RewardConfig] = field(default_factory=dict, metadata={"inline": "<domain>"})
     """`reward.<domain>.*`"""
 
@@ -125,8 +128,8 @@ class RewardsConfig:
         within(self, error_budget=(0, 1))
 
 
-def words(server: str) -> list[str]:
-    """Of a command, as a shell would split it. UserError for a quotation mark without its other."""
+def split_command(server: str) -> list[str]:
+    """Split a command into words as a shell does. Raises `UserError` for an unbalanced quotation mark."""
     try:
         return shlex.split(server)
     except ValueError as error:
@@ -134,5 +137,5 @@ def words(server: str) -> list[str]:
 
 
 def expand_list(paths: str) -> str:
-    """`~` expanded in each path of a comma-separated list."""
+    """Expand `~` in each path of a comma-separated list."""
     return ",".join(expanduser(path.strip()) for path in paths.split(","))

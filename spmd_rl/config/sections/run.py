@@ -1,4 +1,4 @@
-"""The run itself: `run`, `publish`, `checkpoint`, `track`, `journal`, `sidecar`."""
+"""The run itself: `run`, `publish`, `checkpoint`, `track`, `journal` and `sidecar`."""
 
 from dataclasses import dataclass, field
 from os.path import expanduser
@@ -9,12 +9,13 @@ from spmd_rl.curve_keys import check_bind
 
 @dataclass
 class RunConfig:
-    """Where a run lives."""
+    """The name and the directory of a run: `run`."""
 
     name: str | None = None
-    """Default: a hash of every setting that changes samples or gradients, so that the same line resumes its run."""
+    """Name of the run. Default: model, algorithm and a hash of all settings that change samples or gradients, so that
+    the same command resumes its run."""
     dir: str | None = None
-    """Default: `runs/<pipeline>/<run.name>`. Must be shared by all nodes."""
+    """Run directory; all nodes must share it. Default: `runs/<pipeline>/<run.name>`."""
 
 
 @dataclass
@@ -31,17 +32,17 @@ class PublishConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Saving and resuming."""
+    """Saving and resuming: `checkpoint`."""
 
     every: int = 50
-    """Steps between checkpoints. There is one at the end in any case; 0: only that one."""
+    """Steps between checkpoints; 0 saves only after the last step, which is always saved."""
     keep: int = 2
-    """How many checkpoints are kept, the newest ones."""
+    """Number of newest checkpoints to keep."""
     export_hf: bool = False
-    """Write `hf/` (safetensors, config, tokenizer) into each checkpoint; the last one always has it."""
+    """Write each checkpoint also in Hugging Face format, as `hf/`; the last checkpoint always has it."""
     resume: str = "auto"
-    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a used directory. Or the path of a checkpoint: one
-    of another run, to begin from, or one of this run, to go back to."""
+    """`auto`: continue if `run.dir` holds a checkpoint. `never`: refuse a directory that holds a run. Or the path of a
+    checkpoint: one of another run to begin from it, one of this run to go back to it."""
 
     def __post_init__(self) -> None:
         self.resume = expanduser(self.resume)
@@ -68,14 +69,14 @@ class DeviceSpecConfig:
 
 @dataclass
 class TrackConfig:
-    """Trackers beside the run directory's own files. None needs an account."""
+    """Experiment trackers beside the files of the run directory: `track`."""
 
     wandb: str = "off"
-    """`off`, `offline` or `online`."""
+    """Log to Weights & Biases: `off`, `offline` (no account needed) or `online`."""
     tensorboard: bool = False
-    """Write event files into `run.dir/tensorboard`."""
+    """Write TensorBoard event files into `run.dir/tensorboard`."""
     swanlab: str = "off"
-    """`off`, `offline` or `cloud`."""
+    """Log to SwanLab: `off`, `offline` (no account needed) or `cloud`."""
     device: DeviceSpecConfig = field(default_factory=DeviceSpecConfig)
 
     def __post_init__(self) -> None:
@@ -84,10 +85,10 @@ class TrackConfig:
 
 @dataclass
 class JournalConfig:
-    """Stall detection."""
+    """Detection of stalls: `journal`."""
 
     stall_seconds: float = 300.0
-    """If no rank's progress counter moves for so long, all ranks dump their stacks and the job ends."""
+    """Seconds without progress of any rank after which all ranks dump their stacks and the job ends."""
 
     def __post_init__(self) -> None:
         above(self, stall_seconds=0)
@@ -95,14 +96,14 @@ class JournalConfig:
 
 @dataclass
 class SidecarConfig:
-    """Where sidecar hosts listen, and to whom."""
+    """Where sidecar hosts listen, and to whom: `sidecar`."""
 
     bind: str = "ipc"
-    """`ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port. `tcp://ADDRESS:PORT`, or `*` for
-    all addresses of each node: from other machines, as CPU nodes that attach; only with `keys`."""
+    """Address of the sidecar hosts. `ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port.
+    `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for CPU nodes that attach; only with `keys`."""
     keys: str | None = None
-    """Directory of CURVE keys (`python -m launch.sidecar_keys DIR`): traffic is encrypted, and only those listed in
-    `DIR/allowed` are served. Default: none, and only this machine is served."""
+    """Directory of CURVE keys (`python -m launch.sidecar_keys DIR`): traffic is encrypted, and only clients listed in
+    `DIR/allowed` are served. Default: no keys, and only this machine is served."""
 
     def __post_init__(self) -> None:
         self.keys = self.keys and expanduser(self.keys)

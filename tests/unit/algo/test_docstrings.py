@@ -1,4 +1,4 @@
-"""What every named loss, term and aggregation keeps to, beside the fields that `test_reference.py` asks for."""
+"""What every named loss, term and aggregation keeps to, beside the fields that `test_markdown.py` asks for."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from spmd_rl.algo import AGGREGATIONS, POLICY_LOSSES, POLICY_TERMS
 from spmd_rl.algo.correction import correction
-from spmd_rl.algo.reference import SECTIONS, fields
+from spmd_rl.algo.markdown import SECTIONS, fields
 
 OURS: dict[str, Callable] = {**POLICY_LOSSES, **POLICY_TERMS, **AGGREGATIONS, "correction": correction}
 

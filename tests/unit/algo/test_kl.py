@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.algo.kl import KL_ESTIMATORS, adaptive_coef, full
+from spmd_rl.algo.kl import KL_ESTIMATORS, adaptive_coef
 
 VOCABULARY = 40
 
@@ -65,21 +65,6 @@ def test_gradients_in_the_loss_are_what_the_docstrings_say(name: str, truth: str
     (expected,) = torch.autograd.grad(exact[truth], p)
     assert torch.allclose(ours, expected, atol=1e-12)
     assert truth == "none" or expected.abs().max() > 1e-3
-
-
-def test_full_is_exact_with_its_gradient() -> None:
-    p, q = (t.unsqueeze(0) for t in logits())
-    assert float(full(p, q)) == pytest.approx(divergence(p[0], q[0]), rel=1e-12)
-    assert torch.autograd.gradcheck(lambda x: full(x, q), p.clone().requires_grad_())
-    assert float(full(p, p)) == 0
-
-
-def test_full_takes_tokens_that_cannot_be() -> None:
-    p = torch.tensor([[0.0, 0.0, -math.inf]]).double().requires_grad_()
-    value = full(p, torch.tensor([[0.0, 1.0, 5.0]]).double())
-    value.sum().backward()
-    assert value.isfinite().all() and p.grad is not None and p.grad.isfinite().all()
-    assert float(full(torch.zeros(1, 2), torch.tensor([[0.0, -math.inf]]))) == math.inf, "q lacks a token of p"
 
 
 def test_only_k3_hides_an_impossible_token() -> None:

@@ -1,6 +1,6 @@
 """`docs/ALGORITHMS.md`: every estimator and loss with its formula, source, keys and use, from the docstrings.
 
-    python -m spmd_rl.algo.reference > docs/ALGORITHMS.md
+    python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md
 
 A docstring opens with one line; then come a formula (indented), prose, and the block of `Source:`, `Keys:` and `Use:`.
 What stands after that block (shapes, dtypes) is for those who call the function and is left out of the page. A test
@@ -35,7 +35,7 @@ FIELDS = ("Source", "Keys", "Use")
 INTRO = """\
 # Algorithms
 
-<!-- Written by `python -m spmd_rl.algo.reference > docs/ALGORITHMS.md`; edit the docstrings in spmd_rl/algo/. -->
+<!-- Written by `python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md`; edit the docstrings in spmd_rl/algo/. -->
 
 Each is one short function under `spmd_rl/algo/`, named here as in the settings. Keys are those of `algorithm`; their
 defaults stand in [CONFIG.md](CONFIG.md), which also lists the recipes that put these together (`algorithm=<recipe>`).
@@ -73,7 +73,7 @@ SECTIONS = (
     Section(
         "KL to the reference",
         "`algorithm.kl_estimator` in the loss, `kl_reward_estimator` in the reward; p: the policy, q: the reference.",
-        {**KL_ESTIMATORS, **_named(kl.full, kl.adaptive_coef)},
+        {**KL_ESTIMATORS, **_named(kl.adaptive_coef)},
     ),
     Section("Correction of the engine's mismatch", "`algorithm.correction`.", _named(correction)),
     Section(

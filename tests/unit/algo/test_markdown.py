@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.algo.reference import SECTIONS, fields, markdown
+from spmd_rl.algo.markdown import SECTIONS, fields, markdown
 
 ROOT = Path(__file__).resolve().parents[3]
 ENTRIES = [(f"{section.title}: {name}", function) for section in SECTIONS for name, function in section.members.items()]
 
 
 def test_algorithms_md_is_current() -> None:
-    """Mend with: python -m spmd_rl.algo.reference > docs/ALGORITHMS.md"""
+    """Mend with: python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md"""
     assert (ROOT / "docs" / "ALGORITHMS.md").read_text() == markdown()
 
 

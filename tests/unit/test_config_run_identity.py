@@ -8,8 +8,8 @@ import sys
 import pytest
 import yaml
 
-from spmd_rl.config.identity import digest, refuse_other_run, saved_config, write_config
 from spmd_rl.config.load import load
+from spmd_rl.config.run_identity import check_same_run, identity_hash, saved_config, write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import UserError
 
@@ -37,7 +37,7 @@ def rlvr(*overrides: str) -> RlvrConfig:
     ],
 )
 def test_what_changes_no_sample_keeps_the_name(override):
-    assert digest(rlvr(override)) == digest(rlvr())
+    assert identity_hash(rlvr(override)) == identity_hash(rlvr())
 
 
 @pytest.mark.parametrize(
@@ -59,23 +59,24 @@ def test_what_changes_no_sample_keeps_the_name(override):
     ],
 )
 def test_what_changes_samples_or_gradients_changes_the_name(override):
-    assert digest(rlvr(override)) != digest(rlvr())
+    assert identity_hash(rlvr(override)) != identity_hash(rlvr())
 
 
 def test_steps_count_where_the_learning_rate_decays():
-    assert digest(rlvr("policy.schedule=cosine", "steps=10")) != digest(rlvr("policy.schedule=cosine", "steps=20"))
+    short, long = (identity_hash(rlvr("policy.schedule=cosine", f"steps={steps}")) for steps in (10, 20))
+    assert short != long
 
 
 def test_the_world_size_does_not_count(monkeypatch):
-    before = digest(rlvr())
+    before = identity_hash(rlvr())
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert digest(rlvr()) == before
+    assert identity_hash(rlvr()) == before
 
 
 def test_default_name_and_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = rlvr("policy.model=/m/tiny")
-    assert cfg.run.name == f"tiny-grpo-{digest(cfg)}" and len(digest(cfg)) == 8
+    assert cfg.run.name == f"tiny-grpo-{identity_hash(cfg)}" and len(identity_hash(cfg)) == 8
     assert cfg.run.dir == f"{tmp_path}/runs/rlvr/{cfg.run.name}"
     assert rlvr("run.name=x").run.dir == f"{tmp_path}/runs/rlvr/x"
     assert rlvr("run.dir=here").run.dir == f"{tmp_path}/here"
@@ -86,12 +87,12 @@ def test_default_name_and_directory(tmp_path, monkeypatch):
 
 def test_the_digest_is_the_same_in_every_process():
     code = (
-        "from spmd_rl.config.load import load\nfrom spmd_rl.config.identity import digest\n"
-        "from spmd_rl.config.schema import RlvrConfig\nprint(digest(load('rlvr', RlvrConfig)))"
+        "from spmd_rl.config.load import load\nfrom spmd_rl.config.run_identity import identity_hash\n"
+        "from spmd_rl.config.schema import RlvrConfig\nprint(identity_hash(load('rlvr', RlvrConfig)))"
     )
     salts = [{**os.environ, "PYTHONHASHSEED": salt} for salt in ("1", "2")]
     told = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for env in salts]
-    assert [one.stdout.strip() for one in told] == [digest(rlvr())] * 2
+    assert [one.stdout.strip() for one in told] == [identity_hash(rlvr())] * 2
 
 
 def test_config_yaml_says_settings_versions_and_revision(tmp_path):
@@ -117,8 +118,8 @@ def test_config_yaml_can_be_given_back(tmp_path):
 
 def test_the_same_run_is_accepted(tmp_path):
     write_config(rlvr(f"run.dir={tmp_path}"), tmp_path, "rlvr")
-    refuse_other_run(rlvr(f"run.dir={tmp_path}", "steps=50", "eval.every=5", "run.name=other"), "rlvr")
-    refuse_other_run(rlvr(f"run.dir={tmp_path}/new"), "rlvr")
+    check_same_run(rlvr(f"run.dir={tmp_path}", "steps=50", "eval.every=5", "run.name=other"), "rlvr")
+    check_same_run(rlvr(f"run.dir={tmp_path}/new"), "rlvr")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_the_same_run_is_accepted(tmp_path):
 def test_another_run_is_refused_by_key(tmp_path, override, line):
     write_config(rlvr(f"run.dir={tmp_path}"), tmp_path, "rlvr")
     with pytest.raises(UserError) as caught:
-        refuse_other_run(rlvr(f"run.dir={tmp_path}", override), "rlvr")
+        check_same_run(rlvr(f"run.dir={tmp_path}", override), "rlvr")
     assert str(caught.value).startswith(line.format(dir=tmp_path))
 
 
@@ -142,16 +143,16 @@ def test_a_run_older_than_a_setting_is_compared_with_its_default(tmp_path):
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     del saved["rollout"]["min_answers"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    refuse_other_run(rlvr(f"run.dir={tmp_path}"), "rlvr")
+    check_same_run(rlvr(f"run.dir={tmp_path}"), "rlvr")
     with pytest.raises(UserError, match=r"rollout\.min_answers"):
-        refuse_other_run(rlvr(f"run.dir={tmp_path}", "rollout.min_answers=3"), "rlvr")
+        check_same_run(rlvr(f"run.dir={tmp_path}", "rollout.min_answers=3"), "rlvr")
 
 
 def test_another_pipeline_and_a_broken_file_are_refused(tmp_path):
     cfg = rlvr(f"run.dir={tmp_path}")
     write_config(cfg, tmp_path, "sft")
     with pytest.raises(UserError, match=r"holds a run of sft"):
-        refuse_other_run(cfg, "rlvr")
+        check_same_run(cfg, "rlvr")
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
-        refuse_other_run(cfg, "rlvr")
+        check_same_run(cfg, "rlvr")

@@ -1,8 +1,8 @@
-"""What makes a run the same run: its name, its directory, and the settings it was started with.
+"""The identity of a run: its name, its directory, and the settings it was started with.
 
-The same line typed twice, or typed again with more `steps`, resumes its run; a line that would change samples or
-gradients is another run. `config.yaml` in the run's directory holds the settings as a user writes them, and under
-`about` the package versions and the git revision. Left out: who calls (rank 0 alone writes) and when.
+The same command given again, or given with more `steps`, resumes its run; a command with settings that change samples
+or gradients is another run. `config.yaml` in the run directory holds the settings as a user writes them, and under
+`about` the package versions and the git revision.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import yaml
 
-from spmd_rl.config.keys import flatten, plain
+from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.errors import UserError
 
 CONFIG_FILE = "config.yaml"
-HARMLESS = ("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "debug", "profile")
-"""Sections and settings that change neither samples nor gradients."""
+WITHOUT_EFFECT_ON_RESULTS = ("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "debug", "profile")
+"""Sections and settings that change neither samples nor gradients"""
 
 PACKAGES = (
     *("spmd-rl", "torch", "transformers", "safetensors", "numpy", "hydra-core", "omegaconf", "pyzmq", "msgspec"),
@@ -33,47 +33,47 @@ T = TypeVar("T")
 
 
 def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a tree of settings, those that change samples or gradients, by dotted key.
+    """Return the settings of a tree that change samples or gradients, by dotted key.
 
-    All but `HARMLESS`, where and by how many processes rewarders run, and `steps`. Where a learning rate decays,
-    `steps` is its horizon and changes every gradient: it counts, unless every `schedule` is `constant`.
+    These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders run, and `steps`. `steps`
+    is among them unless every `schedule` is `constant`: it is the horizon of a decaying learning rate.
     """
     settings = dict(flatten(tree))
 
-    def counts(key: str) -> bool:
+    def changes_results(key: str) -> bool:
         endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox")
-        where = key.startswith("reward.") and key.endswith(endings) and ".args." not in key
-        return key != "steps" and key.split(".")[0] not in HARMLESS and not where
+        runs_where = key.startswith("reward.") and key.endswith(endings) and ".args." not in key
+        return key != "steps" and key.split(".")[0] not in WITHOUT_EFFECT_ON_RESULTS and not runs_where
 
-    kept = {key: value for key, value in settings.items() if counts(key)}
+    kept = {key: value for key, value in settings.items() if changes_results(key)}
     if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
         kept["steps"] = settings["steps"]
     return kept
 
 
-def digest(cfg: Any) -> str:
-    """8 hex digits over `identity`."""
-    text = json.dumps(identity(plain(cfg)), sort_keys=True, ensure_ascii=True)
+def identity_hash(cfg: Any) -> str:
+    """Return 8 hexadecimal digits over the `identity` of the settings."""
+    text = json.dumps(identity(to_dict(cfg)), sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def settle(cfg: T, pipeline: str) -> T:
-    """Fill in `run.name` and `run.dir` (made absolute) where the user left them open. Returns `cfg`."""
+def fill_run(cfg: T, pipeline: str) -> T:
+    """Fill in `run.name` and `run.dir` (as an absolute path) where the user gave none, and return `cfg`."""
     run = cfg.run
     if run.name is None:
-        parts = [Path(cfg.policy.model).name, getattr(getattr(cfg, "algorithm", None), "name", pipeline), digest(cfg)]
-        run.name = "-".join(parts)
+        kind = getattr(getattr(cfg, "algorithm", None), "name", pipeline)
+        run.name = "-".join([Path(cfg.policy.model).name, kind, identity_hash(cfg)])
     run.dir = str(run_dir(pipeline, run.name, run.dir))
     return cfg
 
 
 def run_dir(pipeline: str, name: str, given: str | None) -> Path:
-    """The absolute directory of the run called `name`."""
+    """Return the absolute directory of the run called `name`; `given` is the user's `run.dir`, if any."""
     return Path(given or f"runs/{pipeline}/{name}").expanduser().absolute()
 
 
 def saved_config(directory: str | Path) -> dict[str, Any] | None:
-    """The settings an existing run was started with, `about` included; None where no run has been."""
+    """Return the settings that the run in a directory was started with, with `about`; None where there is no run."""
     path = Path(directory) / CONFIG_FILE
     try:
         tree = yaml.safe_load(path.read_text())
@@ -86,8 +86,8 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
     return tree
 
 
-def refuse_other_run(cfg: Any, pipeline: str) -> None:
-    """A `UserError` if `run.dir` holds a run of other settings, naming the first that differs.
+def check_same_run(cfg: Any, pipeline: str) -> None:
+    """Raise a `UserError` if `run.dir` holds a run of other settings, naming the first that differs.
 
     A setting that the older run does not know is compared with today's default.
     """
@@ -97,8 +97,8 @@ def refuse_other_run(cfg: Any, pipeline: str) -> None:
     about = saved.pop("about", None) or {}
     if about.get("pipeline", pipeline) != pipeline:
         raise UserError(f"run.dir: {cfg.run.dir} holds a run of {about['pipeline']}; choose another run.dir")
-    now = identity(plain(cfg))
-    then = identity(dict(flatten(plain(type(cfg)()))) | dict(flatten(saved)))
+    now = identity(to_dict(cfg))
+    then = identity(dict(flatten(to_dict(type(cfg)()))) | dict(flatten(saved)))
     for key in [*now, *(key for key in then if key not in now)]:
         old, new = then.get(key, "absent"), now.get(key, "absent")
         if old != new:
@@ -108,22 +108,22 @@ def refuse_other_run(cfg: Any, pipeline: str) -> None:
 
 
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
-    """Write `config.yaml` whole. For rank 0 alone."""
-    about = {"pipeline": pipeline, "git_revision": git_revision(), "versions": versions()}
+    """Write `config.yaml`, whole or not at all; on rank 0."""
+    about = {"pipeline": pipeline, "git_revision": git_revision(), "versions": package_versions()}
     path = Path(directory) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(to_yaml({**plain(cfg), "about": about}))
+    draft.write_text(to_yaml({**to_dict(cfg), "about": about}))
     os.replace(draft, path)
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """A tree of plain values as YAML, in its own order."""
+    """Format a tree of plain values as YAML, in its own order."""
     return yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=120)
 
 
-def versions() -> dict[str, str]:
-    """Python and whatever of `PACKAGES` is installed; nothing is imported."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of those of `PACKAGES` that are installed, without importing them."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -134,12 +134,12 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """The commit this package is a clone of, with `-dirty` if files differ; None outside a clone."""
+    """Return the commit of the clone that holds this package, with `-dirty` if files differ; None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        # In a virtual environment inside someone else's clone our files are not tracked.
+        # In a virtual environment inside another project's clone this file is not tracked.
         subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], check=True, capture_output=True)
-        told = subprocess.run(
+        described = subprocess.run(
             [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             check=True,
             capture_output=True,
@@ -147,4 +147,4 @@ def git_revision() -> str | None:
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return told.stdout.strip()
+    return described.stdout.strip()

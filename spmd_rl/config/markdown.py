@@ -1,8 +1,8 @@
-"""`docs/CONFIG.md`: every setting of every pipeline, from the schema.
+"""Writes `docs/CONFIG.md`: every setting of every pipeline, from the schema.
 
-    python -m spmd_rl.config.reference > docs/CONFIG.md
+    python -m spmd_rl.config.markdown > docs/CONFIG.md
 
-A test holds the file to this. Left out: what a setting means, which stands below each field in `sections/`.
+A test checks that the file is current. The meaning of a setting stands below its field in `sections/`.
 """
 
 from collections.abc import Iterator
@@ -15,24 +15,24 @@ from spmd_rl.config.schema import PIPELINES
 INTRO = """\
 # Settings
 
-<!-- Written by `python -m spmd_rl.config.reference > docs/CONFIG.md`; edit spmd_rl/config/sections/ instead. -->
+<!-- Written by `python -m spmd_rl.config.markdown > docs/CONFIG.md`; edit spmd_rl/config/sections/ instead. -->
 
-Any of these stands on the command line as `key=value` or in a YAML file under `configs/`; what is not said has the
-default below. `--cfg job` prints the settings a line stands for and runs nothing; `--config-dir` adds a directory of
-your own YAML files. Groups are chosen as `group=option` (`+experiment=option`).
+Set any of these on the command line as `key=value`, or in a YAML file; every other setting has the default below.
+`--cfg job` prints the composed settings and runs nothing; `--config-dir` adds a directory of your own YAML files.
+Choose from a group with `group=option` (`+experiment=option`).
 """
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([INTRO, *_groups(), *(line for name in PIPELINES for line in _pipeline(name))])
 
 
 def _groups() -> Iterator[str]:
     yield from ("## Groups", "", "| group | option | what |", "|---|---|---|")
     for group, known in options(CONFIGS).items():
-        for option, said in known.items():
-            yield f"| `{group}` | `{option}` | {_cell(said)} |"
+        for option, summary in known.items():
+            yield f"| `{group}` | `{option}` | {_cell(summary)} |"
     yield ""
 
 
