@@ -17,8 +17,8 @@ from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.targets import UNPROVIDED, build_target
 
-ONLY_DATA_PARALLEL = ("fsdp2",)
-"""Backends without tensor, pipeline, context or expert parallelism"""
+NOT_PARALLEL = {"fsdp2": ("pp", "cp", "ep")}
+"""The parallel axes that each backend does not support"""
 
 VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
@@ -53,11 +53,8 @@ def check_mesh(cfg: Any) -> None:
     """Check that the backend supports its parallel sizes, and that they divide the world size."""
     axes = {axis: getattr(cfg.train, axis) for axis in ("tp", "pp", "cp", "ep")}
     for axis, size in axes.items():
-        if cfg.train.name in ONLY_DATA_PARALLEL and size != 1:
-            raise UserError(
-                f"train.{axis}: {size} is impossible, train={cfg.train.name} shards data-parallel only: "
-                "tp, pp, cp and ep must be 1"
-            )
+        if axis in NOT_PARALLEL.get(cfg.train.name, ()) and size != 1:
+            raise UserError(f"train.{axis}: {size} is impossible with train={cfg.train.name}; must be 1")
     copy = axes["tp"] * axes["pp"] * axes["cp"]
     if world_size() % copy:
         raise UserError(f"train.tp: tp x pp x cp = {copy} ranks a model copy do not divide {world_size()} ranks")

@@ -1,14 +1,16 @@
 """Build a causal language model from a Hugging Face directory: safetensors only, from disk only.
 
-Left out: sharded loading on the meta device (every rank reads the whole file once), tokenizers (`tokenizer.py`).
+Whole (`build_model`), or without weights (`build_on_meta`), to be sharded first and then filled by `load.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from spmd_rl.errors import UserError
@@ -28,10 +30,7 @@ def build_model(
     `attention.py`). UserError if `path` is no such directory, holds weights only as pickles, or does not load whole.
     """
     folder = model_directory(path)
-    packed.register()
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with _users_mistakes(folder):
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -41,15 +40,62 @@ def build_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The model of `path` in eval mode without its weights, with packed attention; tied weights are tied.
+
+    Parameters are of `dtype` and lie on the meta device; buffers, which a model computes itself (rotary tables), lie on
+    the CPU and are ready for use. UserError if `path` is no such directory or holds weights only as pickles.
+    """
+    folder = model_directory(path)
+    with _users_mistakes(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=packed.NAME, trust_remote_code=trust_remote_code
+            )
+    model.config.use_cache = False
+    return model.eval()
+
+
+@contextmanager
+def _users_mistakes(folder: Path) -> Iterator[None]:
+    """What transformers raises of a directory that it cannot read becomes one line; no progress bar meanwhile."""
+    packed.register()
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(f"policy.model: {folder} does not load: {_first_line(error)}") from error
     finally:
         if bar:
             logging.enable_progress_bar()
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(f"policy.model: {folder} lacks {len(missing)} weights, among them {missing[0]}")
-    model.config.use_cache = False
-    return model.to(device).eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Each parameter that a module registers moves to the meta device, before its module draws random values for it.
+
+    `torch.device("meta")` would take the buffers too, and nobody computes those a second time.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,16 +1,16 @@
-"""The training wing: roles (policy, reference, critic) built from the settings, each behind a Protocol of `base`."""
+"""The training wing: roles (policy, reference, critic), each built from its own settings behind a Protocol of `base`."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.errors import UserError
-from spmd_rl.model.build import build_model
+from spmd_rl.model.build import build_on_meta, model_directory
+from spmd_rl.model.load import WeightFiles, load_weights
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend
-
-BACKENDS = ("fsdp2",)
 
 
 class Roles(NamedTuple):
@@ -29,28 +29,55 @@ class Roles(NamedTuple):
 
 
 def build_roles(cfg: RlvrConfig, world: World) -> Roles:
-    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load."""
-    if cfg.train.name not in BACKENDS:
-        raise UserError(f"train.name={cfg.train.name!r} is none of {', '.join(BACKENDS)}")
-    return _build_fsdp2(cfg, world)
+    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load or does not fit."""
+    updates = cfg.train.updates_per_step
+    total = max(0, cfg.steps - cfg.algorithm.critic_warmup) * updates
+    policy = build_role("policy", cfg, world, total)
+    reference = build_role("reference", cfg, world) if cfg.algorithm.uses_reference else None
+    critic = build_role("critic", cfg, world, cfg.steps * updates) if cfg.algorithm.uses_critic else None
+    return Roles(policy, reference, critic)
 
 
-def _build_fsdp2(cfg: RlvrConfig, world: World) -> Roles:
+def build_role(name: str, cfg: RlvrConfig, world: World, total_updates: int = 1) -> Any:
+    """[all] The role `policy`, `reference` or `critic` of its own section, over `world`.
+
+    What the section leaves open (model, dtype, each setting of `train`) is the policy's. total_updates: where the
+    learning rate's schedule ends. The journal's line `loaded` counts the bytes that this rank has read.
+    """
+    own, key = getattr(cfg, name), "train" if name == "policy" else f"{name}.train"
+    train = cfg.train if name == "policy" else own.train.over(cfg.train)
+    dtype = getattr(torch, own.dtype or cfg.policy.dtype)
+    layout = Layout(world, tp=train.tp, pp=train.pp, cp=train.cp, ep=train.ep, key=key)  # [all]
+    model = build_on_meta(
+        own.model or cfg.policy.model, dtype if name == "reference" else torch.float32, cfg.policy.trust_remote_code
+    )
+    files = WeightFiles(model_directory(own.model or cfg.policy.model))
+    load = partial(load_weights, files=files, on_progress=world.progress)
+    build = BACKENDS[train.name]
+    role = build(name, model, load, layout, train, dtype, own, total_updates)
+    world.journal.note("loaded", role=name, bytes=files.bytes_read)
+    return role
+
+
+def _build_fsdp2(
+    name: str,
+    model: torch.nn.Module,
+    load: Callable[..., None],
+    layout: Layout,
+    train: TrainConfig,
+    dtype: torch.dtype,
+    own: Any,
+    total_updates: int,
+) -> Role:
     from spmd_rl.train.fsdp2 import FSDP2Backend, FSDP2Critic, with_value_head
 
-    def load(path: str | None) -> torch.nn.Module:
-        return build_model(path or cfg.policy.model, torch.float32, "cpu", cfg.policy.trust_remote_code)
+    if name == "reference":
+        return FSDP2Backend(model, layout, train, dtype, load=load)
+    if name == "policy":
+        return FSDP2Backend(model, layout, train, dtype, own, total_updates, load)
+    head = with_value_head(model).get_output_embeddings()
+    fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
+    return FSDP2Critic(model, layout, train, dtype, own, total_updates, partial(load, fresh=fresh))
 
-    def dtype(name: str | None) -> torch.dtype:
-        return getattr(torch, name or cfg.policy.dtype)
 
-    updates, layout = cfg.train.updates_per_step, Layout(world, tp=cfg.train.tp)  # [all]
-    total = max(0, cfg.steps - cfg.algorithm.critic_warmup) * updates
-    policy = FSDP2Backend(load(None), layout, cfg.train, dtype(None), cfg.policy, total)
-    reference = critic = None
-    if cfg.algorithm.uses_reference:
-        reference = FSDP2Backend(load(cfg.reference.model), layout, cfg.train, dtype(cfg.reference.dtype))
-    if cfg.algorithm.uses_critic:
-        model = with_value_head(load(cfg.critic.model))
-        critic = FSDP2Critic(model, layout, cfg.train, dtype(cfg.critic.dtype), cfg.critic, cfg.steps * updates)
-    return Roles(policy, reference, critic)
+BACKENDS = {"fsdp2": _build_fsdp2}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from os.path import expanduser
 
-from spmd_rl.config.sections.models import check_trained
+from spmd_rl.config.sections.models import TrainOverrides, check_trained
 
 
 @dataclass
@@ -26,8 +26,11 @@ class CriticConfig:
     """AdamW's decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's moment decays."""
+    eps: float = 1e-8
+    """AdamW's epsilon, added to the root of the second moment."""
     max_skipped_updates: int = 3
     """So many non-finite gradients in a row stop the run."""
+    train: TrainOverrides = field(default_factory=TrainOverrides)
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)

@@ -1,6 +1,6 @@
 """The models, what trains them and what generates with them: `policy`, `reference`, `train`, `engine`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import expanduser
 from typing import Any
 
@@ -8,6 +8,7 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 DTYPES = ("bfloat16", "float32")
 SCHEDULES = ("constant", "linear", "cosine")
+BACKENDS = ("fsdp2",)
 ENGINES = ("native", "vllm")
 
 
@@ -31,6 +32,8 @@ class PolicyConfig:
     """AdamW's decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's moment decays."""
+    eps: float = 1e-8
+    """AdamW's epsilon, added to the root of the second moment."""
     max_skipped_updates: int = 3
     """So many non-finite gradients in a row stop the run; each alone skips its update on all ranks."""
     trust_remote_code: bool = False
@@ -45,19 +48,48 @@ def check_trained(section: Any) -> None:
     """The dtype and the optimizer of a model that is trained."""
     one_of(section, dtype=DTYPES, schedule=SCHEDULES)
     at_least(section, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
-    above(section, max_grad_norm=0)
+    above(section, max_grad_norm=0, eps=0)
     two_decays = len(section.betas) == 2 and all(0 <= beta < 1 for beta in section.betas)
     require(two_decays, f"betas: must be two numbers in [0, 1), not {section.betas}")
 
 
 @dataclass
+class TrainOverrides:
+    """Where the training backend of a role differs from `train`; null takes the policy's."""
+
+    name: str | None = None
+    """`fsdp2`"""
+    tp: int | None = None
+    """Tensor-parallel ranks per model copy."""
+    tokens_per_microbatch: int | None = None
+    """Token budget of one forward and backward."""
+    activation_checkpointing: bool | None = None
+    """Recompute each layer's activations in the backward pass."""
+    reshard_after_forward: bool | None = None
+    """Give gathered layers back after use."""
+    compile: bool | None = None
+    """Compile the decoder layers."""
+    offload: bool | None = None
+    """Keep weights and optimizer state in host memory while generating."""
+
+    def __post_init__(self) -> None:
+        one_of(self, name=BACKENDS)
+        at_least(self, tp=1, tokens_per_microbatch=1)
+
+    def over(self, train: "TrainConfig") -> "TrainConfig":
+        """The settings of `train`, with those of this section that are not null in their place."""
+        return replace(train, **{key: value for key, value in vars(self).items() if value is not None})
+
+
+@dataclass
 class ReferenceConfig:
-    """The frozen reference of the KL term; loaded only when `algorithm.kl_coef` > 0."""
+    """The frozen reference of the KL term, held in its compute dtype; loaded only when `algorithm.kl_coef` > 0."""
 
     model: str | None = None
     """Default: the policy's directory, as it was before training."""
     dtype: str | None = None
     """Default: the policy's."""
+    train: TrainOverrides = field(default_factory=TrainOverrides)
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
@@ -94,11 +126,12 @@ class TrainConfig:
     """Keep weights and optimizer state in host memory while generating. No effect on CPU."""
 
     def __post_init__(self) -> None:
-        one_of(self, name=("fsdp2",))
+        one_of(self, name=BACKENDS)
         at_least(self, tp=1, pp=1, cp=1, ep=1, tokens_per_microbatch=1, updates_per_step=1)
         # torch may meet a layer's second pass with another graph than its first, and then refuses
         both = self.compile and self.activation_checkpointing
         require(not both, "compile: not together with activation_checkpointing")
+        require(not (self.compile and self.tp > 1), "compile: not together with tp > 1")
 
 
 @dataclass

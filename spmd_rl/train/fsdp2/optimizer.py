@@ -35,6 +35,7 @@ class Optimizer:
             self._shards.values(),
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
+            eps=settings.eps,
             weight_decay=settings.weight_decay,
             fused=True,
         )

@@ -60,11 +60,13 @@ class FSDP2Role:
         dtype: torch.dtype,
         optimizer: PolicyConfig | CriticConfig | None = None,
         total_updates: int = 1,
+        load: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """[all] Take over `model`, whole, on any device. Without `optimizer` all of it is frozen: no update.
+        """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
 
         dtype: compute dtype, bfloat16 or float32. Parameters that require a gradient are float32; frozen ones may be of
-        any dtype. total_updates: where the learning rate's schedule ends.
+        any dtype. Without `optimizer` all of them are frozen: no update. total_updates: where the learning rate's
+        schedule ends.
         """
         self.layout, self._world, self._train, self._settings = layout, layout.world, train, optimizer
         self._dtype, self._total_updates = dtype, total_updates
@@ -81,6 +83,9 @@ class FSDP2Role:
         self._keep_gathered = not (on_device if train.reshard_after_forward is None else train.reshard_after_forward)
         partial = parallelize(model, layout)  # [all]
         shard.shard(model, layout, dtype, self._keep_gathered, recompute)
+        if load is not None:
+            shard.materialize(model, self._world.device)
+            load(model)
         self._optimizer = Optimizer(model, optimizer, layout, partial) if optimizer is not None else None
         self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters(), constant=self._optimizer is None)

@@ -1,0 +1,129 @@
+"""Fill a model that has been built and sharded without weights: each rank reads the bytes of its own shards alone.
+
+files = WeightFiles(folder)
+load_weights(model, files)
+files.bytes_read
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.errors import UserError
+
+Region = tuple[slice, ...]
+"""One slice a dimension."""
+
+
+class WeightFiles:
+    """The tensors in the safetensors files of a model directory, of which any part can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        """UserError if the directory has no such files, or if one of them is broken."""
+        self.folder, self.bytes_read = folder, 0
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        try:
+            if index.is_file():
+                names = json.loads(index.read_text())["weight_map"]
+                self._opened = {file: safe_open(folder / file, "pt") for file in sorted(set(names.values()))}
+                self._files = dict(names)
+            else:
+                self._opened = {single.name: safe_open(single, "pt")}
+                self._files = dict.fromkeys(self._opened[single.name].keys(), single.name)
+            self._slices = {name: self._opened[file].get_slice(name) for name, file in self._files.items()}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise UserError(f"policy.model: {folder} does not load: {error}".splitlines()[0]) from error
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
+        return self._files.keys()
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.folder / self._files[name]
+
+    def shape(self, name: str) -> list[int]:
+        """The shape of a tensor, whole."""
+        return self._slices[name].get_shape()
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Part of a tensor, on the CPU, in the dtype in which it is stored."""
+        part = self._slices[name][region] if region else self._opened[self._files[name]].get_tensor(name)
+        self.bytes_read += part.nbytes
+        return part
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, files: WeightFiles, fresh: Collection[str] = (), on_progress: Callable[[], object] = lambda: None
+) -> None:
+    """Fill this rank's part of every parameter and saved buffer from `files`, converted to the dtype that it has.
+
+    Tied weights are read once, under whichever name is stored. `fresh`: names of parameters that start at zero and
+    are not looked for. `on_progress` is called after each tensor. UserError, before anything is read, if a weight is
+    missing, unknown to the model or of another shape.
+    """
+    wanted = _stored_names(model, files, fresh)
+    for name, tensor in model.named_parameters():
+        if name in fresh:
+            _local(tensor).zero_()
+    for name, tensor in wanted.items():
+        region = owned_region(tensor)
+        if all(part.stop > part.start for part in region):
+            _local(tensor).copy_(files.read(name, region))
+        on_progress()
+
+
+def _stored_names(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, Tensor]:
+    """The model's tensors by the name under which each is stored; those that tie weights share an entry."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}
+    for name, tensor in tensors.items():
+        owners[id(tensor)].append(name)
+    stored = [next((name for name in names if name in files.names), names[0]) for names in owners.values()]
+    if missing := sorted(name for name in stored if name not in files.names):
+        raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
+    computed = {name for name, _ in model.named_buffers()}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    for name in files.names:
+        if name not in tensors.keys() | computed | set(fresh) and not any(re.search(p, name) for p in ignored):
+            raise UserError(f"policy.model: {files.file_of(name)} holds {name}, which {type(model).__name__} lacks")
+    for name in stored:
+        if files.shape(name) != list(tensors[name].shape):
+            raise UserError(
+                f"policy.model: {files.file_of(name)}: {name} has the shape {files.shape(name)}, "
+                f"not {list(tensors[name].shape)} as config.json says"
+            )
+    return {name: tensors[name] for name in stored}
+
+
+def owned_region(tensor: Tensor) -> Region:
+    """Which part of the whole tensor this rank holds; all of one that is not sharded.
+
+    Mesh axes cut from the last to the first: tensor parallelism before FSDP, which cuts what is left like
+    `torch.chunk`.
+    """
+    region = [slice(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            if not tensor.placements[axis].is_replicate():
+                dim = tensor.placements[axis].dim
+                begin, end = region[dim].start, region[dim].stop
+                piece = -(-(end - begin) // mesh.size(axis))
+                begin = min(end, begin + mesh.get_local_rank(axis) * piece)
+                region[dim] = slice(begin, min(end, begin + piece))
+        assert tuple(part.stop - part.start for part in region) == _local(tensor).shape
+    return tuple(region)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

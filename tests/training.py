@@ -1,0 +1,108 @@
+"""What the tests of the training wing share: a batch, a loss, ways to share samples out, and plain Hugging Face torch."""
+
+from itertools import pairwise
+
+import torch
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.distributed import Layout, World
+from spmd_rl.model.build import build_model
+from spmd_rl.train.fsdp2 import FSDP2Backend
+from tests.unit.test_sharing import exact
+
+LENGTHS = [(3, 4), (12, 1), (5, 9), (1, 6), (30, 40), (7, 2), (4, 0), (9, 9), (2, 3)]
+"""prompt and answer tokens of each sample; one answer is empty"""
+TEMPERATURE = 0.8
+SETTINGS = {"lr": 1e-2, "max_grad_norm": 0.1, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 2}
+
+
+def global_batch(seed=0) -> Batch:
+    """All samples, laid out against their keys' order, so that nothing may lean on the layout."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [prompt + answer for prompt, answer in LENGTHS]
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(p + a) >= p for p, a in LENGTHS])
+    noise = torch.randn(3, total, generator=generator)
+    return Batch(
+        token_ids=torch.randint(0, 256, (total,), generator=generator),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        starts=torch.tensor([0, *lengths]).cumsum(0),
+        keys=torch.tensor([[len(lengths) - i, 0] for i in range(len(lengths))]),
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(total),
+        versions=torch.zeros(total, dtype=torch.int64),
+        advantages=noise[0] * mask,
+        weights=(0.5 + noise[1].abs()) * mask / mask.sum(),
+        old_logprobs=(-5.5 + 0.3 * noise[2]) * mask,
+    )
+
+
+def loss(logprobs, entropy, batch):
+    """Not linear in the logprobs, and different for each token."""
+    old = batch.old_logprobs[batch.loss_mask]
+    ratio = (logprobs - old).exp()
+    per_token = -torch.minimum(ratio, ratio.clamp(0.5, 2.0)) * batch.advantages[batch.loss_mask]
+    return per_token - 0.5 * entropy, {"actor/entropy": entropy.detach(), "actor/ratio": ratio.detach()}
+
+
+def uneven(shard: int, size: int) -> list[int]:
+    """Sample 4, the longest, on the last shard; nothing on shard 1; the rest on shard 0."""
+    rest = [s for s in range(len(LENGTHS)) if s != 4]
+    return (rest if shard == 0 else []) + ([4] if shard == size - 1 else [])
+
+
+SHARES = {
+    "dealt": lambda shard, size: list(range(shard, len(LENGTHS), size)),
+    "last shard alone": lambda shard, size: list(range(len(LENGTHS))) if shard == size - 1 else [],
+    "uneven": uneven,
+}
+
+
+def share_of(role, name: str, batch: Batch) -> Batch:
+    """The part of `batch` that this rank's data shard holds."""
+    data = role.layout.data
+    return batch.select(SHARES[name](data.rank, data.size))
+
+
+def backend(
+    world: World, path, dtype="float32", budget=4096, checkpointing=False, tp=1, master="float32", **settings
+) -> FSDP2Backend:
+    """[all] A policy from a model directory; `settings` are the optimizer's."""
+    train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, tp=tp)
+    model = build_model(path, getattr(torch, master), "cpu")
+    model = exact(model) if master == "float64" else model
+    policy = PolicyConfig(**{**SETTINGS, **settings})
+    return FSDP2Backend(model, Layout(world, tp=tp), train, getattr(torch, dtype), policy, total_updates=5)
+
+
+def plain_forward(model, batch: Batch):
+    """Logprob and entropy [T] by transformers' own attention on a right-padded batch."""
+    bounds = batch.starts.tolist()
+    rows = [batch.token_ids[a:b] for a, b in pairwise(bounds)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    logits = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
+    full = torch.log_softmax(logits[:, :-1], -1)
+    logprobs = full.gather(-1, ids[:, 1:, None])[..., 0]
+    entropy = -(full.exp() * full).sum(-1)
+    zero = logprobs.new_zeros(1)
+    flat = [
+        torch.cat([torch.cat([zero, x[i, : len(row) - 1]]) for i, row in enumerate(rows)]) for x in (logprobs, entropy)
+    ]
+    return flat[0], flat[1]
+
+
+def plain_backward(model, batch: Batch):
+    """Gradients of the whole batch's loss; the loss, and the mean of each of its quantities."""
+    logprobs, entropy = plain_forward(model, batch)
+    mask = batch.loss_mask
+    per_token, quantities = loss(logprobs[mask], entropy[mask], batch)
+    total = (per_token * batch.weights[mask]).sum()
+    total.backward()
+    return total.item(), {name: values.mean().item() for name, values in quantities.items()}
+
+
+def relative(got, want) -> float:
+    """L2 error."""
+    return float((got - want).norm() / want.norm())
