@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from spmd_rl.distributed import shared_group
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)
@@ -104,7 +105,8 @@ def join(me: Membership) -> Joined:
 
 def host_backend(me: Membership) -> str:
     """The torch.distributed backend for tensors in the hosts' memory."""
-    return "gloo"
+    shared = sys.platform == "linux" and 1 < me.size == me.local_size
+    return shared_group.NAME if shared else "gloo"
 
 
 def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
