@@ -16,7 +16,7 @@ VERBS = {
     *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "split", "collective"),
     *("bare_meeting", "_way_to_meet"),
 }
-HOLDERS = {"world", "_world", "collectives", "_collectives", "group", "_group", "dist"}
+HOLDERS = {"world", "_world", "layout", "_layout", "_data", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""
 LOCAL = {"rank", "local_rank"}
 ALLOWED: dict[str, str] = {
