@@ -66,7 +66,7 @@ class Layout:
                 raise UserError(f"{key}.{axis}: {size} is not supported; must be 1")
         if world.size % tp:
             raise UserError(f"{key}.tp: {tp} does not divide {world.size} ranks")
-        self.world = world
+        self.world, self.key = world, key
         self.data = DataShard(world, tp)
         self._sizes = {"dp": world.size // tp, "tp": tp}
         self._mesh: DeviceMesh | None = None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend
@@ -44,13 +44,13 @@ def _build_fsdp2(cfg: RlvrConfig, world: World) -> Roles:
     def dtype(name: str | None) -> torch.dtype:
         return getattr(torch, name or cfg.policy.dtype)
 
-    updates = cfg.train.updates_per_step
+    updates, layout = cfg.train.updates_per_step, Layout(world, tp=cfg.train.tp)  # [all]
     total = max(0, cfg.steps - cfg.algorithm.critic_warmup) * updates
-    policy = FSDP2Backend(load(None), world, cfg.train, dtype(None), cfg.policy, total)
+    policy = FSDP2Backend(load(None), layout, cfg.train, dtype(None), cfg.policy, total)
     reference = critic = None
     if cfg.algorithm.uses_reference:
-        reference = FSDP2Backend(load(cfg.reference.model), world, cfg.train, dtype(cfg.reference.dtype))
+        reference = FSDP2Backend(load(cfg.reference.model), layout, cfg.train, dtype(cfg.reference.dtype))
     if cfg.algorithm.uses_critic:
         model = with_value_head(load(cfg.critic.model))
-        critic = FSDP2Critic(model, world, cfg.train, dtype(cfg.critic.dtype), cfg.critic, cfg.steps * updates)
+        critic = FSDP2Critic(model, layout, cfg.train, dtype(cfg.critic.dtype), cfg.critic, cfg.steps * updates)
     return Roles(policy, reference, critic)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from spmd_rl.batch import Batch
+from spmd_rl.distributed import Layout
 from spmd_rl.model.size import ModelSize
 
 Metrics = dict[str, float]
@@ -38,8 +39,10 @@ class ValueLoss(Protocol):
 
 
 class Role(Protocol):
-    """A model and its optimizer, sharded over the ranks as the backend likes."""
+    """A model and its optimizer, sharded over the ranks of a layout."""
 
+    layout: Layout
+    """Which ranks hold which part of the model, and of the batch."""
     hidden_size: int
     """Width of the residual stream: from it follows what a sequence of a given length costs."""
     size: ModelSize

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend, shard
 from tests.dist.harness import run_ranks
@@ -32,7 +32,7 @@ def run(world: World, path, dtype: str, reshard: bool) -> list[torch.Tensor]:
     train = TrainConfig(tokens_per_microbatch=50, reshard_after_forward=reshard)
     model = build_model(path, torch.float32, "cpu")
     policy = PolicyConfig(**SETTINGS)
-    mine = FSDP2Backend(model, world, train, getattr(torch, dtype), policy, total_updates=5)
+    mine = FSDP2Backend(model, Layout(world), train, getattr(torch, dtype), policy, total_updates=5)
     share = global_batch().select(SHARES["uneven"](world.rank, world.size))
     mine._accumulate(share, forward(mine), loss)
     found = [p.grad.full_tensor() for p in mine._optimizer._parameters.values()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.fsdp2.shard import local
@@ -21,7 +21,7 @@ def differences(world: World, path) -> list[float]:
     for compiled in (False, True):
         policy = PolicyConfig(**{**SETTINGS, "lr": 0.0})
         model = build_model(path, torch.float32, "cpu")
-        mine = FSDP2Backend(model, world, TrainConfig(compile=compiled), torch.float32, policy)
+        mine = FSDP2Backend(model, Layout(world), TrainConfig(compile=compiled), torch.float32, policy)
         found = []
         for seed in range(2):
             share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))

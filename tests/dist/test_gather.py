@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from spmd_rl.distributed import SharedWindow, World
+from spmd_rl.distributed import Layout, SharedWindow, World
 from spmd_rl.train.fsdp2 import gather
 from tests.dist.harness import run_ranks
 
@@ -16,11 +16,12 @@ def both_roads(world: World, bucket_bytes: int) -> dict:
     torch.manual_seed(0)
     model = nn.ParameterDict({f"p{i}": nn.Parameter(torch.randn(shape)) for i, shape in enumerate(SHAPES)})
     expected = {name: p.detach().to(torch.bfloat16).clone() for name, p in model.named_parameters()}
-    fully_shard(model, mesh=world.mesh(dp=world.size))
+    layout = Layout(world)
+    fully_shard(model, mesh=layout.mesh)
     parameters = dict(model.named_parameters())
-    roads = {"window": gather.Gather(parameters, torch.bfloat16, world)}
+    roads = {"window": gather.Gather(parameters, torch.bfloat16, layout)}
     opened, SharedWindow.open = SharedWindow.open, classmethod(lambda *_: None)
-    roads["group"] = gather.Gather(parameters, torch.bfloat16, world)
+    roads["group"] = gather.Gather(parameters, torch.bfloat16, layout)
     SharedWindow.open = opened
     right = {}
     for name, road in roads.items():

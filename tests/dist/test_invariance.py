@@ -25,7 +25,7 @@ from spmd_rl.algo import AGGREGATIONS, POLICY_LOSSES
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
-from spmd_rl.distributed import World, solo
+from spmd_rl.distributed import Layout, World, solo
 from spmd_rl.learn import exchange, prepare, token_advantages
 from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.model.build import build_model
@@ -160,7 +160,7 @@ def errors(world: World, path: str) -> list[tuple[str, str, str, str, float]]:
     for dtype in LIMITS:
         train = TrainConfig()
         model = exact(build_model(f"{path}/model", getattr(torch, dtype), "cpu"))
-        backend = FSDP2Backend(model, world, train, getattr(torch, dtype), PolicyConfig())
+        backend = FSDP2Backend(model, Layout(world), train, getattr(torch, dtype), PolicyConfig())
         forward = partial(backend._forward, temperature=TEMPERATURE)
         wanted = torch.load(Path(path) / f"{dtype}.pt")
         for number, (case, settings) in enumerate(CASES.items()):

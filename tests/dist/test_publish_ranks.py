@@ -36,7 +36,7 @@ class Broken(NativeEngine):
 def parts(world, path):
     """A sharded policy and this rank's engine."""
     model = build_model(path, torch.float32, world.device)
-    policy = FSDP2Backend(model, world, TrainConfig(), torch.float32)
+    policy = FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32)
     return policy, Broken(empty_module(path, torch.float32), 4, 256)
 
 

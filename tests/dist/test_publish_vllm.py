@@ -220,7 +220,7 @@ def attempt(publish, version):
 def replica_of_two(world, path):
     """Publishes over a replica of two ranks: sound, then with each fault, on both ranks or on the last alone."""
     model = build_model(path, torch.float32, world.device)
-    policy = FSDP2Backend(model, world, TrainConfig(), torch.float32)
+    policy = FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32)
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="float32"),
         engine=EngineConfig(name="vllm", tp=2, max_running=16, kv_tokens=1024),

@@ -12,7 +12,7 @@ import torch
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend, FSDP2Critic, with_value_head
 from tests.dist.harness import run_ranks
@@ -71,7 +71,7 @@ def backend(world: World, path, dtype="float32", budget=4096, checkpointing=Fals
     train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing)
     model = build_model(path, torch.float32, "cpu")
     policy = PolicyConfig(**{**SETTINGS, **settings})
-    return FSDP2Backend(model, world, train, getattr(torch, dtype), policy, total_updates=5)
+    return FSDP2Backend(model, Layout(world), train, getattr(torch, dtype), policy, total_updates=5)
 
 
 def forward(mine: FSDP2Backend):
@@ -151,7 +151,7 @@ def critics(world: World, path) -> dict[str, float]:
         head = model.get_output_embeddings()
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         torch.nn.init.constant_(head.bias, 0.3)
-    mine = FSDP2Critic(heads[0], world, TrainConfig(tokens_per_microbatch=50), torch.float32, CriticConfig(), 5)
+    mine = FSDP2Critic(heads[0], Layout(world), TrainConfig(tokens_per_microbatch=50), torch.float32, CriticConfig(), 5)
     bounds = batch.starts.tolist()
     wanted = torch.zeros(batch.num_tokens)
     for begin, end in pairwise(bounds):

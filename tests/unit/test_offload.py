@@ -11,13 +11,13 @@ def test_tensors_come_back_as_the_objects_they_were() -> None:
     expected = [t.clone() for t in (whole, part, half)]
     offload = Offload([part, whole, half, nothing])
     for _ in range(2):
-        offload.leave()
-        offload.leave()
+        offload.to_host()
+        offload.to_host()
         assert (
             whole.untyped_storage().nbytes() == part.untyped_storage().nbytes() == half.untyped_storage().nbytes() == 0
         )
-        offload.back()
-        offload.back()
+        offload.to_device()
+        offload.to_device()
         assert all(map(torch.equal, (whole, part, half), expected))
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         whole += 1
@@ -28,10 +28,10 @@ def test_host_memory_is_reserved_once_and_what_is_constant_copied_once() -> None
     for constant in (False, True):
         tensor = torch.zeros(5)
         offload = Offload([tensor], constant)
-        offload.leave()
+        offload.to_host()
         (copy,) = offload._copies
-        offload.back()
+        offload.to_device()
         tensor += 1  # a constant one would not
-        offload.leave()
+        offload.to_host()
         assert offload._copies[0] is copy
         assert copy.view(torch.float32).eq(0 if constant else 1).all()

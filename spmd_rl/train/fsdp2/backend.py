@@ -45,7 +45,7 @@ class FSDP2Backend(FSDP2Role):
         shard.reshard(self._model)
         parameters = dict(self._model.named_parameters())
         if self._gather is None:
-            self._gather = Gather(parameters, self._dtype, self._world)  # [all] like this whole method
+            self._gather = Gather(parameters, self._dtype, self.layout)  # [all] like this whole method
         for name, tensor in self._gather.whole(parameters):
             self._world.progress()
             yield name, tensor

@@ -94,7 +94,8 @@ def open_comms(units: Sequence[Sequence[nn.Parameter]], world: World, dtype: tor
     Which of the two sums gradients never depends on the memory that happens to be free: with more than two ranks their
     sums differ in the last bits. RunFailed, on all ranks, if what is needed cannot be had.
     """
-    master, trains = units[0][0].dtype, any(p.requires_grad for unit in units for p in unit)
+    trained = [p.dtype for unit in units for p in unit if p.requires_grad]
+    master, trains = next(iter(trained), dtype), bool(trained)
     if world.device.type == "cpu" and world.size == 1:
         return Comms(None, Reduce(None, 0, 1, master) if trains else None)
     most = max(sum(_padded(p, world.size) for p in unit) for unit in units) * dtype.itemsize

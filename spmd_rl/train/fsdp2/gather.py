@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.distributed import SharedWindow, World
+from spmd_rl.distributed import Layout, SharedWindow
+from spmd_rl.train.fsdp2.tensor_parallel import sharded_dim, whole
 
 BUCKET_BYTES = 2**25
 """Gathered at a time; a larger parameter goes alone."""
@@ -24,16 +25,20 @@ Bucket = list[tuple[str, DTensor]]
 
 
 class Gather:
-    """The gather of one model's parameters, sharded in their first dimension over one mesh axis by `fully_shard`."""
+    """The gather of one model's parameters, sharded in their first dimension over one mesh axis by `fully_shard`.
 
-    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, world: World) -> None:
+    Parameters that tensor parallelism has cut before are put together in a second stage, one by one.
+    """
+
+    def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
         """[all] `dtype`: what is handed out."""
         buckets = list(_buckets(parameters, dtype.itemsize))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
-        self._group = next(iter(parameters.values())).device_mesh.get_group()
-        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        largest = max(sum(_piece(p, self._size) for _, p in bucket) for bucket in buckets)
-        self._window = SharedWindow.open(world, largest * self._size * dtype.itemsize)
+        self._layout, self._group = layout, layout.group("dp")
+        self._rank, self._size = layout.rank("dp"), layout.size("dp")
+        largest = max(sum(_piece(_shape(p, self._layout), self._size) for _, p in bucket) for bucket in buckets)
+        alone = layout.size("tp") > 1
+        self._window = None if alone else SharedWindow.open(layout.world, largest * self._size * dtype.itemsize)
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -42,16 +47,18 @@ class Gather:
         for turn, names in enumerate(self._names):
             bucket = [(name, parameters[name]) for name in names]
             if self._window is None:
-                yield from self._through_group(bucket, buffers)
+                gathered = self._through_group(bucket, buffers)
             else:
-                yield from self._through_window(bucket, self._window, turn)
+                gathered = self._through_window(bucket, self._window, turn)
+            for name, tensor in gathered:
+                yield name, whole(tensor, parameters[name], self._layout)  # [all]
         if self._window is not None:
             self._window.meet()  # [all] nobody writes the next publish over what another still reads
 
     def _through_window(self, bucket: Bucket, window: SharedWindow, turn: int) -> Iterator[tuple[str, Tensor]]:
         flat, begin, wholes = window.half(turn).view(self._dtype), 0, []
         for name, p in bucket:
-            piece, shard = _piece(p, self._size), p.to_local().flatten()
+            piece, shard = _piece(_shape(p, self._layout), self._size), p.to_local().flatten()
             mine = begin + self._rank * piece
             flat[mine : mine + shard.numel()].copy_(shard)
             wholes.append((name, flat[begin : begin + p.numel()].view(p.shape)))
@@ -60,7 +67,7 @@ class Gather:
         yield from wholes
 
     def _through_group(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
-        pieces = [_piece(p, self._size) for _, p in bucket]
+        pieces = [_piece(_shape(p, self._layout), self._size) for _, p in bucket]
         device = bucket[0][1].to_local().device
         mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
@@ -74,13 +81,21 @@ class Gather:
         for (name, p), column in zip(bucket, columns, strict=True):
             if self._size > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
-            yield name, column.view(-1)[: p.numel()].view(p.shape)
+            shape = _shape(p, self._layout)
+            yield name, column.view(-1)[: shape.numel()].view(shape)
 
 
-def _piece(parameter: DTensor, size: int) -> int:
+def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
+    """What the data-parallel ranks of this one's place in its block hold together."""
+    shape, dim = list(parameter.shape), sharded_dim(parameter)
+    if dim is not None:
+        shape[dim] //= layout.size("tp")
+    return torch.Size(shape)
+
+
+def _piece(shape: torch.Size, size: int) -> int:
     """Elements of the largest shard: FSDP cuts the first dimension like `torch.chunk`."""
-    rows = parameter.shape[0]
-    return -(-rows // size) * (parameter.numel() // max(1, rows))
+    return -(-shape[0] // size) * (shape.numel() // max(1, shape[0]))
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int) -> Iterator[Bucket]:

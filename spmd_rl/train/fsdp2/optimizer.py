@@ -1,6 +1,7 @@
 """AdamW over sharded parameters, with clipping by the global norm and state that exists from the start.
 
-Left out: gradient norms across meshes of more than one axis, other optimizers.
+It works on this rank's shards as plain tensors, so that parameters on different meshes need no care. Not supported:
+other optimizers.
 """
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from spmd_rl.config.schema import CriticConfig, PolicyConfig
+from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, sharded_dim
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -16,51 +19,67 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """AdamW on a model's trainable parameters; settings from `policy` or `critic`."""
 
-    def __init__(self, model: nn.Module, settings: PolicyConfig | CriticConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: PolicyConfig | CriticConfig,
+        layout: Layout,
+        partial: frozenset[str] = frozenset(),
+    ) -> None:
+        """`partial`: names of parameters as in `tensor_parallel.parallelize`."""
+        self._layout, self._partial, self._max_norm = layout, partial, settings.max_grad_norm
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._max_norm = settings.max_grad_norm
+        self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
+        self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in self._parameters.items() for m in MOMENTS}
         self._adamw = AdamW(
-            self._parameters.values(),
+            self._shards.values(),
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        for p in self._parameters.values():  # torch makes it in the first step: too late for a checkpoint before it
-            moments = {moment: torch.zeros_like(p) for moment in MOMENTS}
-            self._adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+        for name, shard in self._shards.items():  # torch makes it in the first step: too late for a checkpoint before
+            moments = {moment: local(self._moments[f"{name}.{moment}"]) for moment in MOMENTS}
+            self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
 
     def local_grad_square(self) -> float:
-        """Sum of the squares of this rank's gradients, accumulated in float64 over tensors."""
-        norms = torch._foreach_norm(self._local_grads())
-        return float(torch.stack(norms).double().square().sum())
+        """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
+        grads = self._local_grads()
+        replicated = {name: grad for name, grad in grads.items() if sharded_dim(self._parameters[name]) is None}
+        if self._layout.size("tp") > 1:
+            complete_gradients(replicated, self._partial, self._layout)
+        leads = self._layout.data.is_leader
+        counted = [grad for name, grad in grads.items() if leads or name not in replicated]
+        return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def step(self, lr: float, norm: float) -> None:
         """Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`."""
+        grads = self._local_grads()
         if norm > self._max_norm:
-            torch._foreach_mul_(self._local_grads(), self._max_norm / norm)
+            torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
+        for name, shard in self._shards.items():
+            shard.grad = grads.get(name)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for tensor in (*self._parameters.values(), *self._shards.values()):
+            tensor.grad = None
 
-    def _local_grads(self) -> list[Tensor]:
-        return [local(p.grad) for p in self._parameters.values()]
+    def _local_grads(self) -> dict[str, Tensor]:
+        return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Sharded tensors `<parameter>.exp_avg` and `.exp_avg_sq`, and one `step`, which all parameters share."""
-        state = self._adamw.state
-        moments = {f"{name}.{m}": state[p][m] for name, p in self._parameters.items() for m in MOMENTS}
-        return {"step": next(iter(state.values()))["step"], **moments}
+        return {"step": next(iter(self._adamw.state.values()))["step"], **self._moments}
 
     def load_step(self, state: dict[str, Tensor]) -> None:
         """Give every parameter its own copy of the step; the moments are loaded in place."""
-        for p in self._parameters.values():
-            self._adamw.state[p]["step"].copy_(state["step"])
+        for own in self._adamw.state.values():
+            own["step"].copy_(state["step"])
 
     def moments(self) -> list[Tensor]:
         """The live tensors of the state that are as large as the parameters."""
-        return [state[moment] for state in self._adamw.state.values() for moment in MOMENTS]
+        return list(self._moments.values())

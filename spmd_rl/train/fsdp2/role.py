@@ -1,9 +1,8 @@
-"""`FSDP2Role`: a module sharded over all ranks, with AdamW; or frozen and forward-only. Policy and critic build on it.
+"""`FSDP2Role`: a module sharded over its layout's ranks, with AdamW; or frozen and forward-only.
 
-Parameters are float32 shards, gathered in the compute dtype layer by layer. Per-token weights are global, so each
-rank's gradient is a term of one sum, and the gradient is the same however the batch is spread over ranks and cut into
-micro-batches. Left out: what a forward computes (`backend.py`, `critic.py`), meshes of more than one axis, sharded
-loading.
+Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. Per-token weights are global, so
+each data shard's gradient is a term of one sum, and the gradient is the same however the batch is spread over ranks and
+cut into micro-batches. What a forward computes is for the policy (`backend.py`) and the critic (`critic.py`) to say.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.size import ModelSize
@@ -25,6 +24,7 @@ from spmd_rl.train.base import Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.sharing import share_prefixes
@@ -53,34 +53,38 @@ class FSDP2Role:
     def __init__(
         self,
         model: nn.Module,
-        world: World,
+        layout: Layout,
         train: TrainConfig,
         dtype: torch.dtype,
         optimizer: PolicyConfig | CriticConfig | None = None,
         total_updates: int = 1,
     ) -> None:
-        """[all] Take over `model` (float32, whole, on any device). Without `optimizer` it is frozen: no update.
+        """[all] Take over `model`, whole, on any device. Without `optimizer` all of it is frozen: no update.
 
-        dtype: compute dtype, bfloat16 or float32. total_updates: where the learning rate's schedule ends.
+        dtype: compute dtype, bfloat16 or float32. Parameters that require a gradient are float32; frozen ones may be of
+        any dtype. total_updates: where the learning rate's schedule ends.
         """
-        self._world, self._train, self._settings = world, train, optimizer
+        self.layout, self._world, self._train, self._settings = layout, layout.world, train, optimizer
         self._dtype, self._total_updates = dtype, total_updates
         self._updates = self._skipped_in_a_row = 0
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
-        self._model = model.requires_grad_(optimizer is not None)
+        self._model = model
+        if optimizer is None:
+            model.requires_grad_(False)
         recompute = train.activation_checkpointing and optimizer is not None
         for layer in shard.decoder_layers(model) if train.compile else ():
             layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
         # A gathered layer holds the weights until the next update: whoever has room need not gather it again
-        on_device = world.device.type != "cpu"
-        self._keeps = not (on_device if train.reshard_after_forward is None else train.reshard_after_forward)
-        shard.shard(model, world, dtype, self._keeps, recompute)
-        self._optimizer = Optimizer(model, optimizer) if optimizer is not None else None
-        self._offloads = train.offload and world.device.type != "cpu"
+        on_device = self._world.device.type != "cpu"
+        self._keep_gathered = not (on_device if train.reshard_after_forward is None else train.reshard_after_forward)
+        partial = parallelize(model, layout)  # [all]
+        shard.shard(model, layout, dtype, self._keep_gathered, recompute)
+        self._optimizer = Optimizer(model, optimizer, layout, partial) if optimizer is not None else None
+        self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters(), constant=self._optimizer is None)
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
         if self._offloads:
-            self._leave()
+            self._to_host()
 
     @torch.no_grad()
     def _evaluate(self, what: str, batch: Batch, forward: Forward, num_columns: int) -> list[Tensor]:
@@ -98,16 +102,18 @@ class FSDP2Role:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
             self._world.progress()
-        if not self._keeps:
+        if not self._keep_gathered:
             shard.reshard(self._model)
         return columns
 
     def _update(self, batch: Batch, forward: Forward, loss: PerToken) -> Metrics:
         """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
         assert self._optimizer is not None and self._settings is not None, "a frozen role has no update"
-        self._moments.back()
+        self._moments.to_device()
         sums, count = self._accumulate(batch, forward, loss)
-        sums["grad_square"] = self._optimizer.local_grad_square()
+        if not self.layout.data.is_leader:  # the block's leader counts for it
+            sums = dict.fromkeys(sums, 0.0)
+        sums["grad_square"] = self._optimizer.local_grad_square()  # [all]
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
         lr = learning_rate(
@@ -128,7 +134,7 @@ class FSDP2Role:
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
-        """[all] Gradients; this rank's sums of the loss, its quantities and its tokens; the number of micro-batches."""
+        """[all] Gradients; sums of the loss, its quantities and its tokens over this data shard; micro-batches run."""
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
         sums: dict[str, Tensor | float] = {}
@@ -167,7 +173,7 @@ class FSDP2Role:
 
     def _agree_on_count(self, what: str, count: int) -> int:
         counts = {"count": float(count)}
-        agreed = self._world.reduce(f"{what}: number of micro-batches", counts, op="max")  # [all]
+        agreed = self.layout.data.reduce(f"{what}: number of micro-batches", counts, op="max")  # [all]
         return int(agreed["count"])
 
     def _count(self, skipped: bool) -> None:
@@ -179,23 +185,23 @@ class FSDP2Role:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """See `Role`. The optimizer's state comes when `update` or `state_dict` first wants it."""
-        self._weights.back()
+        self._weights.to_device()
         yield
         if self._offloads:
-            self._leave()
+            self._to_host()
 
-    def _leave(self) -> None:
+    def _to_host(self) -> None:
         shard.reshard(self._model)
         with self._world.journal.kind("copy"):
-            self._weights.leave()
-            self._moments.leave()
+            self._weights.to_host()
+            self._moments.to_host()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Role`: the live tensors, so that a load in place needs no copy."""
         shard.reshard(self._model)
         state: dict[str, Any] = {"model": {name: p.detach() for name, p in self._model.named_parameters()}}
         if self._optimizer is not None:
-            self._moments.back()
+            self._moments.to_device()
             state["optimizer"] = self._optimizer.state_dict()
         return state
 

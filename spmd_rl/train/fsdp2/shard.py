@@ -1,7 +1,6 @@
-"""Shard a Hugging Face model over a mesh with FSDP2.
+"""Shard a Hugging Face model over the data-parallel ranks with FSDP2.
 
-A unit is a decoder layer, or the root with what is left (embedding, final norm, head). Left out: tensor, context and
-expert parallelism.
+A unit is a decoder layer, or the root with what is left (embedding, final norm, head).
 """
 
 import torch
@@ -9,37 +8,40 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.distributed import World
+from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.comm import open_comms
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype, keep: bool, recompute: bool = False) -> None:
+def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool, recompute: bool = False) -> None:
     """[all] Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters'.
 
-    Parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding). keep: what
-    has been gathered stays so until `reshard`. recompute: compute each decoder layer's activations again in the
-    backward pass instead of keeping them.
+    Trainable parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding);
+    frozen ones may be of any. keep_gathered: what has been gathered stays so until `reshard`. recompute: compute each
+    decoder layer's activations again in the backward pass instead of keeping them.
     """
-    (master,) = {p.dtype for p in model.parameters()}
-    assert master in (torch.float32, torch.float64)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
+    master = next(iter(trained), dtype)
     layers = decoder_layers(model)
-    comms = open_comms(_units(model, layers), world, dtype)  # [all]
+    data_parallel = layout.size("dp")
+    # ranks of a tensor-parallel block are no data-parallel neighbours, which alone share memory here
+    comms = open_comms(_units(model, layers), layout.world, dtype) if layout.size("tp") == 1 else None  # [all]
     # a policy of the same dtype would copy every gradient once more; ours sum in the masters' dtype by themselves
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if comms is None else dtype)
-    policy = MixedPrecisionPolicy() if dtype == master else mixed
-    mesh = world.mesh(dp=world.size)
+    policy = MixedPrecisionPolicy() if {p.dtype for p in model.parameters()} == {dtype} else mixed
+    mesh = layout.mesh["dp"]
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
         layer.training = recompute
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit in fsdp_units(model):
-        unit.set_reshard_after_backward(not keep, recurse=False)
+        unit.set_reshard_after_backward(not keep_gathered, recurse=False)
         if comms is not None:
             comms.attach(unit)
-        if world.size == 1:  # alone, a factor would only copy every gradient
+        if data_parallel == 1:  # alone, a factor would only copy every gradient
             continue
         # The loss carries global weights, so ranks' gradients are summed. Neither setter reaches into submodules, and
         # gloo has no pre-multiplied sum, so that the second one is needed too.
