@@ -1,16 +1,16 @@
-"""Packed attention: many segments laid end to end in one row, each seeing only itself and its parent.
+"""Packed attention: many segments laid end to end in one row, each seeing only itself and the segments it continues.
 
 Registered with transformers under the name `spmd_packed`; the model's forward is given `packing=Packing.of(starts)`
 and hands it down to every layer. A segment without a parent is a sequence. One with a parent continues it: its tokens
-see the whole parent and themselves, causally, so that many answers share one computation of their prompt.
+see the whole path from the root to it, and themselves causally, so that many samples share one computation of what they
+have in common.
 
 Two kernels behind one function: variable-length flash attention on an accelerator, and elsewhere a scatter into
 right-padded rows, where causal attention needs no mask but for the parents. Left out: key-value caches, dropout,
-sliding windows that would cut a sequence, parents of parents.
+sliding windows that would cut a sequence.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -49,7 +49,7 @@ class Block:
     queries: Rows
     """a segment's own tokens"""
     keys: Rows
-    """its parent's before its own; the same as `queries` where none has a parent"""
+    """those of the path before it, then its own; the same as `queries` where none has a parent"""
     mask: Tensor | None
     """bool [num_rows, 1, queries.length, keys.length]: which keys a query sees; None for plain causal attention"""
 
@@ -63,12 +63,13 @@ class Packing:
     max_length: int
     """tokens of the longest segment"""
     max_seen: int
-    """the same with its parent's"""
+    """the same with the path before it"""
     blocks: tuple[Block, ...]
     order: Tensor
     """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end"""
     seen: Tensor | None
-    """int64 [n]: each segment's parent's tokens and its own, laid end to end; None if there are no parents"""
+    """int64 [n]: for each segment the tokens of the path before it and its own, laid end to end; None if there are no
+    parents"""
     seen_starts: Tensor
     """int32 [S+1]: where each segment's begin in `seen`"""
 
@@ -76,55 +77,76 @@ class Packing:
     def of(cls, starts: Tensor, parents: Tensor | None = None) -> "Packing":
         """From the first token of each segment, then T (int64 [S+1]), on its device; every segment holds a token.
 
-        parents: int64 [S], index of each segment's parent, -1 for none. A parent has no parent.
+        parents: int64 [S], index of the segment that each one continues, -1 for none; without circles.
         """
         runs = [range(begin, end) for begin, end in pairwise(starts.tolist())]
         assert all(runs), "an empty segment"
-        before = [runs[p] if p >= 0 else range(0) for p in ([-1] * len(runs) if parents is None else parents.tolist())]
+        before = _paths(runs, [-1] * len(runs) if parents is None else parents.tolist())
         classes: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for segment, (parent, own) in enumerate(zip(before, runs, strict=True)):
-            classes[_size(parent), _size(own)].append(segment)
+        for segment, (path, own) in enumerate(zip(before, runs, strict=True)):
+            classes[_size(_total(path)), _size(len(own))].append(segment)
         blocks = [
             _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop)
             for _, some in sorted(classes.items())
         ]
-        lengths = [len(parent) + len(own) for parent, own in zip(before, runs, strict=True)]
+        lengths = [_total(path) + len(own) for path, own in zip(before, runs, strict=True)]
+        visible = [[*path, own] for path, own in zip(before, runs, strict=True)]
         packing = cls(
             starts=starts.to(torch.int32),
             max_length=max(map(len, runs)),
             max_seen=max(lengths),
             blocks=tuple(blocks),
             order=torch.argsort(torch.cat([block.queries.tokens for block in blocks])),
-            seen=_laid_out(zip(before, runs, strict=True)) if any(before) else None,
+            seen=_token_indices(visible) if any(before) else None,
             seen_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         )
         return _moved(packing, starts.device)
 
 
-def _size(run: range) -> int:
-    """Class of a run's length: those of one class share padded rows."""
-    return (max(len(run), SHORT) - 1).bit_length() if run else 0
+def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
+    """The runs of the segments from the root to each one's parent."""
+    paths: list[list[range]] = []
+    for parent in parents:
+        path: list[range] = []
+        while parent >= 0:
+            path.insert(0, runs[parent])
+            parent = parents[parent]
+        paths.append(path)
+    return paths
 
 
-def _block(before: list[range], runs: list[range], num_tokens: int) -> Block:
+def _total(path: list[range]) -> int:
+    """Tokens of a path."""
+    return sum(map(len, path))
+
+
+def _size(num_tokens: int) -> int:
+    """Class of a length: segments of one class share padded rows."""
+    return (max(num_tokens, SHORT) - 1).bit_length() if num_tokens else 0
+
+
+def _block(before: list[list[range]], runs: list[range], num_tokens: int) -> Block:
+    """One block of segments with the paths before them. num_tokens: T."""
     queries = _rows([[own] for own in runs], num_tokens)
     if not any(before):
         return Block(queries, queries, None)
-    keys = _rows([[parent, own] for parent, own in zip(before, runs, strict=True)], num_tokens)
-    # A row's own first token sees its parent and itself, the next one token more, and so on: never a pad.
-    last = torch.tensor([len(parent) for parent in before])[:, None] + torch.arange(queries.length)
+    keys = _rows([[*path, own] for path, own in zip(before, runs, strict=True)], num_tokens)
+    # A segment's first token sees the path before it and itself, the next one token more, and so on: never a pad.
+    last = torch.tensor([_total(path) for path in before])[:, None] + torch.arange(queries.length)
     return Block(queries, keys, (torch.arange(keys.length) <= last[:, :, None])[:, None])
 
 
 def _rows(rows: list[list[range]], num_tokens: int) -> Rows:
-    lengths = [sum(map(len, row)) for row in rows]
+    """Padded rows of these runs. num_tokens: T."""
+    lengths = [_total(row) for row in rows]
     longest = -(-max(lengths) // ROUND) * ROUND
-    tokens = _laid_out(rows)
+    tokens = _token_indices(rows)
     slots = torch.cat([torch.arange(i * longest, i * longest + n) for i, n in enumerate(lengths)])
     return Rows(len(rows), longest, tokens, slots, torch.equal(tokens, torch.arange(num_tokens)))
 
 
-def _laid_out(rows: Iterable[Iterable[range]]) -> Tensor:
+def _token_indices(rows: list[list[range]]) -> Tensor:
+    """All runs end to end. int64 [n]."""
     return torch.cat([torch.arange(run.start, run.stop) for row in rows for run in row])
 
 

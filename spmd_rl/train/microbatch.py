@@ -1,10 +1,10 @@
 """Cut a rank's batch into micro-batches under a token budget. Pure: no rank, no collective.
 
-The cut depends on the segments' keys and lengths alone, never on the order in which they lie or on the rank. Left out:
-balance between ranks (the learner's).
+The cut depends on the samples' keys, lengths and common prefixes alone, never on the order in which they lie or on the
+rank. Left out: balance between ranks (the learner's).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -12,65 +12,68 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.batch import Batch
-from spmd_rl.train.sharing import Folded, prompt_lengths
+from spmd_rl.train.sharing import PrefixTree, prefix_segments
 
 
 def plan(batch: Batch, budget: int) -> list[list[int]]:
-    """Segments of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every segment once.
+    """Samples of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every sample once.
 
-    A prompt that several samples of a micro-batch share counts once (`sharing.py`). A segment longer than the budget
+    A prefix that several samples of a micro-batch share counts once (`sharing.py`). A sample longer than the budget
     gets a micro-batch of its own. An empty batch gives no micro-batch.
     """
-    keys, lengths, prompts = batch.keys.tolist(), batch.starts.diff().tolist(), prompt_lengths(batch).tolist()
+    keys = batch.keys.tolist()
     order = sorted(range(batch.num_segments), key=lambda s: (keys[s], s))
-    bins = fill([(keys[s][0], prompts[s], lengths[s] - prompts[s]) for s in order], budget)
-    return [[order[i] for i in one] for one in bins]
+    paths: list[dict[Hashable, int]] = [{} for _ in order]
+    for number, segment in enumerate(prefix_segments(batch)):
+        for sample, end in segment.users:
+            paths[sample][number] = end - segment.begin
+    return [[order[i] for i in one] for one in fill([paths[s] for s in order], budget)]
 
 
-def token_index(batch: Batch, segments: Sequence[int]) -> Tensor:
-    """int64 [tokens of `segments`]: where each token of `batch.select(segments)` lies in `batch`."""
+def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
+    """int64 [tokens of `samples`]: where each token of `batch.select(samples)` lies in `batch`."""
     bounds = batch.starts.tolist()
-    return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in segments]).to(batch.token_ids.device)
+    return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in samples]).to(batch.token_ids.device)
 
 
-def fill(samples: Sequence[tuple[int, int, int]], budget: int) -> list[list[int]]:
-    """First-fit: indices of `samples`, each put where its ticket already is, or else into the first bin with room.
+def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]]:
+    """First-fit: the indices of `items` in bins, each put where it adds the fewest tokens, or else into a bin of its own.
 
-    samples: (ticket, tokens of the prompt, tokens after it). A ticket's prompt takes room once in a bin.
+    items: how many tokens an item needs of each segment. A segment that several items of a bin need takes room once.
     """
     bins: list[list[int]] = []
     room: list[int] = []
-    held: list[set[int]] = []
-    for i, (ticket, prompt, rest) in enumerate(samples):
-        costs = [rest if ticket in tickets else prompt + rest for tickets in held]
+    held: list[dict[Hashable, int]] = []
+    for i, item in enumerate(items):
+        costs = [sum(max(0, n - has.get(segment, 0)) for segment, n in item.items()) for has in held]
         fitting = [b for b, cost in enumerate(costs) if cost <= room[b]]
-        place = min(fitting, key=lambda b: (ticket not in held[b], b), default=len(bins))
+        place = min(fitting, key=lambda b: (costs[b], b), default=len(bins))
         if place == len(bins):
             bins.append([])
             room.append(budget)
-            held.append(set())
-            costs.append(prompt + rest)
+            held.append({})
+            costs.append(sum(item.values()))
         bins[place].append(i)
-        held[place].add(ticket)
         room[place] -= costs[place]
+        held[place] |= {segment: max(n, held[place].get(segment, 0)) for segment, n in item.items()}
     return bins
 
 
-def rounded(folded: Folded, multiple: int) -> Folded:
+def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
     """The same tokens with a last segment that fills them up to a multiple of `multiple`.
 
     Kernels are compiled and kept per shape: with every number of tokens a shape of its own, they would pile up.
     """
-    blank = -len(folded.token_ids) % multiple
+    blank = -len(tree.token_ids) % multiple
     if not blank:
-        return folded
-    filler = torch.arange(blank, device=folded.token_ids.device)
+        return tree
+    filler = torch.arange(blank, device=tree.token_ids.device)
     return replace(
-        folded,
-        token_ids=F.pad(folded.token_ids, (0, blank)),
-        position_ids=torch.cat([folded.position_ids, filler]),
-        starts=torch.cat([folded.starts, folded.starts[-1:] + blank]),
-        parents=F.pad(folded.parents, (0, 1), value=-1),
+        tree,
+        token_ids=F.pad(tree.token_ids, (0, blank)),
+        position_ids=torch.cat([tree.position_ids, filler]),
+        starts=torch.cat([tree.starts, tree.starts[-1:] + blank]),
+        parents=F.pad(tree.parents, (0, 1), value=-1),
     )
 
 

@@ -1,16 +1,21 @@
-"""One prompt, computed once: the answers of a group share the forward and backward pass of what they have in common.
+"""Common prefixes are computed once: the samples of a ticket become a tree of segments before they enter the model.
 
-    folded = fold(batch)                     # before the model
-    logits = model(folded.token_ids, ..., packing=Packing.of(folded.starts, folded.parents))
-    logits[folded.places]                    # every token of the batch at its place again
+    tree = share_prefixes(batch)
+    logits = model(tree.token_ids, ..., packing=Packing.of(tree.starts, tree.parents))
+    logits[tree.gather_index]                # one row for every token of the batch
 
-A fold is a re-indexing and no approximation: a prompt's hidden states do not depend on what follows, so each answer
-attends to one copy of them, with its positions going on from there, and gradients of all answers meet in that copy.
-Samples of a group may lie in different micro-batches or on different ranks: what lies together shares.
+The answers to one prompt share the prompt, trajectories share the history before they part, and rows that cut one
+trajectory into steps share all of it. This is a re-indexing and no approximation: hidden states do not depend on later
+tokens, so each segment attends to one copy of the path before it, and the gradients of all samples add up in that copy.
+Samples of a ticket may lie in different micro-batches or on different ranks: only what lies together shares.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,70 +23,140 @@ from spmd_rl.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """A batch's tokens without repeated prompts."""
+class PrefixTree:
+    """The tokens of a batch, without those that a sample repeats of another one; on the batch's device."""
 
     token_ids: Tensor
-    """int64 [F]"""
+    """int64 [F], F at most T"""
     position_ids: Tensor
     """int64 [F]"""
     starts: Tensor
     """int64 [P+1]: first token of each segment, then F"""
     parents: Tensor
-    """int64 [P]: the segment that a segment continues, -1 for none"""
-    places: Tensor
-    """int64 [T]: where each token of the batch stands"""
+    """int64 [P]: the segment that a segment continues, -1 for none; it comes earlier"""
+    gather_index: Tensor
+    """int64 [T]: where each token of the batch is found among these"""
 
 
-def fold(batch: Batch) -> Folded:
-    """Each group of segments of one ticket that begin with the same prompt becomes that prompt and its continuations.
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens that one or more samples contain at the same position, after the same tokens."""
 
-    The prompt is what precedes a sample's first sampled token. A segment that shares with nobody stays whole.
-    """
-    bounds, tickets = batch.starts.tolist(), batch.keys[:, 0].tolist()
-    prompts = prompt_lengths(batch).tolist()
-    ids = batch.token_ids.tolist()
-    heads = [(ticket, *ids[b : b + n]) for ticket, b, n in zip(tickets, bounds, prompts, strict=False)]
-    counts: dict[tuple[int, ...], int] = {}
-    for head in heads:
-        counts[head] = counts.get(head, 0) + 1
-    segments: list[range] = []  # of the batch's tokens, laid end to end
-    parents: list[int] = []
-    starts, places = [0], torch.empty(batch.num_tokens, dtype=torch.int64)
-    known: dict[tuple[int, ...], int] = {}
+    begin: int
+    """position of its first token in the samples"""
+    end: int
+    """position after its last one"""
+    parent: int
+    """index of the segment that it continues, -1 for none"""
+    users: tuple[tuple[int, int], ...]
+    """(sample, position at which the sample leaves the segment, `end` or earlier), by sample"""
 
-    def place(run: range, parent: int) -> None:
-        segments.append(run)
-        parents.append(parent)
-        places[run.start : run.stop] = torch.arange(starts[-1], starts[-1] + len(run))
-        starts.append(starts[-1] + len(run))
+    @property
+    def source(self) -> int:
+        """The first sample that contains all of it."""
+        return next(sample for sample, end in self.users if end == self.end)
 
-    for segment, (head, n) in enumerate(zip(heads, prompts, strict=True)):
-        begin, end = bounds[segment], bounds[segment + 1]
-        if counts[head] == 1 or n == 0:
-            place(range(begin, end), -1)
-            continue
-        if head not in known:
-            known[head] = len(segments)
-            place(range(begin, begin + n), -1)
-        first = starts[known[head]]
-        places[begin : begin + n] = torch.arange(first, first + n)
-        place(range(begin + n, end), known[head])
-    index = torch.cat([torch.arange(run.start, run.stop) for run in segments])
+
+def share_prefixes(batch: Batch) -> PrefixTree:
+    """The tree of the batch's segments (see `prefix_segments`), laid end to end."""
+    segments, bounds = prefix_segments(batch), batch.starts.tolist()
+    starts = [0, *accumulate(segment.end - segment.begin for segment in segments)]
+    index = torch.empty(starts[-1], dtype=torch.int64)
+    gather_index = torch.empty(batch.num_tokens, dtype=torch.int64)
+    for segment, first in zip(segments, starts, strict=False):
+        begin, size = bounds[segment.source] + segment.begin, segment.end - segment.begin
+        index[first : first + size] = torch.arange(begin, begin + size)
+        for sample, end in segment.users:
+            begin, size = bounds[sample] + segment.begin, end - segment.begin
+            gather_index[begin : begin + size] = torch.arange(first, first + size)
     device = batch.token_ids.device
     index = index.to(device)
-    return Folded(
+    return PrefixTree(
         token_ids=batch.token_ids[index],
         position_ids=batch.position_ids[index],
         starts=torch.tensor(starts, device=device),
-        parents=torch.tensor(parents, device=device),
-        places=places.to(device),
+        parents=torch.tensor([segment.parent for segment in segments], dtype=torch.int64, device=device),
+        gather_index=gather_index.to(device),
     )
 
 
-def prompt_lengths(batch: Batch) -> Tensor:
-    """int64 [S]: tokens of each segment before its first sampled one (0 for a segment without any)."""
-    sampled = batch.loss_mask.nonzero().squeeze(-1)
-    first = torch.searchsorted(sampled, batch.starts[:-1])
-    padded = torch.cat([sampled, batch.starts[-1:]])[first]
-    return torch.where(padded < batch.starts[1:], padded - batch.starts[:-1], 0)
+def prefix_segments(batch: Batch) -> list[Segment]:
+    """The segments that make the batch's samples, by the first sample that contains each, parents before children.
+
+    Samples of one ticket share the tokens with which they begin alike, but a run of sampled tokens (an answer) is
+    shared whole or not at all, and the last one only with a sample that goes on after it. A sample that shares nothing
+    is one segment, and so is a chain without a branch: a segment ends where samples part.
+    """
+    ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
+    bounds = batch.starts.tolist()
+    by_ticket: dict[int, list[_Row]] = defaultdict(list)
+    for sample, ticket in enumerate(batch.keys[:, 0].tolist()):
+        span = slice(bounds[sample], bounds[sample + 1])
+        by_ticket[ticket].append(_Row(sample, ids[span], mask[span]))
+    found: list[Segment] = []
+    for rows in by_ticket.values():
+        tree, before = _tree(sorted(rows, key=_Row.bytes)), len(found)
+        found += [replace(s, parent=s.parent + before if s.parent >= 0 else -1) for s in tree]
+    order = sorted(range(len(found)), key=lambda i: (found[i].users[0][0], found[i].begin))
+    place = {old: new for new, old in enumerate(order)} | {-1: -1}
+    return [replace(found[i], parent=place[found[i].parent]) for i in order]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample of the batch, with its token ids and loss mask."""
+
+    sample: int
+    ids: np.ndarray
+    mask: np.ndarray
+
+    def bytes(self) -> bytes:
+        """Sorted by these, samples that begin alike are neighbours."""
+        return self.ids.tobytes()
+
+    def last_cut(self, end: int) -> int:
+        """The last position before `end` at which a run of sampled tokens begins or ends; 0 without any."""
+        cuts = np.flatnonzero(self.mask[1:end] != self.mask[: end - 1])
+        return int(cuts[-1]) + 1 if len(cuts) else 0
+
+    def not_inside_an_answer(self, position: int) -> int:
+        """`position`, or the beginning of the run of sampled tokens that it would cut in two."""
+        inside = 0 < position < len(self.ids) and self.mask[position - 1] and self.mask[position]
+        return self.last_cut(position) if inside else position
+
+
+def _shared(a: _Row, b: _Row) -> int:
+    """How many tokens two samples share; see `prefix_segments`."""
+    least = min(len(a.ids), len(b.ids))
+    differ = a.ids[:least] != b.ids[:least]
+    common = int(differ.argmax()) if differ.any() else least
+    if common == len(a.ids) == len(b.ids):
+        return min(a.last_cut(common), b.last_cut(common))
+    return min(a.not_inside_an_answer(common), b.not_inside_an_answer(common))
+
+
+def _tree(rows: Sequence[_Row]) -> list[Segment]:
+    """The segments of one ticket's samples, sorted such that any two share no more than those between them do."""
+    shared = [0, *(_shared(a, b) for a, b in pairwise(rows))]  # of each row with the one before it
+    segments: list[Segment] = []
+    todo = [(0, len(rows), 0, -1)]
+    while todo:
+        first, last, begin, parent = todo.pop()
+        users = sorted((row.sample, len(row.ids)) for row in rows[first:last])
+        end, parts = _parting(rows, shared, first, last)
+        while len(parts) == 1:  # the others end here: no branch
+            end, parts = _parting(rows, shared, *parts[0])
+        if end > begin:
+            segments.append(Segment(begin, end, parent, tuple((sample, min(n, end)) for sample, n in users)))
+            parent = len(segments) - 1
+        todo += [(*part, end, parent) for part in parts]
+    return segments
+
+
+def _parting(rows: Sequence[_Row], shared: Sequence[int], first: int, last: int) -> tuple[int, list[tuple[int, int]]]:
+    """Up to where rows first : last are one, and the ranges of rows that go on from there, each its own way."""
+    if last - first == 1:
+        return len(rows[first].ids), []
+    end = min(shared[first + 1 : last])
+    borders = [first, *(i for i in range(first + 1, last) if shared[i] == end), last]
+    return end, [part for part in pairwise(borders) if any(len(row.ids) > end for row in rows[slice(*part)])]

@@ -70,6 +70,26 @@ def test_a_sliding_window_that_cuts_is_refused(tmp_path):
         model(input_ids=ids, position_ids=ids, packing=Packing.of(torch.tensor([0, 6])))
 
 
+def test_a_segment_sees_its_whole_path(tmp_path):
+    """Three segments in a chain and a fourth beside the last, laid out in any order, against the sequences alone."""
+    model = build_model(tiny("qwen2", tmp_path), torch.float64, "cpu")
+    plain = build_model(tmp_path, torch.float64, "cpu", attention="sdpa")
+    ids = torch.randint(0, 256, (180,), generator=torch.Generator().manual_seed(4))
+    runs = [(0, 7), (7, 17), (17, 177), (177, 180)]  # the third is the root, then the first, then the others
+    paths = [2, 0], [2, 0, 1], [2, 0, 3]
+    starts, parents = torch.tensor([0, 7, 17, 177, 180]), torch.tensor([2, 0, -1, 0])
+    first = torch.tensor([160, 167, 0, 167])
+    positions = torch.cat([first[i] + torch.arange(b - a) for i, (a, b) in enumerate(runs)])
+    packing = Packing.of(starts, parents)
+    with torch.no_grad():
+        out = model(input_ids=ids[None], position_ids=positions[None], packing=packing).logits[0]
+        for path in paths:
+            whole = torch.cat([torch.arange(*runs[i]) for i in path])
+            alone = plain(input_ids=ids[whole][None]).logits[0]
+            torch.testing.assert_close(out[whole], alone, rtol=0, atol=1e-12)
+    assert packing.seen.numel() == 180 + 160 + 2 * 167 and packing.max_seen == 177
+
+
 def test_a_segment_sees_its_parent_whole_and_itself(tmp_path):
     """A parent with three continuations, laid out in any order, against each whole sequence alone."""
     model = build_model(tiny("qwen2", tmp_path), torch.float64, "cpu")

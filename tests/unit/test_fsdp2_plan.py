@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spmd_rl.batch import Batch, pack
 from spmd_rl.train.microbatch import dummy, fill, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
-from spmd_rl.train.sharing import fold
+from spmd_rl.train.sharing import share_prefixes
 
 
 def batch_of(lengths, keys) -> Batch:
@@ -26,6 +26,11 @@ def batch_of(lengths, keys) -> Batch:
     )
 
 
+def paths(samples):
+    """What each of (ticket, tokens of the prompt, tokens after it) needs."""
+    return [{("prompt", ticket): prompt, i: rest} for i, (ticket, prompt, rest) in enumerate(samples)]
+
+
 samples = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 20)), max_size=30)
 
 
@@ -37,7 +42,7 @@ def test_bins_hold_everything_once_within_the_budget(samples, budget):
     def cost(one):
         return sum(prompts[t] for t in {samples[i][0] for i in one}) + sum(samples[i][2] for i in one)
 
-    bins = fill(samples, budget)
+    bins = fill(paths(samples), budget)
     assert sorted(i for one in bins for i in one) == list(range(len(samples)))
     for one in bins:
         assert cost(one) <= budget or len(one) == 1
@@ -47,9 +52,9 @@ def test_bins_hold_everything_once_within_the_budget(samples, budget):
 
 def test_a_ticket_stays_together_where_it_fits():
     samples = [(0, 5, 3), (0, 5, 3), (1, 5, 3), (1, 5, 3), (1, 5, 9)]
-    assert fill(samples, 11) == [[0, 1], [2, 3], [4]]
-    assert fill(samples, 30) == [[0, 1, 2, 3], [4]]
-    assert fill(samples, 31) == [[0, 1, 2, 3, 4]]
+    assert fill(paths(samples), 11) == [[0, 1], [2, 3], [4]]
+    assert fill(paths(samples), 30) == [[0, 1, 2, 3], [4]]
+    assert fill(paths(samples), 31) == [[0, 1, 2, 3, 4]]
 
 
 @given(st.permutations(range(6)))
@@ -96,10 +101,10 @@ def test_schedules():
 
 def test_rounding_fills_up_with_a_segment_of_its_own() -> None:
     batch = batch_of([3, 2], [[0, 0], [1, 0]])
-    folded = fold(batch)
-    more = rounded(folded, 4)
+    tree = share_prefixes(batch)
+    more = rounded(tree, 4)
     assert more.token_ids.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert more.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert more.starts.tolist() == [0, 3, 5, 8] and more.parents.tolist() == [-1, -1, -1]
-    assert more.places.tolist() == [0, 1, 2, 3, 4]
-    assert rounded(folded, 5) is folded
+    assert more.gather_index.tolist() == [0, 1, 2, 3, 4]
+    assert rounded(tree, 5) is tree

@@ -1,4 +1,4 @@
-"""One prompt, computed once: the same loss and gradients as every sample by itself, and fewer tokens."""
+"""Common prefixes computed once: the same loss and gradients as every sample by itself, and fewer tokens."""
 
 import random
 from array import array
@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmd_rl.algo import POLICY_LOSSES
 from spmd_rl.batch import Batch, pack
@@ -14,7 +16,7 @@ from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.train.microbatch import plan
-from spmd_rl.train.sharing import Folded, fold
+from spmd_rl.train.sharing import PrefixTree, share_prefixes
 from spmd_rl.types import Sample, Turn, Verdict
 from tests.models import KINDS, tiny
 
@@ -42,7 +44,11 @@ def groups(seed: int = 0) -> Batch:
         for ticket, some in enumerate(shapes)
         for answer, lengths in enumerate(some)
     ]
-    batch = pack(samples)
+    return weighted(pack(samples), seed)
+
+
+def weighted(batch: Batch, seed: int = 0) -> Batch:
+    """With drawn numbers for all that a loss reads, every sampled token its own."""
     draw = torch.Generator().manual_seed(seed)
     size = batch.num_tokens
     batch.advantages = torch.randn(size, generator=draw) * batch.loss_mask
@@ -53,10 +59,39 @@ def groups(seed: int = 0) -> Batch:
     return batch
 
 
-def unfolded(batch: Batch) -> Folded:
+def random_turn(num_given: int, num_sampled: int, rng: random.Random) -> Turn:
+    given, sampled = ([rng.randrange(256) for _ in range(n)] for n in (num_given, num_sampled))
+    return turn(given, sampled)
+
+
+def turn(given: list[int], sampled: list[int]) -> Turn:
+    n = len(sampled)
+    return Turn(array("i", given), array("i", sampled), array("f", [-1.0] * n), array("i", [0] * n), "stop")
+
+
+def trajectories(parted_after: int, num_turns: int) -> Batch:
+    """Two of one ticket that have their first turns in common."""
+    rng = random.Random(1)
+    common = [random_turn(9, 6, rng) for _ in range(parted_after)]
+    more = [[random_turn(4 + i, 5, rng) for _ in range(num_turns - parted_after)] for i in range(2)]
+    return weighted(pack([Sample(0, i, (*common, *more[i]), Verdict("ok", 1.0)) for i in range(2)]))
+
+
+def steps(num_steps: int) -> Batch:
+    """One trajectory cut into steps: each row is all that came before as its prompt, and one answer."""
+    rng = random.Random(2)
+    history, rows = [], []
+    for step in range(num_steps):
+        given, sampled = ([rng.randrange(256) for _ in range(n)] for n in (7, 4))
+        rows.append(Sample(0, step, (turn(history + given, sampled),), Verdict("ok", 1.0)))
+        history += given + sampled
+    return weighted(pack(rows))
+
+
+def separate(batch: Batch) -> PrefixTree:
     """Every sample by itself."""
     alone = torch.full((batch.num_segments,), -1)
-    return Folded(batch.token_ids, batch.position_ids, batch.starts, alone, torch.arange(batch.num_tokens))
+    return PrefixTree(batch.token_ids, batch.position_ids, batch.starts, alone, torch.arange(batch.num_tokens))
 
 
 def exact(model: torch.nn.Module) -> torch.nn.Module:
@@ -72,16 +107,16 @@ def _norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
-def gradients(path, dtype, batch: Batch, folding, loss, budget: int = 10**6) -> tuple[float, dict]:
+def gradients(path, dtype, batch: Batch, layout, loss, budget: int = 10**6) -> tuple[float, dict]:
     model = exact(build_model(path, dtype, "cpu"))
     total = 0.0
     for segments in plan(batch, budget):
         micro = batch.select(segments)
-        folded = folding(micro)
-        packing = Packing.of(folded.starts, folded.parents)
-        hidden = model(input_ids=folded.token_ids[None], position_ids=folded.position_ids[None], packing=packing)
+        tree = layout(micro)
+        packing = Packing.of(tree.starts, tree.parents)
+        hidden = model(input_ids=tree.token_ids[None], position_ids=tree.position_ids[None], packing=packing)
         targets = micro.loss_mask.nonzero().squeeze(-1)
-        logits = torch.log_softmax(hidden.logits[0][folded.places[targets - 1]], -1)
+        logits = torch.log_softmax(hidden.logits[0][tree.gather_index[targets - 1]], -1)
         logprobs = logits.gather(-1, micro.token_ids[targets, None])[:, 0]
         per_token, _ = loss(logprobs, -(logits.exp() * logits).sum(-1), micro)
         value = (per_token * micro.weights[micro.loss_mask]).sum()
@@ -101,8 +136,8 @@ def assert_equal(ours, theirs, limit: float) -> None:
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_shared_prompts_give_the_same_gradients_for_every_loss(name, dtype, tmp_path) -> None:
     path, batch, loss = tiny("llama", tmp_path), groups(), bind_loss(AlgorithmConfig(loss=name))
-    alone = gradients(path, dtype, batch, unfolded, loss)
-    assert_equal(gradients(path, dtype, batch, fold, loss), alone, LIMITS[dtype])
+    alone = gradients(path, dtype, batch, separate, loss)
+    assert_equal(gradients(path, dtype, batch, share_prefixes, loss), alone, LIMITS[dtype])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,27 +145,117 @@ def test_shared_prompts_give_the_same_gradients_for_every_loss(name, dtype, tmp_
 def test_groups_split_over_micro_batches(kind, budget, tmp_path) -> None:
     path, batch, loss = tiny(kind, tmp_path), groups(1), bind_loss(AlgorithmConfig())
     assert any(len({int(batch.keys[s, 0]) for s in one}) < len(one) for one in plan(batch, budget)), "nothing shared"
-    alone = gradients(path, torch.float64, batch, unfolded, loss)
-    assert_equal(gradients(path, torch.float64, batch, fold, loss, budget), alone, 1e-12)
+    alone = gradients(path, torch.float64, batch, separate, loss)
+    assert_equal(gradients(path, torch.float64, batch, share_prefixes, loss, budget), alone, 1e-12)
 
 
 def test_a_prompt_is_computed_once() -> None:
     batch = groups()
-    folded = fold(batch)
-    assert batch.num_tokens - len(folded.token_ids) == 3 * 20 + 90 + 20
-    assert torch.equal(folded.token_ids[folded.places], batch.token_ids)
-    assert torch.equal(folded.position_ids[folded.places], batch.position_ids)
-    shared = [int(p) for p in folded.parents if p >= 0]
+    tree = share_prefixes(batch)
+    assert batch.num_tokens - len(tree.token_ids) == 3 * 20 + 90 + 20
+    assert torch.equal(tree.token_ids[tree.gather_index], batch.token_ids)
+    assert torch.equal(tree.position_ids[tree.gather_index], batch.position_ids)
+    shared = [int(p) for p in tree.parents if p >= 0]
     assert sorted(shared.count(parent) for parent in set(shared)) == [2, 2, 4], "tickets do not share with each other"
 
 
-def test_other_prompts_under_one_ticket_do_not_share() -> None:
+def test_other_prompts_under_one_ticket_share_no_more_than_their_beginning() -> None:
     rng = random.Random(0)
-    batch = pack([sample(0, 0, [1, 2, 3], [4], rng), sample(0, 1, [1, 2, 4], [4], rng)])
-    assert fold(batch).parents.tolist() == [-1, -1]
+    batch = pack([sample(0, 0, [1, 2, 3], [4], rng), sample(0, 1, [1, 2, 4], [4], rng), sample(0, 2, [2], [1], rng)])
+    tree = share_prefixes(batch)
+    assert tree.parents.tolist() == [-1, 0, 0, -1] and tree.starts.tolist() == [0, 2, 7, 12, 14]
 
 
-def test_nothing_to_fold() -> None:
+def test_nothing_to_share() -> None:
     rng = random.Random(0)
     one = pack([sample(0, 0, [1, 2, 3], [4], rng)])
-    assert torch.equal(fold(one).token_ids, one.token_ids)
+    assert torch.equal(share_prefixes(one).token_ids, one.token_ids)
+
+
+def test_equal_answers_are_computed_each_by_itself() -> None:
+    """A group's layout does not depend on what was sampled."""
+    rows = [Sample(0, i, (turn([1, 2], [5, 6, 7][:n]),), Verdict("ok", 1.0)) for i, n in enumerate((3, 3, 2))]
+    tree = share_prefixes(pack(rows))
+    assert tree.parents.tolist() == [-1, 0, 0, 0] and tree.starts.diff().tolist() == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("made", [trajectories(3, 5), trajectories(3, 3), steps(4)], ids=["parted", "equal", "steps"])
+def test_a_tree_has_the_gradients_of_separate_rows_and_of_one_row_at_a_time(made, dtype, tmp_path) -> None:
+    path, loss = tiny("qwen2", tmp_path), bind_loss(AlgorithmConfig())
+    alone = gradients(path, dtype, made, separate, loss, budget=1)
+    assert_equal(gradients(path, dtype, made, separate, loss), alone, LIMITS[dtype])
+    assert_equal(gradients(path, dtype, made, share_prefixes, loss), alone, LIMITS[dtype])
+
+
+def test_the_history_of_trajectories_is_computed_once() -> None:
+    batch = trajectories(3, 5)
+    tree = share_prefixes(batch)
+    assert batch.num_tokens - len(tree.token_ids) == 3 * (9 + 6)
+    assert tree.parents.tolist() == [-1, 0, 0]
+    assert torch.equal(tree.token_ids[tree.gather_index], batch.token_ids)
+
+
+@pytest.mark.parametrize("num_steps", [2, 20])
+def test_the_steps_of_a_trajectory_cost_the_tokens_of_one(num_steps: int) -> None:
+    batch = steps(num_steps)
+    tree = share_prefixes(batch)
+    assert batch.num_tokens == 11 * num_steps * (num_steps + 1) // 2
+    assert len(tree.token_ids) == 11 * num_steps and tree.parents.tolist() == [-1]
+    assert torch.equal(tree.token_ids[tree.gather_index], batch.token_ids)
+    assert plan(batch, 11 * num_steps) == [list(range(num_steps))], "in the budget, too, each token counts once"
+    assert len(plan(batch, 11 * num_steps - 1)) == 2
+
+
+@st.composite
+def forests(draw) -> Batch:
+    """Rows that go on from the end, or from a turn, of earlier rows of their ticket; few tokens, many coincidences."""
+    ids = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+    rows: list[Sample] = []
+    for number in range(draw(st.integers(1, 7))):
+        ticket, turns = draw(st.integers(0, 1)), []
+        earlier = [row for row in rows if row.ticket == ticket]
+        if earlier and draw(st.booleans()):
+            turns = list(draw(st.sampled_from(earlier)).turns)
+            turns = turns[: draw(st.integers(0, len(turns)))]
+        if turns and draw(st.booleans()):  # what came before is now a prompt
+            turns = [turn([t for old in turns for t in (*old.prompt_ids, *old.token_ids)] + draw(ids), draw(ids))]
+        turns += [turn(draw(ids), draw(ids)) for _ in range(draw(st.integers(0 if turns else 1, 2)))]
+        rows.append(Sample(ticket, number, tuple(turns), Verdict("ok", 1.0)))
+    return weighted(pack(draw(st.permutations(rows))))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Ours and transformers' own, in float64."""
+    path = tiny("qwen2", tmp_path_factory.mktemp("tree"))
+    ours, plain = (build_model(path, torch.float64, "cpu", **how) for how in ({}, {"attention": "sdpa"}))
+    return exact(ours), exact(plain)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batch=forests())
+def test_any_tree_has_the_logits_and_gradients_of_plain_rows(models, batch: Batch) -> None:
+    ours, plain = models
+    for model in models:
+        model.zero_grad()
+    tree = share_prefixes(batch)
+    packing = Packing.of(tree.starts, tree.parents)
+    out = ours(input_ids=tree.token_ids[None], position_ids=tree.position_ids[None], packing=packing).logits[0]
+    rows = batch.token_ids.split(batch.starts.diff().tolist())
+    wanted = torch.cat([plain(input_ids=row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(out[tree.gather_index], wanted, rtol=0, atol=1e-12)
+    direction = batch.old_logprobs.double()[:, None] * torch.arange(wanted.shape[1]).sin()
+    (out[tree.gather_index] * direction).sum().backward()
+    (wanted * direction).sum().backward()
+    got, want = (torch.cat([p.grad.flatten() for p in model.parameters()]) for model in models)
+    assert (got - want).norm() <= 1e-12 * want.norm()
+
+
+@settings(deadline=None)
+@given(batch=forests(), budget=st.integers(5, 40))
+def test_the_budget_counts_the_tokens_that_are_computed(batch: Batch, budget: int) -> None:
+    bins = plan(batch, budget)
+    assert sorted(s for one in bins for s in one) == list(range(batch.num_segments))
+    for one in bins:
+        assert len(one) == 1 or len(share_prefixes(batch.select(one)).token_ids) <= budget

@@ -29,7 +29,7 @@ from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
 from spmd_rl.train.schedule import learning_rate
-from spmd_rl.train.sharing import fold
+from spmd_rl.train.sharing import share_prefixes
 
 ROUND_TOKENS, FEW_TOKENS = 128, 32
 """Tokens and targets of a forward are filled up to a multiple of the first; few of them to one of the second."""
@@ -166,14 +166,14 @@ class FSDP2Role:
         """
         targets = micro.loss_mask.nonzero().squeeze(-1)
         assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
-        folded = fold(micro)
-        folded = rounded(folded, _granule(len(folded.token_ids)))
+        tree = share_prefixes(micro)
+        tree = rounded(tree, _granule(len(tree.token_ids)))
         output = self._model(
-            input_ids=folded.token_ids[None],
-            position_ids=folded.position_ids[None],
-            packing=Packing.of(folded.starts, folded.parents),
+            input_ids=tree.token_ids[None],
+            position_ids=tree.position_ids[None],
+            packing=Packing.of(tree.starts, tree.parents),
             # the output's projection runs only where a target is predicted
-            logits_to_keep=filled_up(folded.places[targets - 1]),
+            logits_to_keep=filled_up(tree.gather_index[targets - 1]),
             use_cache=False,
         )
         return output.logits[0][: len(targets)]
