@@ -78,7 +78,7 @@ class Publisher:
     def _compare(self, handover: Handover) -> str:
         """Whether the engine holds, under every name, the bytes handed over where it can show them; the first fault."""
         missing = dict(handover.fingerprints)
-        for name, tensor in self._engine.held():
+        for name, tensor in self._engine.loaded_weights():
             expected = missing.pop(name, None)
             if expected is None:
                 return f"{name} was not handed over"

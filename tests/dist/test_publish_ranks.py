@@ -28,7 +28,7 @@ class Broken(NativeEngine):
             raise RunFailed("the loader gave up")
         super().load(weights, version)
         if self.fault == "flips":
-            dict(self.held())[NAME].data.view(torch.uint8)[0, 0] ^= 1
+            dict(self.loaded_weights())[NAME].data.view(torch.uint8)[0, 0] ^= 1
         if self.fault == "not a number":
             self._module.model.norm.register_forward_hook(lambda module, args, out: out * float("nan"))
 
@@ -53,7 +53,7 @@ def publish_whole(world, path):
     publish = sync.build(policy, engine, world)
     metrics = [publish(version=version) for version in range(2)]
     reference = dict(build_model(path, torch.float32, "cpu").named_parameters())
-    return metrics, all(torch.equal(reference[name], held) for name, held in engine.held())
+    return metrics, all(torch.equal(reference[name], held) for name, held in engine.loaded_weights())
 
 
 @pytest.mark.parametrize("size", [2, 4])

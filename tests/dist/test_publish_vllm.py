@@ -93,7 +93,7 @@ def test_weights_arrive(engine, road):
     policy, publish = road
     metrics = publish(version=2)
     assert metrics["publish/probe_abs_diff"] < 1e-5
-    held = dict(engine.held())
+    held = dict(engine.loaded_weights())
     assert held.keys() == dict(policy.weights()).keys()
     assert {name for name, tensor in held.items() if tensor is not None} == {
         name for name in held if "norm" in name or "embed" in name
@@ -157,7 +157,7 @@ def test_a_plain_tensor_that_vllm_holds_otherwise(engine, road, monkeypatch):
 def test_the_previous_version_served(engine, road, monkeypatch):
     _, publish = road
     monkeypatch.setattr(engine._llm, "collective_rpc", lambda method, kwargs: list(kwargs["weights_iterator"]))
-    monkeypatch.setattr(type(engine), "held", lambda self: ((name, None) for name in self._shapes))
+    monkeypatch.setattr(type(engine), "loaded_weights", lambda self: ((name, None) for name in self._shapes))
     fails(publish, "from the trainer's on average (limit 0.0003)")
 
 

@@ -236,7 +236,7 @@ def test_broken_weights_are_named_and_refused(make, weights, how):
 
 def test_weights_are_cast_to_the_engines_dtype(make, weights):
     engine = make(dtype=torch.bfloat16)
-    for (name, given), (held_name, held) in zip(weights, engine.held(), strict=True):
+    for (name, given), (held_name, held) in zip(weights, engine.loaded_weights(), strict=True):
         assert name == held_name and torch.equal(held, given.to(torch.bfloat16))
 
 

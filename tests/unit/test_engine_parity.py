@@ -120,7 +120,7 @@ def test_staggered_adds_and_groups(pair):
 
 def test_held_are_the_loaded_weights(pair):
     reference, engine = pair
-    given, held = dict(reference.named_parameters()), dict(engine.held())
+    given, held = dict(reference.named_parameters()), dict(engine.loaded_weights())
     assert given.keys() == held.keys()
     plain = {name: tensor for name, tensor in held.items() if tensor is not None}
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= plain.keys()

@@ -72,7 +72,7 @@ def native(path, dtype=torch.float32, kind=NativeEngine):
 def test_weights_arrive(path, world, dtype):
     policy, engine = Policy(path, dtype), native(path, dtype)
     metrics = sync.build(policy, engine, world)(version=3)
-    held = dict(engine.held())
+    held = dict(engine.loaded_weights())
     assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
     assert metrics["publish/bytes"] == sum(tensor.nbytes for tensor in held.values())
     assert metrics["publish/probe_abs_diff"] < (1e-5 if dtype == torch.float32 else 0.02)
@@ -121,9 +121,9 @@ class Skips(NativeEngine):
     """Leaves one tensor as it was."""
 
     def load(self, weights, version):
-        old = dict(self.held())[Q1].clone()
+        old = dict(self.loaded_weights())[Q1].clone()
         super().load(weights, version)
-        dict(self.held())[Q1].copy_(old)
+        dict(self.loaded_weights())[Q1].copy_(old)
 
 
 class Exchanges(NativeEngine):
@@ -131,7 +131,7 @@ class Exchanges(NativeEngine):
 
     def load(self, weights, version):
         super().load(weights, version)
-        held = dict(self.held())
+        held = dict(self.loaded_weights())
         held[Q0].data, held[Q1].data = held[Q1].data, held[Q0].data
 
 
@@ -151,7 +151,7 @@ class Flips(NativeEngine):
 
     def load(self, weights, version):
         super().load(weights, version)
-        dict(self.held())["model.norm.weight"].data.view(torch.uint8)[5] ^= 1
+        dict(self.loaded_weights())["model.norm.weight"].data.view(torch.uint8)[5] ^= 1
 
 
 class Loses(NativeEngine):
@@ -193,8 +193,8 @@ def test_an_engine_that_holds_something_else(llama, world, kind, words):
 class Hidden(Stale):
     """Keeps its tensors to itself: only the probe can tell."""
 
-    def held(self):
-        return ((name, None) for name, _ in super().held())
+    def loaded_weights(self):
+        return ((name, None) for name, _ in super().loaded_weights())
 
 
 def test_the_probe_alone_finds_stale_weights(llama, world):
