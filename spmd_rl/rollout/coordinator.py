@@ -113,7 +113,7 @@ class Coordinator:
         return self._store.get(self._key("end")).decode()
 
     def forget(self, shared: bool) -> None:
-        """Delete the keys of this replica, and the common ones if `shared`; only when no replica can still read them."""
+        """Delete this replica's keys, and the common ones if `shared`; only when no replica can still read them."""
         for name in sorted({*self._own_keys, *(self.shared_keys if shared else ())}):
             self._store.delete_key(self._key(name))
         self._own_keys.clear()

@@ -14,7 +14,7 @@ from spmd_rl.rollout.rounds import Cursor, GroupSlice, Round, plan_round
 
 
 def expected_end(outcomes: list[bool], goal: int, limit: int) -> int:
-    """The rule of `accept: in_order`, said the slow way: past the goal-th qualifying position, or past the last allowed."""
+    """The rule of `accept: in_order`, the slow way: past the goal-th qualifying position, or past the last allowed."""
     count = 0
     for i in range(limit):
         count += outcomes[i]

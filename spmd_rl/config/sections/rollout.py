@@ -65,7 +65,8 @@ class RolloutConfig:
     the whole group."""
     accept: str = "in_order"
     """`in_order`: the first K qualifying groups in the order of prompts, free of length bias. `first_finished`: the
-    first K to finish: faster with `over_sample`, and biased to short answers; the others come first in the next step."""
+    first K to finish; faster with `over_sample`, and biased to short answers. The others come first in the next step.
+    """
     over_sample: int = 0
     """Prompts started beyond K at once: filtered groups need no second round, and slow ones can be left behind."""
     partial_rollout: bool = False
