@@ -1,4 +1,4 @@
-"""Plug-ins named in settings as `module:Class`: imported, looked at, built. Standard library only.
+"""Plug-ins named in settings as `module:Class` or `module:function`: imported, looked at, built. Standard library only.
 
 Our own packages are never imported by name; a user's file on PYTHONPATH plugs in the same way. The settings' checks
 build each plug-in once to find mistakes early, a worker builds those that do the work. What a class is for is not known
@@ -7,7 +7,7 @@ here.
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,29 @@ REWARDER = ("score", "score_batch")
 
 def import_target(key: str, target: str) -> type:
     """The class that settings key `key` names. UserError, in one line, for whatever keeps it from being had."""
-    module_name, _, class_name = target.partition(":")
-    with _foreign(f"{key}: {target} cannot be imported"):
-        found = getattr(importlib.import_module(module_name), class_name, None)
+    module_name, class_name, found = _import(key, target)
     if not isinstance(found, type):
         raise UserError(f"{key}: {target} cannot be imported: {module_name} has no class {class_name}")
     return found
+
+
+def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
+    """The `async def` of one argument that settings key `key` names. UserError, in one line, if there is none."""
+    module_name, name, found = _import(key, target)
+    if not inspect.iscoroutinefunction(found):
+        raise UserError(f"{key}: {target} cannot be used: {module_name} has no `async def {name}`")
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError as error:
+        raise UserError(f"{key}: {target} cannot be called with one argument, its context: {error}") from None
+    return found
+
+
+def _import(key: str, target: str) -> tuple[str, str, Any]:
+    """Module name, name, and what the module has under it, or None."""
+    module_name, _, name = target.partition(":")
+    with _foreign(f"{key}: {target} cannot be imported"):
+        return module_name, name, getattr(importlib.import_module(module_name), name, None)
 
 
 def build_target(

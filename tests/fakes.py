@@ -5,20 +5,18 @@ from array import array
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-import numpy as np
-
 from spmd_rl.engine.base import Capacity
-from spmd_rl.rollout.outcomes import ANSWER, Finished, Outcomes, Report, answer_row, gathered
+from spmd_rl.rollout.outcomes import Outcomes, SliceReport, answer_row, gather_outcomes
 from spmd_rl.types import AnswerInfo, Completion, Group, Message, Prompt, Request, Sample, Verdict
 
 
 def outcomes_of(groups: Iterable[Group], rank_of: Callable[[Sample], int], version: int = 0) -> Outcomes:
-    """What the ranks that hold these samples tell of them; every group trains."""
-    told = []
+    """What the ranks that hold these samples report of them; every group trains."""
+    reports = []
     for g in groups:
-        rows = np.array([answer_row(sample, rank_of(sample), version) for sample in g.samples], ANSWER)
-        told.append(Finished(g.ticket, 0, g.prompt.domain, rows.tobytes(), ""))
-    return gathered([Report.of(told)], frozenset(f.ticket for f in told), 1)[0]
+        rows = [answer_row(sample, rank_of(sample), version) for sample in g.samples]
+        reports.append(SliceReport(g.ticket, 0, g.prompt.domain, rows))
+    return gather_outcomes(reports, {report.ticket for report in reports}, 1)
 
 
 class FakeTokenizer:
@@ -35,6 +33,8 @@ class FakeTokenizer:
 
 class FakeEngine:
     """Answers each request with `length(request)` times the digit `seed % 10`; counts what it computed."""
+
+    leads = True
 
     def __init__(self, length: Callable[[Request], int] = lambda request: 3, max_running: int = 64) -> None:
         self.capacity = Capacity(max_running, 10**6, 4096)
@@ -78,6 +78,9 @@ class FakeEngine:
             else:
                 self.running[id] = (request, n)
         return ended
+
+    def driven(self):
+        return nullcontext()
 
     def awake(self):
         return nullcontext()

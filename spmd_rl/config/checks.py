@@ -15,7 +15,7 @@ from spmd_rl.config.run_identity import saved_config
 from spmd_rl.config.unused import files, no_critic, no_reference
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
-from spmd_rl.targets import UNPROVIDED, build_target
+from spmd_rl.targets import UNPROVIDED, build_target, import_coroutine
 
 NOT_PARALLEL = {"fsdp2": ("pp", "cp", "ep")}
 """The parallel axes that each backend does not support"""
@@ -77,6 +77,12 @@ def check_engine(cfg: Any) -> None:
         raise UserError(f"engine.tp: {engine.tp} does not divide {world_size()} ranks")
     if engine.tp > 1:
         check_heads(engine.tp, Path(cfg.policy.model) / "config.json")
+
+
+def check_episode(cfg: Any) -> None:
+    """Whether `rollout.target` names a coroutine function that takes a context."""
+    if cfg.rollout.target is not None:
+        import_coroutine("rollout.target", cfg.rollout.target)
 
 
 def check_heads(tp: int, path: Path) -> None:
@@ -172,6 +178,7 @@ def check_sidecar(cfg: Any) -> None:
 CHECKS: dict[str, Callable[[Any], None]] = {
     "train": check_mesh,
     "engine": check_engine,
+    "rollout": check_episode,
     "run": check_run,
     "policy": check_models,
     "data": check_data,

@@ -91,7 +91,7 @@ UNUSED: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("critic", "algorithm.advantage is not gae", no_critic),
     *unread_algorithm_keys(),
     ("rollout.accept", "rollout.tail is defer", lambda cfg: cfg.rollout.tail == "defer"),
-    ("rollout.tail", "rollout.extra_prompts is 0", lambda cfg: cfg.rollout.extra_prompts == 0),
+    ("rollout.tail", "rollout.over_sample is 0", lambda cfg: cfg.rollout.over_sample == 0),
     ("data.size", "problems come from files", only_files),
     ("data.seed", "problems come from files", only_files),
     ("data.args", "problems come from files", only_files),

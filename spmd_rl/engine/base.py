@@ -1,4 +1,4 @@
-"""`Engine`: what the scheduler needs of an inference engine, request by request. It knows no prompt and no reward.
+"""`Engine`: what rollout and weight publishing need of an inference engine. It knows no dataset and no reward.
 
 Every engine passes `tests/unit/test_engine_parity.py` against plain Hugging Face + torch in fp32.
 """
@@ -18,28 +18,36 @@ class Capacity:
     """What an engine can hold."""
 
     max_running: int
-    """requests decoded side by side"""
+    """Requests decoded side by side."""
     kv_tokens: int
-    """tokens of KV cache over all running requests"""
+    """Tokens of KV cache over all running requests."""
     max_tokens: int
-    """prompt and answer of one request"""
+    """Tokens of one request, prompt and answer together."""
 
 
 class Engine(Protocol):
-    """One replica's engine, in the rank's own process. Nothing here meets other ranks at `engine.tp=1`.
+    """The engine of one replica, in the rank's own process, request by request.
 
-    Above, the ranks of a replica make the same calls in the same order, and meet in `step`.
+    Where a replica has several ranks, each has an `Engine`, and all make the same calls in the same order, except
+    inside `driven()`, where its first rank alone asks.
     """
 
-    @property
-    def capacity(self) -> Capacity:
-        """Fixed at construction."""
+    capacity: Capacity
+    """Fixed at construction."""
+    leads: bool
+    """Whether this rank is the first of its replica."""
+
+    def driven(self) -> AbstractContextManager[None]:
+        """[all ranks of the replica] Inside, the first rank's requests and steps are those of all.
+
+        The others are in here until the first has left, and find nothing to do. Nothing is under way at its end.
+        """
         ...
 
     def add(self, request: Request) -> None:
         """Queue a request. Refused (assertion) until `load` has been called in this process, and for a duplicate id.
 
-        A request longer than `capacity.max_tokens` is a ValueError.
+        ValueError for a request longer than `capacity.max_tokens`.
         """
         ...
 
@@ -48,12 +56,15 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Admit what fits, compute one token for each running request, return those that ended. No-op when idle."""
+        """Admit what fits, compute one token for each running request, return those that ended. No-op when idle.
+
+        A replica of several ranks may compute a few tokens for each.
+        """
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Requests waiting and running."""
+        """The number of requests waiting and running."""
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -64,11 +75,11 @@ class Engine(Protocol):
         ...
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The weights as the engine holds them, under the names given to `load`; None for one not plain and whole."""
+        """Yield the weights as the engine keeps them, by the names given to `load`; None for one not plain and whole."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:
-        """Weights and KV cache are on the device inside, and may be off it outside. On CPU it is free."""
+        """Keep weights and KV cache on the device inside; outside they may be off it. On CPU it is free."""
         ...
 
     def close(self) -> None:

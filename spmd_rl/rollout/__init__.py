@@ -1,8 +1,8 @@
-"""The scheduler: tickets, ticks and groups; coroutines over an `Engine`."""
+"""The scheduler: coordinator, engine loop, episodes and the collection of one step's groups."""
 
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.rollout.context import Context, Sampling, single_turn
+from spmd_rl.rollout.collection import Rollouts
+from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
 from spmd_rl.rollout.outcomes import Outcome
-from spmd_rl.rollout.rollouts import Rollouts
 
-__all__ = ["Collected", "Context", "Outcome", "Rollouts", "Sampling", "single_turn"]
+__all__ = ["BudgetSpent", "Collected", "Context", "Outcome", "Rollouts", "Sampling", "single_turn"]

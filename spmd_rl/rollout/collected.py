@@ -1,36 +1,65 @@
-"""What a step's rollout leaves behind: this rank's groups, and what is known of everyone's (`outcomes.py`)."""
+"""What came of one step's collection: this rank's groups, and what is known alike of everyone's (`outcomes.py`).
 
+At the end of a step every rank gathers the same `RankReport`s and finds from them the same `StepResult`; samples stay
+where they are.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 
+import msgspec
 import numpy as np
 
-from spmd_rl.rollout.outcomes import Outcomes
+from spmd_rl.config.schema import RlvrConfig, RolloutConfig
+from spmd_rl.errors import RunFailed
+from spmd_rl.rollout.coordinator import Coordinator
+from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes
+from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.types import Group
+
+
+class RankReport(msgspec.Struct, array_like=True):
+    """What one rank reports to all others at the end of a step."""
+
+    finished: list[SliceReport]
+    running: list[GroupSlice]
+    """Slices begun and not finished; empty unless they go on in the next step."""
+    counted: list[int]
+    """See `Coordinator.counted`."""
+    end: str
+    """See `Coordinator.end_mark`."""
+    idle_seconds: float | None
+    """In which its engine had nothing to do before the step's end; None on a rank that leads no replica."""
+    seconds: float
+    """From the step's beginning until it knew of its end."""
+    num_aborted: int
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One step's harvest."""
+    """One step, as this rank sees it."""
 
     step: int
     groups: tuple[Group, ...]
-    """This rank's samples of the groups that train, in ticket order; may be empty. A ticket of several parts has some
-    of its samples here and others elsewhere."""
+    """This rank's samples of the groups that train, in ticket order; may be empty. A ticket of several slices may have
+    some of its samples here and others elsewhere."""
     dropped: tuple[tuple[Group, str], ...]
     """This rank's finished groups that do not train, each with the reason."""
     outcomes: Outcomes
     """Every rank's resolved tickets of the step; equal on all ranks."""
     bubble: float
-    """Mean idle share of generation over the replicas."""
+    """The mean idle share of generation over the replicas."""
     num_aborted: int
     """Requests given up because the step had ended, over all ranks."""
     num_carried: int
     """Answers begun that go on in the next step, over all ranks."""
 
     def metrics(self) -> dict[str, float]:
-        """Means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
+        """Return means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
 
         Greedy baselines are left out.
         """
@@ -59,5 +88,84 @@ class Collected:
 
 
 def _scores(answers: np.ndarray) -> list[float]:
-    """Of those that are scored and no baselines."""
+    """The scores of the answers that have one and are no baselines."""
     return answers["score"][answers["scored"] & ~answers["greedy"]].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the end of a step means, equal on all ranks."""
+
+    used: frozenset[int]
+    """Tickets that no later step will see."""
+    outcomes: Outcomes
+    """Those of the used tickets."""
+    carried: frozenset[GroupSlice]
+    """Slices with which their replicas go on in the next step."""
+    num_carried: int
+    """The number of answers in these."""
+    bubble: float
+    """See `Collected.bubble`."""
+    num_aborted: int
+
+    @classmethod
+    def of(cls, settings: RolloutConfig, coordinator: Coordinator, reports: list[RankReport]) -> "StepResult":
+        """Find it from the reports of all ranks. AssertionError unless the tickets that are used are whole."""
+        positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.counted})
+        used = frozenset(map(coordinator.round.order.ticket, positions))
+        finished = [report for r in reports for report in r.finished]
+        running = [part for r in reports for part in r.running]
+        assert not any(part.ticket in used for part in running), "a used ticket is still under way"
+        kept = [r for r in finished if r.ticket not in used] if settings.partial_rollout else []
+        seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
+        idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
+        return cls(
+            used=used,
+            outcomes=gather_outcomes(finished, used, coordinator.round.slices),
+            carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
+            num_carried=settings.slice_size * len(running) + sum(len(r.answers) for r in kept),
+            bubble=fmean(idle) / seconds,
+            num_aborted=sum(r.num_aborted for r in reports),
+        )
+
+    def collected(self, step: int, finished: Mapping[GroupSlice, Group]) -> Collected:
+        """Return the step as the rank sees it that holds these finished slices."""
+        slices: dict[int, list[Group]] = defaultdict(list)
+        for part in sorted(set(finished) - self.carried):
+            slices[part.ticket].append(finished[part])
+        reasons = self.outcomes.reasons
+        groups = [(_joined(some), reasons.get(t) if t in self.used else "surplus") for t, some in slices.items()]
+        return Collected(
+            step=step,
+            groups=tuple([group for group, reason in groups if reason is None]),
+            dropped=tuple([(group, reason) for group, reason in groups if reason is not None]),
+            outcomes=self.outcomes,
+            bubble=self.bubble,
+            num_aborted=self.num_aborted,
+            num_carried=self.num_carried,
+        )
+
+
+def _joined(slices: list[Group]) -> Group:
+    """Slices of one ticket, in order, as one group."""
+    return Group(slices[0].prompt, slices[0].ticket, tuple(sample for some in slices for sample in some.samples))
+
+
+def review(collected: Collected, cfg: RlvrConfig, rank: int) -> None:
+    """Print one line where a step has fewer groups than it wants; RunFailed, on all ranks alike, over error budget."""
+    step, budget, wanted = collected.step, cfg.reward.error_budget, cfg.rollout.prompts_per_step
+    outcomes = collected.outcomes
+    if outcomes.error_share > budget:
+        raise RunFailed(
+            f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers of step {step} "
+            f"got no score; the first: {next(iter(outcomes.details.values()))}"
+        )
+    if rank == 0 and outcomes.num_accepted < wanted:
+        reasons = Counter(outcomes.reasons.values())
+        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        print(
+            f"step {step}: {outcomes.num_accepted} of {wanted} groups qualified among {len(outcomes)} "
+            f"tickets ({counts}): {'it trains on fewer' if outcomes.num_accepted else 'no update'}",
+            file=sys.stderr,
+            flush=True,
+        )

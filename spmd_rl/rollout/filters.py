@@ -1,4 +1,4 @@
-"""Which groups train: a pure function of their answers' metadata. Who resolves a ticket asks, and tells all others."""
+"""Which groups train: a pure function of the metadata of their answers, asked once by whoever resolves the ticket."""
 
 from statistics import fmean
 
@@ -7,10 +7,10 @@ import numpy as np
 from spmd_rl.config.schema import FilterConfig
 
 
-def why_not(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
-    """Why the group of these answers (rows of `outcomes.ANSWER`) does not qualify, in two or three words; else None.
+def reject_reason(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
+    """Return why the group of these answers does not qualify, in two or three words; None if it does.
 
-    Only scored answers have a score; a greedy baseline is not asked.
+    `answers`: rows of `outcomes.ANSWER`. Only scored answers have a score; greedy baselines are left out.
     """
     sampled = ~answers["greedy"]
     scores = answers["score"][answers["scored"] & sampled].tolist()

@@ -1,29 +1,28 @@
-"""What became of a step's tickets, as metadata: a row for each answer, which its rank tells all others.
+"""What became of a step's tickets, as metadata: one row for each answer, which its rank reports to all others.
 
-Every rank holds the rows of all, in ticket order, and finds alike what trains and how. With many ranks nearly all rows
-are of others: nothing here is done row by row or ticket by ticket, except where a rank writes its own.
+Samples stay on the rank that made them. Every rank holds the rows of all, in ticket order, and so finds alike what
+trains and how (`learn/`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from spmd_rl.batch import stretches
 from spmd_rl.types import SCORED, Group, Sample
 
 ANSWER = np.dtype(
     [
         ("ticket", "<i8"),
         ("answer", "<i4"),
-        ("rank", "<i4"),  # that generated it, and holds it
+        ("rank", "<i4"),  # the world rank that generated it, and holds it
         ("score", "<f8"),
         ("scored", "?"),  # whether `score` means anything
         ("wrong_format", "?"),
-        ("truncated", "?"),
+        ("truncated", "?"),  # ended by a token limit
         ("stale", "?"),  # some token was sampled by an older policy version than the step's
         ("greedy", "?"),  # a baseline, see `Sample.greedy`
         ("num_answer_tokens", "<i4"),
@@ -31,17 +30,18 @@ ANSWER = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""Metadata of one sample: all that ranks tell each other of it, 41 bytes."""
+"""The metadata of one sample: all that ranks report to each other of it."""
+
+AnswerRow = tuple[int, int, int, float, bool, bool, bool, bool, bool, int, int, int]
+"""A row of `ANSWER`, as it travels."""
 
 
-def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
-    """The metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
+def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
+    """Return the metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
     turns, verdict = sample.turns, sample.verdict
-    num_sampled = num_given = num_fresh = 0
-    for turn in turns:
-        num_sampled += len(turn.token_ids)
-        num_given += len(turn.prompt_ids)
-        num_fresh += turn.versions.count(version)
+    num_sampled = sum(len(turn.token_ids) for turn in turns)
+    num_given = sum(len(turn.prompt_ids) for turn in turns)
+    num_fresh = sum(turn.versions.count(version) for turn in turns)
     return (
         sample.ticket,
         sample.answer,
@@ -58,81 +58,48 @@ def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
     )
 
 
-def joined(answers: Iterable[bytes]) -> np.ndarray:
-    """Rows of `ANSWER` laid end to end, to be read."""
-    return np.frombuffer(b"".join(answers), ANSWER)
+def answer_rows(rows: Iterable[AnswerRow]) -> np.ndarray:
+    """Return `ANSWER` [n]."""
+    return np.array([tuple(row) for row in rows], ANSWER)
 
 
-PART = np.dtype([("ticket", "<i8"), ("part", "<i4"), ("domain", "<i4"), ("num_answers", "<i4")])
-"""A part of a ticket whose verdicts are all in; `domain` is a place in `Report.domains`."""
-
-
-@dataclass(slots=True)
-class Finished:
-    """A part of a ticket whose verdicts are all in, on the replica that has it."""
+class SliceReport(msgspec.Struct, array_like=True):
+    """A slice of a group whose verdicts are all in, as its replica reports it."""
 
     ticket: int
-    part: int
+    number: int
     domain: str
-    answers: bytes
-    """rows of `ANSWER`"""
-    detail: str
-    """The first failed verdict's detail, if any."""
-    why_not: str | None = None
-    """Of the last part to come: why the ticket does not train."""
-
-
-def finished(group: Group, part: int, rank: int, version: int) -> Finished:
-    """The metadata of a finished part."""
-    rows = np.array([answer_row(sample, rank, version) for sample in group.samples], ANSWER)
-    failed = next((s.verdict for s in group.samples if s.verdict.status not in SCORED), None)
-    detail = f"{failed.status}: {failed.detail}" if failed else ""
-    return Finished(group.ticket, part, group.prompt.domain, rows.tobytes(), detail)
-
-
-class Report(msgspec.Struct, array_like=True, frozen=True):
-    """All that a replica has finished in a step, as it tells the others: what is rare is told by ticket."""
-
-    parts: bytes
-    """rows of `PART`, in any order"""
-    answers: bytes
-    """rows of `ANSWER`, part by part"""
-    domains: tuple[str, ...]
-    details: tuple[tuple[int, int, str], ...]
-    """(ticket, part, the first failed verdict's detail)"""
-    reasons: tuple[tuple[int, str], ...]
-    """(ticket, why it does not train)"""
+    answers: list[AnswerRow]
+    detail: str = ""
+    """The detail of the first verdict that is no score, if any."""
+    reject_reason: str | None = None
+    """Why the ticket does not train; of the slice that came last."""
 
     @classmethod
-    def of(cls, finished: Collection[Finished]) -> "Report":
-        """These parts."""
-        domains = {domain: place for place, domain in enumerate(dict.fromkeys([f.domain for f in finished]))}
-        rows = [(f.ticket, f.part, domains[f.domain], len(f.answers) // ANSWER.itemsize) for f in finished]
-        return cls(
-            parts=np.array(rows, PART).tobytes(),
-            answers=b"".join([f.answers for f in finished]),
-            domains=tuple(domains),
-            details=tuple([(f.ticket, f.part, f.detail) for f in finished if f.detail]),
-            reasons=tuple([(f.ticket, f.why_not) for f in finished if f.why_not]),
-        )
+    def of(cls, group: Group, number: int, rank: int, version: int) -> "SliceReport":
+        """Report slice `number` of a group, whose samples are `group`; see `answer_row` for the others."""
+        failed = next((s.verdict for s in group.samples if s.verdict.status not in SCORED), None)
+        detail = f"{failed.status}: {failed.detail}" if failed else ""
+        rows = [answer_row(sample, rank, version) for sample in group.samples]
+        return cls(group.ticket, number, group.prompt.domain, rows, detail)
 
 
 class Outcome(NamedTuple):
-    """Metadata of one resolved ticket, all its parts together."""
+    """The metadata of one resolved ticket, all its slices together."""
 
     ticket: int
     domain: str
-    why_not: str | None
+    reject_reason: str | None
     """Why the group does not train; None if it does."""
     answers: np.ndarray
     """`ANSWER` [n]"""
     detail: str
-    """The first failed verdict's detail, if any."""
+    """The detail of the first verdict that is no score, if any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcomes:
-    """Resolved tickets in order, m of them, and the n answers of them all. Iterates over `Outcome`s."""
+    """The resolved tickets of a step in order, m of them, and the n answers of them all. Iterates over `Outcome`s."""
 
     tickets: np.ndarray
     """int64 [m]"""
@@ -141,12 +108,13 @@ class Outcomes:
     answers: np.ndarray
     """`ANSWER` [n]"""
     domains: np.ndarray
-    """int32 [m]: places in `names`"""
+    """int32 [m]: indices into `names`"""
     names: tuple[str, ...]
+    """Domains, in the order in which they come."""
     reasons: dict[int, str]
-    """by ticket, in order: why it does not train; the others do"""
+    """Ticket -> why it does not train, in order; the others do."""
     details: dict[int, str]
-    """by ticket, in order: the first failed verdict's detail, where there is one"""
+    """Ticket -> the detail of its first verdict that is no score, in order, where there is one."""
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -159,12 +127,12 @@ class Outcomes:
 
     @property
     def num_accepted(self) -> int:
-        """Tickets that train."""
+        """The number of tickets that train."""
         return len(self) - len(self.reasons)
 
     @property
     def accepted(self) -> np.ndarray:
-        """`ANSWER` rows of the tickets that train."""
+        """The `ANSWER` rows of the tickets that train."""
         if not self.reasons:
             return self.answers
         trains = np.isin(self.tickets, list(self.reasons), invert=True)
@@ -172,59 +140,36 @@ class Outcomes:
 
     @property
     def error_share(self) -> float:
-        """Share of the answers whose verdict is no score."""
+        """The share of the answers whose verdict is no score."""
         return int(np.count_nonzero(~self.answers["scored"])) / max(1, len(self.answers))
 
     def by_domain(self) -> dict[str, np.ndarray]:
-        """`ANSWER` rows, by domain; domains in the order in which they come."""
-        if len(self.names) == 1:
-            return {self.names[0]: self.answers}
-        codes, first = np.unique(self.domains, return_index=True)
-        of_answers = self.domains.repeat(np.diff(self.bounds))
-        return {self.names[code]: self.answers[of_answers == code] for code in codes[first.argsort()].tolist()}
+        """Return the `ANSWER` rows of each domain; domains in the order in which they come."""
+        domains = self.domains.repeat(np.diff(self.bounds))
+        return {name: self.answers[domains == index] for index, name in enumerate(self.names)}
 
 
-def gathered(reports: Sequence[Report], used: frozenset[int], num_parts: int) -> tuple[Outcomes, np.ndarray]:
-    """What all replicas' reports say of the `used` tickets, each of so many parts; and the `PART` rows of the others.
+def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_slices: int) -> Outcomes:
+    """Return what the reports of all replicas say of the `used` tickets, each of `num_slices` slices.
 
-    The tickets must be whole.
+    AssertionError unless these are whole; reports of other tickets are passed over.
     """
-    parts, names = _with_common_domains(reports)
-    order = np.lexsort((parts["part"], parts["ticket"]))
-    tickets = np.sort(np.fromiter(used, np.int64, len(used)))
-    others = parts[:0]
-    if len(parts) > num_parts * len(used):
-        is_used = np.isin(parts["ticket"][order], tickets)
-        order, others = order[is_used], parts[order[~is_used]]
-    mine, lengths = parts[order], parts["num_answers"].astype(np.int64)
-    whole = np.array_equal(mine["ticket"], tickets.repeat(num_parts))
-    assert whole and (mine["part"] == np.arange(len(mine)) % num_parts).all(), (
-        "a ticket is lost, used twice or not whole"
-    )
-    begins, lengths = (lengths.cumsum() - lengths)[order], lengths[order]
-    reasons = sorted(chain.from_iterable(report.reasons for report in reports))
-    details = sorted(chain.from_iterable(report.details for report in reports), reverse=True)
-    first_details = {ticket: detail for ticket, _, detail in details if ticket in used}
-    outcomes = Outcomes(
-        tickets=tickets,
-        bounds=np.concatenate(([0], lengths.cumsum()[num_parts - 1 :: num_parts])),
-        answers=stretches(joined([report.answers for report in reports]), begins, lengths),
-        domains=mine["domain"][::num_parts],
+    tickets = sorted(used)
+    wanted = set(tickets)
+    mine = sorted((r for r in reports if r.ticket in wanted), key=lambda r: (r.ticket, r.number))
+    expected = [(ticket, number) for ticket in tickets for number in range(num_slices)]
+    assert [(r.ticket, r.number) for r in mine] == expected, "a ticket is lost, used twice or not whole"
+    groups = [list(slices) for _, slices in groupby(mine, key=lambda r: r.ticket)]
+    names = tuple(dict.fromkeys(r.domain for r in mine))
+    index = {name: i for i, name in enumerate(names)}
+    sizes = [sum(len(r.answers) for r in slices) for slices in groups]
+    details = {slices[0].ticket: next((r.detail for r in slices if r.detail), "") for slices in groups}
+    return Outcomes(
+        tickets=np.array(tickets, np.int64),
+        bounds=np.array([0, *accumulate(sizes)], np.int64),
+        answers=answer_rows(row for r in mine for row in r.answers),
+        domains=np.array([index[slices[0].domain] for slices in groups], np.int32),
         names=names,
-        reasons={ticket: reason for ticket, reason in reasons if ticket in used},
-        details=dict(reversed(first_details.items())),
+        reasons={r.ticket: r.reject_reason for r in mine if r.reject_reason},
+        details={ticket: detail for ticket, detail in details.items() if detail},
     )
-    return outcomes, others
-
-
-def _with_common_domains(reports: Sequence[Report]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """`PART` rows of all reports, end to end, whose domains are places in one list; and that."""
-    names = tuple(dict.fromkeys(chain.from_iterable(report.domains for report in reports)))
-    parts = np.frombuffer(b"".join([report.parts for report in reports]), PART)
-    if any(report.domains != names[: len(report.domains)] for report in reports):
-        places = [np.array([names.index(name) for name in report.domains], np.int32) for report in reports]
-        numbers = [len(report.parts) // PART.itemsize for report in reports]
-        shift = np.array([0, *accumulate(map(len, places))][:-1]).repeat(numbers)
-        parts = parts.copy()
-        parts["domain"] = np.concatenate(places)[parts["domain"] + shift]
-    return parts, names

@@ -1,114 +1,116 @@
-"""What a step asks for: which tickets, in which order, how many, and what ends it. Pure functions of the cursor.
+"""What one step asks for: which tickets, in which order, how many, and what ends it. Pure functions of the cursor.
 
 Ticket i stands for one prompt and its answers, a pure function of the seed (`data.Prompts.ticket`). Within a step a
-ticket has a *place*: 0 is the first to start. A replica claims *parts* of tickets, of `rollout.answers_per_ticket`
-answers each; a ticket has one part unless that is less than a group.
+ticket has a *position*: 0 starts first. A replica claims *slices* of a ticket's group of answers, each of
+`rollout.answers_per_claim` answers; by default a slice is the whole group.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
 
 
-class Part(NamedTuple):
-    """Some of a ticket's answers: what one replica claims, generates and scores."""
+class GroupSlice(NamedTuple):
+    """Some of the answers of one ticket: what one replica claims, generates and scores."""
 
     ticket: int
     number: int
+    """Which slice of the ticket's group this is, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Which tickets no step has used yet: the holes, then `next` and all that follow."""
+    """The tickets that no step has used yet: those skipped, then `next` and all that follow."""
 
     next: int = 0
-    holes: tuple[int, ...] = ()
-    """Ascending, all below `next`: tickets that a step started and did not use."""
+    skipped: tuple[int, ...] = ()
+    """Tickets below `next` that a step started and did not use, ascending."""
 
-    def ticket(self, place: int) -> int:
-        """The ticket at this place of the order: holes first."""
-        return self.holes[place] if place < len(self.holes) else self.next + place - len(self.holes)
+    def ticket(self, position: int) -> int:
+        """Return the ticket at this position of the order, in which skipped tickets come first."""
+        return self.skipped[position] if position < len(self.skipped) else self.next + position - len(self.skipped)
 
-    def place(self, ticket: int) -> int:
-        """Where in the order a ticket is that no step has used."""
-        return bisect_left(self.holes, ticket) if ticket < self.next else len(self.holes) + ticket - self.next
+    def position(self, ticket: int) -> int:
+        """Return the position of a ticket that no step has used."""
+        if ticket < self.next:
+            return bisect_left(self.skipped, ticket)
+        return len(self.skipped) + ticket - self.next
 
     def after(self, used: Iterable[int]) -> "Cursor":
-        """The cursor of the next step, once these tickets are used."""
+        """Return the cursor of the next step, once these tickets are used."""
         used = set(used)
         top = max([self.next, *(ticket + 1 for ticket in used)])
-        return Cursor(top, tuple(t for t in (*self.holes, *range(self.next, top)) if t not in used))
+        return Cursor(top, tuple(t for t in (*self.skipped, *range(self.next, top)) if t not in used))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Round:
-    """One step's demand, equal on all replicas."""
+    """The demand of one step, equal on all replicas."""
 
     order: Cursor
-    """tickets in the order of their places"""
+    """The tickets, by position."""
     goal: int
-    """K: tickets that qualify"""
+    """K: the number of qualifying tickets that the step wants."""
     extra: int
-    """tickets started beyond the goal at once"""
+    """The number of tickets that start at once beyond the goal."""
     limit: int
-    """tickets that may be started"""
-    parts: int = 1
-    """of a ticket"""
-    accept: str = "ticket"
-    carried: frozenset[Part] = frozenset()
-    """parts that a replica has begun in an earlier step; nobody else may claim them"""
+    """The number of tickets that the step may start in all."""
+    slices: int = 1
+    """The number of slices of each ticket."""
+    accept: str = "in_order"
+    """See `rollout.accept`."""
+    carried: frozenset[GroupSlice] = frozenset()
+    """Slices that a replica began in an earlier step and goes on with; nobody else may start them."""
 
     @property
-    def sure(self) -> int:
-        """Tickets that may start at once."""
+    def initial_limit(self) -> int:
+        """The number of tickets that may start before any has been resolved."""
         return min(self.limit, self.goal + self.extra)
-
-    def num_open(self, below: int) -> int:
-        """Parts that can be claimed, of the tickets at places under `below`."""
-        return below * self.parts - bisect_left(self._closed, below * self.parts)
-
-    def open(self, number: int) -> tuple[int, Part]:
-        """(place, part) of one of the parts that can be claimed, which are numbered in order."""
-        open_before = [closed - index for index, closed in enumerate(self._closed)]
-        place, part = divmod(number + bisect_right(open_before, number), self.parts)
-        return place, Part(self.order.ticket(place), part)
-
-    @cached_property
-    def _closed(self) -> list[int]:
-        """Carried parts as numbers among all parts of the round, in order."""
-        return sorted(self.order.place(part.ticket) * self.parts + part.number for part in self.carried)
 
     @property
     def long(self) -> bool:
-        """Whether the round waits for every ticket it needs, however long its answers get."""
-        return self.accept == "ticket"
+        """Whether the step waits for every ticket that it needs, however long its answers get."""
+        return self.accept == "in_order"
+
+    def slice(self, number: int) -> tuple[int, GroupSlice]:
+        """Return (position, slice) for the number of a slice among all slices of the round."""
+        position, number = divmod(number, self.slices)
+        return position, GroupSlice(self.order.ticket(position), number)
 
 
-def slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
-    """Requests that a replica keeps under way: its share of what a step starts at once, up to what its engine runs."""
-    s = settings
-    share = -(-(s.prompts_per_step + s.extra_prompts) * s.answers_per_prompt // replicas)
-    return max(s.answers_per_part, min(max_running, share))
+def num_slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
+    """Return how many requests a replica keeps under way.
 
-
-def plan_round(cursor: Cursor, settings: RolloutConfig, carried: Iterable[Part] = ()) -> Round:
-    """The next step's round.
-
-    With `tail: defer`, rounds are short (the first K to arrive of K + extra fresh tickets) until K tickets have been
-    left behind; then comes a long round of just these, which waits for all. So answers are cut short in no round, every
-    ticket is used once, by the policy of its own step, and only every (K / extra)-th step waits for long answers
-    (RollPacker, arXiv 2509.21009).
+    That is its share of what a step starts at once, at most what its engine runs (`max_running`), and at least a slice.
     """
     s = settings
-    limit = s.max_tickets_per_step or 4 * s.prompts_per_step
-    parts = -(-s.answers_per_prompt // s.answers_per_part)
-    order, extra, accept = cursor, s.extra_prompts, s.accept
+    share = -(-(s.prompts_per_step + s.over_sample) * s.answers_per_prompt // replicas)
+    return max(s.slice_size, min(max_running, share))
+
+
+def plan_round(cursor: Cursor, settings: RolloutConfig, carried: Iterable[GroupSlice] = ()) -> Round:
+    """Return the round of the next step.
+
+    With `rollout.tail=defer`, rounds are short (the first K to finish of K + `over_sample` fresh tickets) until K
+    tickets have been skipped; then comes a long round of just these, which waits for all. So answers are cut short in
+    no round, every ticket is used once, by the policy of its own step, and only every (K / `over_sample`)-th step waits
+    for long answers (RollPacker, arXiv 2509.21009).
+    """
+    s = settings
+    order, extra, accept = cursor, s.over_sample, s.accept
     if s.tail == "defer":
-        waits = len(cursor.holes) >= s.prompts_per_step
-        order = cursor if waits else Cursor(cursor.next)
-        extra, accept = (0, "ticket") if waits else (s.extra_prompts, "arrival")
-    return Round(order, s.prompts_per_step, extra, limit, parts, accept, frozenset(carried))
+        is_long = len(cursor.skipped) >= s.prompts_per_step
+        order = cursor if is_long else Cursor(cursor.next)
+        extra, accept = (0, "in_order") if is_long else (s.over_sample, "first_finished")
+    return Round(
+        order=order,
+        goal=s.prompts_per_step,
+        extra=extra,
+        limit=s.max_prompts_per_step or 4 * s.prompts_per_step,
+        slices=-(-s.answers_per_prompt // s.slice_size),
+        accept=accept,
+        carried=frozenset(carried),
+    )

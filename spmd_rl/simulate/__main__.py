@@ -3,7 +3,7 @@
     python -m spmd_rl.simulate [--replicas 8 64 512 4096] [--picture tail.svg]
     python -m spmd_rl.simulate --lengths runs/rlvr/NAME/samples/step-000010.jsonl --replicas 64
 
-Tickets, claims, rounds and the rules of acceptance are the scheduler's own code; engines, verdicts and the store are
+Rounds, coordinators and claims are the scheduler's own code; engines, verdicts and the store are
 models on a virtual clock (`simulate/`). A few minutes for all defaults.
 """
 
@@ -72,7 +72,7 @@ def scene(options: argparse.Namespace, replicas: int) -> Scene:
     settings = RolloutConfig(
         prompts_per_step=prompts,
         answers_per_prompt=o.answers,
-        extra_prompts=round(o.extra * prompts),
+        over_sample=round(o.extra * prompts),
         max_new_tokens=o.max_new_tokens,
         min_answers=1,
     )
@@ -96,7 +96,7 @@ def assumptions(scene: Scene) -> str:
     return "\n".join(
         [
             f"{s.prompts_per_step // scene.replicas} prompts x {s.answers_per_prompt} answers per replica and step for "
-            f"every policy; those that over-sample start {s.extra_prompts / s.prompts_per_step:.0%} more prompts.",
+            f"every policy; those that over-sample start {s.over_sample / s.prompts_per_step:.0%} more prompts.",
             f"Engines run up to {scene.max_running} requests at {ms:g} + {more:g} x running ms a token; no prefill, no "
             "preemption, and all are equally fast.",
             f"Verdicts take {scene.verdict_seconds:g} s, training {scene.train_seconds:g} s a step; publishing weights "

@@ -6,10 +6,9 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
-from spmd_rl.rollout.accept import tickets
-from spmd_rl.rollout.claims import claim
-from spmd_rl.rollout.rounds import Cursor, Part, Round, plan_round, slots
-from spmd_rl.rollout.tickets import ENDED
+from spmd_rl.rollout.claims import claims
+from spmd_rl.rollout.coordinator import coordinate
+from spmd_rl.rollout.rounds import Cursor, GroupSlice, Round, num_slots, plan_round
 from spmd_rl.simulate.replica import Replica
 from spmd_rl.simulate.scene import Scene
 from spmd_rl.simulate.store import CountingStore
@@ -47,7 +46,7 @@ class Cluster:
         self._scene = scene
         self._replicas = [Replica(scene, self.store) for _ in range(scene.replicas)]
         self.cursor = Cursor()
-        self._carried: frozenset[Part] = frozenset()
+        self._carried: frozenset[GroupSlice] = frozenset()
 
     def steps(self) -> Iterator[Step]:
         """Steps without end."""
@@ -58,20 +57,22 @@ class Cluster:
     def _step(self, number: int) -> Step:
         scene, store, replicas = self._scene, self.store, self._replicas
         round = plan_round(self.cursor, scene.settings, self._carried)
-        name, room = f"step{number}", slots(scene.settings, len(replicas), scene.max_running)
-        books = [tickets(store, name, round, len(replicas), lambda: self.now) for _ in replicas]
+        name, slots = f"step{number}", num_slots(scene.settings, len(replicas), scene.max_running)
+        coordinators = [coordinate(store, name, round, len(replicas), lambda: self.now) for _ in replicas]
         began, before = self.now, self._counters()
-        for index, (replica, book) in enumerate(zip(replicas, books, strict=True)):
-            replica.begin(self.now, number, book, claim(scene.settings.claim, book, index, len(replicas)), room)
-        self._play(round, f"{name}/news")
-        places = books[0].used([book.end_mark() for book in books], {p for book in books for p in book.counted})
-        used = {round.order.ticket(place) for place in places}
+        for index, (replica, coordinator) in enumerate(zip(replicas, coordinators, strict=True)):
+            claim = claims(scene.settings.claim, coordinator, index, len(replicas))
+            replica.begin(self.now, number, coordinator, claim, slots)
+        self._play(round, f"{name}/rejected")
+        counted = {position for coordinator in coordinators for position in coordinator.counted}
+        positions = coordinators[0].used([coordinator.end_mark() for coordinator in coordinators], counted)
+        used = {round.order.ticket(position) for position in positions}
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
         num_stale = sum(replica.num_stale(trained, number) for replica in replicas)
         self._carried = frozenset(part for replica in replicas for part in replica.close(used))
         self.cursor = self.cursor.after(used)
-        for index, book in enumerate(books):
-            book.forget(shared=index == 0)
+        for index, coordinator in enumerate(coordinators):
+            coordinator.forget(shared=index == 0)
         busy, tokens, operations, looks = (b - a for a, b in zip(before, self._counters(), strict=True))
         seconds = self.now - began
         idle = 1 - busy / seconds / len(replicas)
@@ -83,7 +84,7 @@ class Cluster:
         computed = sum(engine.busy for engine in engines), sum(engine.tokens for engine in engines)
         return *computed, self.store.operations, self.store.looks
 
-    def _play(self, round: Round, news: str) -> None:
+    def _play(self, round: Round, rejected: str) -> None:
         """From event to event, until every replica knows that the step has ended."""
         replicas, over, stuck = self._replicas, False, 0
         agenda = Agenda(replicas)
@@ -102,12 +103,12 @@ class Cluster:
                     over = True
                     agenda.look(agenda.live, time)
                 continue
-            allowed = min(round.limit, round.sure + int(self.store.peek(news)) % ENDED)
-            place = replicas[index].waits_for
-            if over or (place is not None and place < allowed):
+            allowed = min(round.limit, round.initial_limit + int(self.store.peek(rejected)))
+            position = replicas[index].waits_for
+            if over or (position is not None and position < allowed):
                 replicas[index].look_after(time)
-            elif place is not None:
-                heappush(waiting, (place, index))
+            elif position is not None:
+                heappush(waiting, (position, index))
             if replicas[index].running:
                 stuck = 0
             agenda.plan(index)

@@ -8,11 +8,11 @@ from spmd_rl.simulate.cluster import Cluster, Step
 from spmd_rl.simulate.scene import Scene
 
 POLICIES: dict[str, dict[str, Any]] = {
-    "static batch": {"claim": "static", "extra_prompts": 0},
-    "store": {"extra_prompts": 0},
-    "store, parts": {"extra_prompts": 0, "answers_per_ticket": 1},
-    "arrival": {"accept": "arrival"},
-    "arrival, carry": {"accept": "arrival", "carry": True},
+    "static batch": {"claim": "static", "over_sample": 0},
+    "store": {"over_sample": 0},
+    "store, slices": {"over_sample": 0, "answers_per_claim": 1},
+    "first finished": {"accept": "first_finished"},
+    "first finished, partial": {"accept": "first_finished", "partial_rollout": True},
     "defer": {"tail": "defer"},
 }
 """Name -> `rollout.*` settings. The first is what a system does that generates a batch and waits for all of it."""
@@ -65,7 +65,7 @@ def play(policy: str, scene: Scene, num_steps: int) -> Result:
         steps_per_hour=3600 / (seconds / len(steps) + scene.train_seconds),
         bubble=sum(step.bubble * step.seconds for step in steps) / seconds,
         mean_tokens=fmean(map(fmean, lengths)),
-        waiting=len(cluster.cursor.holes),
+        waiting=len(cluster.cursor.skipped),
         stale=sum(step.num_stale for step in steps) / (per_ticket * len(lengths)),
         wasted=max(0.0, 1 - sum(map(sum, used)) / sum(step.tokens for step in steps)),
         operations=sum(step.operations for step in steps) / num_used,

@@ -1,12 +1,12 @@
-"""One replica on a virtual clock: the loop of `rollouts.Rollouts`, from event to event instead of step by step."""
+"""One replica on a virtual clock: the loop of `rollout.Rollouts`, from event to event instead of step by step."""
 
 from collections import deque
 from math import ceil, inf
 
 from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
-from spmd_rl.rollout.pump import MAX_IDLE_SECONDS
-from spmd_rl.rollout.rounds import Part
-from spmd_rl.rollout.tickets import StepTickets
+from spmd_rl.rollout.coordinator import Coordinator
+from spmd_rl.rollout.engine_loop import IDLE_SECONDS
+from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.simulate.engine import Engine
 from spmd_rl.simulate.scene import Scene
 from spmd_rl.simulate.store import CountingStore
@@ -20,21 +20,21 @@ class Replica:
 
     def __init__(self, scene: Scene, store: CountingStore) -> None:
         self.engine = Engine(scene.speed, scene.max_running)
-        self.running: dict[Part, int] = {}
+        self.running: dict[GroupSlice, int] = {}
         """parts under way -> answers that have not ended"""
-        self.finished: list[Part] = []
+        self.finished: list[GroupSlice] = []
         """parts whose verdicts are in, as they came"""
         self.look = self.ended_at = 0.0
         """when it has to look at the store next; when it knew the step's end"""
         self._scene, self._store = scene, store
-        self._verdicts: deque[tuple[float, Part]] = deque()
-        self._carried: dict[tuple[Part, int], float] = {}
-        self._begun: dict[Part, int] = {}
+        self._verdicts: deque[tuple[float, GroupSlice]] = deque()
+        self._carried: dict[tuple[GroupSlice, int], float] = {}
+        self._begun: dict[GroupSlice, int] = {}
         self._looked = 0.0
 
-    def begin(self, now: float, step: int, book: StepTickets, claims: Claim, slots: int) -> None:
+    def begin(self, now: float, step: int, coordinator: Coordinator, claim: Claim, slots: int) -> None:
         """A step begins. What was carried goes on."""
-        self._step, self._book, self._claims, self._slots = step, book, claims, slots
+        self._step, self._coordinator, self._claim, self._slots = step, coordinator, claim, slots
         self._looked = self.look = now
         self.engine.advance(now)
         for request, num_tokens in self._carried.items():
@@ -50,13 +50,13 @@ class Replica:
     @property
     def interval(self) -> float:
         """Seconds between two looks at the store: those of a turn, or a share of all replicas' looks."""
-        turn = self.engine.step_seconds if self.engine.num_requests else MAX_IDLE_SECONDS
-        return max(self._book.pause, turn) + 1e-6  # a rounding error must not put it before the pause is over
+        turn = self.engine.step_seconds if self.engine.num_requests else IDLE_SECONDS
+        return max(self._coordinator.pause, turn) + 1e-6  # a rounding error must not put it before the pause is over
 
     @property
     def waits_for(self) -> int | None:
-        """The place that must be allowed before it can start what it has reserved."""
-        return self._claims.waits_for if isinstance(self._claims, StoreClaim) else None
+        """The position that must be allowed before it can start what it has reserved."""
+        return self._claim.waits_for if isinstance(self._claim, StoreClaim) else None
 
     def look_after(self, event: float) -> None:
         """Look as soon as it would have seen what another replica has just written."""
@@ -76,13 +76,13 @@ class Replica:
             del self.running[part]
             self.finished.append(part)
             self._report(part)
-        if not news and (self.waits_for is not None or isinstance(self._claims, StaticClaim)):
+        if not news and (self.waits_for is not None or isinstance(self._claim, StaticClaim)):
             return False  # an answer has ended, which others do not see and which lets nothing start here
         self.look = inf
         if self._ended(now):
             self.ended_at = now
             return True
-        self._claim(now)
+        self._start(now)
         return False
 
     def num_stale(self, trained: set[int], step: int) -> int:
@@ -90,11 +90,11 @@ class Replica:
         parts = [part for part in self.finished if part.ticket in trained and self._begun[part] < step]
         return sum(len(self._scene.answers(part)) for part in parts)
 
-    def close(self, used: set[int]) -> list[Part]:
+    def close(self, used: set[int]) -> list[GroupSlice]:
         """The step has ended: what it did not use is aborted or, if the settings say so, carried; what is carried."""
         self._carried = self.engine.stop()
         assert not any(part.ticket in used for part in self.running), "a used ticket is still under way"
-        if not self._scene.settings.carry:
+        if not self._scene.settings.partial_rollout:
             for under_way in (self._carried, self._verdicts, self.running, self.finished):
                 under_way.clear()
         self.finished = [part for part in self.finished if part.ticket not in used]
@@ -102,9 +102,9 @@ class Replica:
         self._begun = {part: self._begun[part] for part in carried}
         return carried
 
-    def _claim(self, now: float) -> None:
-        room = (self._slots - self.engine.num_requests) // self._scene.per_part
-        parts = self._claims.next(min(room, self._book.round.parts))
+    def _start(self, now: float) -> None:
+        room = (self._slots - self.engine.num_requests) // self._scene.settings.slice_size
+        parts = self._claim.next(min(room, self._coordinator.round.slices))
         for part in parts:
             answers = self._scene.answers(part)
             self.running[part], self._begun[part] = len(answers), self._step
@@ -113,14 +113,14 @@ class Replica:
         if parts:
             self.look = now + STORE_SECONDS  # for more
 
-    def _report(self, part: Part) -> None:
-        place = self._book.round.order.place(part.ticket)
-        if self._book.pool(place, part.number, b"") is not None:
-            self._book.resolve({place: self._scene.qualifies(part.ticket)})
+    def _report(self, part: GroupSlice) -> None:
+        position = self._coordinator.round.order.position(part.ticket)
+        if self._coordinator.pool(position, part.number, b"") is not None:
+            self._coordinator.resolve(position, self._scene.qualifies(part.ticket))
 
     def _ended(self, now: float) -> bool:
         before = self._store.looks
-        ended = self._book.ended()
+        ended = self._coordinator.ended()
         if self._store.looks > before:
             self._store.looks += max(0, ceil((now - self._looked) / self.interval) - 1)
             self._looked = now

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.rollout.rounds import Part
+from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.simulate.engine import Speed
 from spmd_rl.simulate.lengths import Lengths
 
@@ -27,16 +27,11 @@ class Scene:
     """share of the tickets that qualify for training, whatever their length"""
     seed: int = 0
 
-    @property
-    def per_part(self) -> int:
-        """Answers of a part."""
-        return self.settings.answers_per_ticket or self.settings.answers_per_prompt
-
-    def answers(self, part: Part) -> dict[int, int]:
-        """Answer -> tokens."""
-        first = part.number * self.per_part
+    def answers(self, part: GroupSlice) -> dict[int, int]:
+        """Return answer -> tokens."""
+        first, size = part.number * self.settings.slice_size, self.settings.slice_size
         lengths = self.lengths.of(part.ticket, self.settings.answers_per_prompt)
-        return dict(enumerate(lengths[first : first + self.per_part], first))
+        return dict(enumerate(lengths[first : first + size], first))
 
     def qualifies(self, ticket: int) -> bool:
         """Whether the ticket's group trains."""

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch.distributed as dist
+from spmd_rl.rollout.accept import tickets
+from spmd_rl.rollout.harvest import Told, harvest
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.learn import prepare
-from spmd_rl.rollout.accept import tickets
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.rollout.harvest import Told, harvest
 from spmd_rl.rollout.outcomes import ANSWER, Finished, Report
 from spmd_rl.rollout.rounds import Cursor, plan_round
 from tests.bench import show

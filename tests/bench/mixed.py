@@ -61,7 +61,7 @@ def settings(data: Path, run_dir: Path, steps: int, seed: int) -> list[str]:
         "reward.code.workers=2",
         "reward.general.target=rewards.general:GeneralReward",
         "rollout.prompts_per_step=10",
-        "rollout.extra_prompts=0",
+        "rollout.over_sample=0",
         "rollout.filter.zero_variance=false",
         "rollout.max_new_tokens=48",
         "eval.every=5",

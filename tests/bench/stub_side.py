@@ -37,6 +37,8 @@ NUM_WEIGHTS, WEIGHT_SIZE = 32, 1024
 class StubEngine:
     """Answers of 4 to 12 tokens, a token a step; the request's seed says which."""
 
+    leads = True
+
     def __init__(self, cfg: RlvrConfig) -> None:
         self.capacity = Capacity(cfg.engine.max_running, cfg.engine.kv_tokens, cfg.engine.kv_tokens)
         self._ends: dict[int, list[tuple[Request, int]]] = defaultdict(list)
@@ -69,6 +71,10 @@ class StubEngine:
         """Keep: to copy is an engine's work."""
         self._weights = list(weights)
         self._version = version
+
+    def driven(self) -> AbstractContextManager[None]:
+        """A replica of one rank decides for itself."""
+        return nullcontext()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What was kept."""

@@ -21,7 +21,7 @@ from spmd_rl.types import Prompt
 from tests.bench.gate import Contestant
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME = ("rollout.extra_prompts=0", "rollout.filter.zero_variance=false", "eval.every=0", "checkpoint.every=0")
+SAME = ("rollout.over_sample=0", "rollout.filter.zero_variance=false", "eval.every=0", "checkpoint.every=0")
 SCORE = {"trl": "reward", "ours": "critic/score/mean"}
 TOKENS = {"trl": "completions/mean_length", "ours": "rollout/response_length/mean"}
 """What each side calls the mean training reward and the mean answer length, in tokens."""

@@ -9,6 +9,7 @@ import pytest
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
+from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.rollout import Rollouts, Sampling
 from tests.dist.harness import launch, run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
@@ -16,9 +17,8 @@ from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 STALL = 3.0
 
 
-def settings(tp: int, **rollout) -> RlvrConfig:
+def settings(**rollout) -> RlvrConfig:
     cfg = RlvrConfig()
-    cfg.engine.tp = tp
     for key, value in {"prompts_per_step": 4, "answers_per_prompt": 4, **rollout}.items():
         setattr(cfg.rollout, key, value)
     return cfg
@@ -48,7 +48,8 @@ def steps(world: World, tp: int, rollout: dict) -> list:
     """Two steps and an evaluation: calls of this rank's engine, and what each step used and left here."""
     engine = Recording(lambda request: 30 if request.order[0] % 5 == 4 else 3)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
-    rollouts = Rollouts(settings(tp, **rollout), engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    replicated = ReplicatedEngine(engine, world, tp)
+    rollouts = Rollouts(settings(**rollout), replicated, FakePrompts(50), scorer, FakeTokenizer(), world)
     seen = []
     for step in (1, 2):
         collected = rollouts.collect(step)
@@ -60,7 +61,7 @@ def steps(world: World, tp: int, rollout: dict) -> list:
 
 
 @pytest.mark.parametrize(
-    "rollout", [{}, {"extra_prompts": 2, "carry": True}, {"answers_per_ticket": 1}, {"claim": "static"}], ids=str
+    "rollout", [{}, {"over_sample": 2, "partial_rollout": True}, {"answers_per_claim": 1}, {"claim": "static"}], ids=str
 )
 def test_peers_do_what_the_first_rank_does(rollout: dict) -> None:
     results = run_ranks(4, steps, 2, rollout)
@@ -72,7 +73,7 @@ def test_peers_do_what_the_first_rank_does(rollout: dict) -> None:
     assert len(results[0][0]) + len(results[2][0]) > 40
     assert results[0][0] != results[2][0], "two replicas did the same work"
     assert len({str([r[1][0], r[1][2]]) for r in results}) == 1, "ranks know different outcomes"
-    if not rollout.get("carry"):
+    if not rollout.get("partial_rollout"):
         alone = run_ranks(1, steps, 1, rollout)[0]
         assert alone[1][0] == results[0][1][0], "what a step uses depends on the replicas"
     assert sorted(t for r in results for t in r[2]) == [0, 1]
@@ -81,7 +82,7 @@ def test_peers_do_what_the_first_rank_does(rollout: dict) -> None:
 def differing(world: World) -> list:
     engine = FakeEngine(lambda request: 3 + world.rank)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
-    rollouts = Rollouts(settings(2), engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    rollouts = Rollouts(settings(), ReplicatedEngine(engine, world, 2), FakePrompts(50), scorer, FakeTokenizer(), world)
     rollouts.collect(1)
     return []
 
@@ -110,10 +111,11 @@ class Struck(FakeEngine):
 
 
 def struck(world: World, fate: str) -> None:
-    cfg = settings(2, max_new_tokens=400)
+    cfg = settings(max_new_tokens=400)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
     world.journal.set_step(1)
-    Rollouts(cfg, Struck(world, fate), FakePrompts(50), scorer, FakeTokenizer(), world).collect(1)
+    engine = ReplicatedEngine(Struck(world, fate), world, 2)
+    Rollouts(cfg, engine, FakePrompts(50), scorer, FakeTokenizer(), world).collect(1)
 
 
 @pytest.mark.parametrize("fate", ["raise", "kill", "stop"])

@@ -26,7 +26,7 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
         )
         (batch,) = exchange.deal(collected, plan, 1, world)
         weight = world.reduce("weights", {"sum": float(batch.weights.double().sum())})["sum"]
-        outcomes = [[o.ticket, o.why_not, o.answers["score"].tolist()] for o in collected.outcomes]
+        outcomes = [[o.ticket, o.reject_reason, o.answers["score"].tolist()] for o in collected.outcomes]
         seen.append([outcomes, [g.ticket for g in collected.groups], weight])
     return seen
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.e2e.runs import EXACT, Running, Toy
 
-SETTINGS = (*EXACT, "policy.lr=1e-5", "rollout.prompts_per_step=3", "rollout.extra_prompts=0")
+SETTINGS = (*EXACT, "policy.lr=1e-5", "rollout.prompts_per_step=3", "rollout.over_sample=0")
 """Three prompts a step: at world size 4 some rank holds none."""
 MEASURED = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "train_infer/abs_diff/mean", "val/score/mean")
 

@@ -7,7 +7,7 @@ from tests.e2e.runs import Toy
 COMMON = (
     "policy.dtype=float32",
     "rollout.max_new_tokens=16",
-    "rollout.extra_prompts=3",
+    "rollout.over_sample=3",
     "engine.max_running=8",
     "steps=3",
 )
@@ -18,7 +18,7 @@ def tickets(run, step: int) -> list[int]:
 
 
 def test_carried_answers_keep_a_version_for_each_token(tmp_path) -> None:
-    run = Toy(tmp_path).run(*COMMON, "rollout.carry=true", "algorithm.correction.level=token", name="carry")
+    run = Toy(tmp_path).run(*COMMON, "rollout.partial_rollout=true", "algorithm.correction.level=token", name="carry")
     lines = run.metrics()[1:]
     assert sum(line["rollout/carried"] for line in lines) > 0
     assert sum(line["rollout/stale"] for line in lines) > 0
@@ -33,7 +33,7 @@ def test_carried_answers_keep_a_version_for_each_token(tmp_path) -> None:
     assert used == list(range(len(used)))
 
 
-@pytest.mark.parametrize("mode", ["rollout.accept=arrival", "rollout.tail=defer", "rollout.answers_per_ticket=1"])
+@pytest.mark.parametrize("mode", ["rollout.accept=first_finished", "rollout.tail=defer", "rollout.answers_per_claim=1"])
 def test_no_ticket_is_used_twice_and_none_is_older_than_its_step(tmp_path, mode: str) -> None:
     run = Toy(tmp_path).run(*COMMON, mode, "reward.toy.args.sleep=0.005", name="mode")
     used = [ticket for step in (1, 2, 3) for ticket in tickets(run, step)]

@@ -11,8 +11,8 @@ import pytest
 
 from spmd_rl.config.schema import FilterConfig
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.rollout.filters import why_not
-from spmd_rl.rollout.outcomes import ANSWER, Report, answer_row, finished, gathered, joined
+from spmd_rl.rollout.filters import reject_reason
+from spmd_rl.rollout.outcomes import ANSWER, SliceReport, answer_row, answer_rows, gather_outcomes
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 
 STATUSES = ("ok", "ok", "ok", "wrong_format", "timeout", "error")
@@ -46,7 +46,7 @@ def group(ticket: int, num_answers: int = 6) -> Group:
 
 
 def rows_of(some: Group, rank: int = 5) -> np.ndarray:
-    return np.array([answer_row(s, rank, VERSION) for s in some.samples], ANSWER)
+    return answer_rows(answer_row(s, rank, VERSION) for s in some.samples)
 
 
 def num_sampled(s: Sample) -> int:
@@ -61,12 +61,10 @@ GROUPS = [group(10**10 + ticket) for ticket in range(12)]
 
 
 def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
-    told = Report.of([finished(g, 0, 5, VERSION) for g in GROUPS])
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Report)
-    assert arrived == told
-    outcomes, others = gathered([arrived], frozenset(g.ticket for g in GROUPS), 1)
-    assert len(others) == 0
-    assert [(o.ticket, o.domain, len(o.answers), o.why_not) for o in outcomes] == [
+    reports = [SliceReport.of(g, 0, 5, VERSION) for g in GROUPS]
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(reports), type=list[SliceReport])
+    outcomes = gather_outcomes(arrived, [g.ticket for g in GROUPS], 1)
+    assert [(o.ticket, o.domain, len(o.answers), o.reject_reason) for o in outcomes] == [
         (g.ticket, g.prompt.domain, 6, None) for g in GROUPS
     ]
     failed = next(s.verdict for s in GROUPS[0].samples if not s.verdict.scored)
@@ -90,30 +88,25 @@ def split(g: Group, sizes: tuple[int, ...]) -> list[Group]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_tells_what_and_in_which_order_makes_no_difference(seed: int) -> None:
-    """Parts of unequal size, dealt over ranks of which some have nothing; the tickets of three are not used."""
+def test_in_which_order_slices_are_reported_makes_no_difference(seed: int) -> None:
+    """Slices of unequal size, reported in any order; the tickets of three are not used."""
     draw = Random(seed)
     sizes = draw.choice([(6,), (2, 4), (1, 2, 3)])
-    parts = [finished(part, n, 5, VERSION) for g in GROUPS for n, part in enumerate(split(g, sizes))]
+    parts = [SliceReport.of(part, n, 5, VERSION) for g in GROUPS for n, part in enumerate(split(g, sizes))]
     dropped = {g.ticket: draw.choice(["too hard", "zero variance"]) for g in draw.sample(GROUPS, 4)}
     for part in parts:
-        part.why_not = dropped.get(part.ticket) if part.part == draw.randrange(len(sizes)) else None
-    dropped = {part.ticket: part.why_not for part in parts if part.why_not}
+        part.reject_reason = dropped.get(part.ticket) if part.number == draw.randrange(len(sizes)) else None
+    dropped = {part.ticket: part.reject_reason for part in parts if part.reject_reason}
     draw.shuffle(parts)
-    num_ranks = draw.randrange(1, 6)
-    dealt = [parts[rank::num_ranks] for rank in range(num_ranks)] + [[]]
     unused = {g.ticket for g in draw.sample(GROUPS, 3)}
     used = [g for g in GROUPS if g.ticket not in unused]
-    outcomes, others = gathered([Report.of(some) for some in dealt], frozenset(g.ticket for g in used), len(sizes))
+    outcomes = gather_outcomes(parts, [g.ticket for g in used], len(sizes))
     assert len(outcomes) == len(used)
     for g, o in zip(used, outcomes, strict=True):
-        assert (o.ticket, o.domain, o.why_not) == (g.ticket, g.prompt.domain, dropped.get(g.ticket))
+        assert (o.ticket, o.domain, o.reject_reason) == (g.ticket, g.prompt.domain, dropped.get(g.ticket))
         assert o.answers.tobytes() == rows_of(g).tobytes()
         failed = next((s.verdict for s in g.samples if not s.verdict.scored), None)
         assert o.detail == (f"{failed.status}: {failed.detail}" if failed else "")
-    assert sorted(map(tuple, others[["ticket", "part", "num_answers"]].tolist())) == sorted(
-        (ticket, n, size) for ticket in unused for n, size in enumerate(sizes)
-    )
     kept = [g for g in used if g.ticket not in dropped]
     assert outcomes.num_accepted == len(kept)
     assert outcomes.accepted.tobytes() == b"".join(rows_of(g).tobytes() for g in kept)
@@ -123,31 +116,23 @@ def test_who_tells_what_and_in_which_order_makes_no_difference(seed: int) -> Non
         assert rows.tobytes() == b"".join(rows_of(g).tobytes() for g in used if g.prompt.domain == domain)
 
 
-@pytest.mark.parametrize("wrong", ["lost", "twice", "part lost"])
+@pytest.mark.parametrize("wrong", ["lost", "twice", "slice lost"])
 def test_a_ticket_must_be_whole(wrong: str) -> None:
-    parts = [finished(part, n, 5, VERSION) for g in GROUPS for n, part in enumerate(split(g, (3, 3)))]
-    used = frozenset(g.ticket for g in GROUPS)
+    parts = [SliceReport.of(part, n, 5, VERSION) for g in GROUPS for n, part in enumerate(split(g, (3, 3)))]
+    used = [g.ticket for g in GROUPS]
     if wrong == "twice":
         parts.append(parts[4])
     else:
-        parts = [part for part in parts if part.ticket != GROUPS[2].ticket or (wrong == "part lost" and part.part)]
+        parts = [part for part in parts if part.ticket != GROUPS[2].ticket or (wrong == "slice lost" and part.number)]
     with pytest.raises(AssertionError, match="lost, used twice or not whole"):
-        gathered([Report.of(parts)], used, 2)
-
-
-def test_parts_pooled_are_the_whole() -> None:
-    whole = GROUPS[1]
-    parts = [Group(whole.prompt, whole.ticket, whole.samples[i : i + 2]) for i in range(0, 6, 2)]
-    pooled = [finished(part, number, 5, VERSION).answers for number, part in enumerate(parts)]
-    assert joined(pooled).tobytes() == rows_of(whole).tobytes()
-    assert len(joined([])) == 0 and joined([]).dtype == ANSWER
+        gather_outcomes(parts, used, 2)
 
 
 def collected(groups: list[Group]) -> Collected:
-    told = [finished(g, 0, 5, VERSION) for g in groups]
-    for part in told:
-        part.why_not = "zero variance" if part.ticket % 4 == 1 else None
-    return Collected(1, (), (), gathered([Report.of(told)], frozenset(f.ticket for f in told), 1)[0], 0.25, 3, 4)
+    reports = [SliceReport.of(g, 0, 5, VERSION) for g in groups]
+    for report in reports:
+        report.reject_reason = "zero variance" if report.ticket % 4 == 1 else None
+    return Collected(1, (), (), gather_outcomes(reports, [g.ticket for g in groups], 1), 0.25, 3, 4)
 
 
 def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
@@ -203,5 +188,5 @@ def test_a_group_is_judged_by_its_sampled_answers(settings: dict, reason: str | 
     rows["score"], rows["scored"], rows["num_answer_tokens"] = 0.3, True, (1, 2, 3, 4, 99)
     rows["scored"][3], rows["score"][3] = False, np.nan
     rows["greedy"][4], rows["score"][4], rows["truncated"][[0, 4]] = True, 9.0, True
-    assert why_not(rows, 3, FilterConfig(**({"zero_variance": False} | settings))) == reason
-    assert why_not(rows, 4, FilterConfig(**settings)) == "too few scored"
+    assert reject_reason(rows, 3, FilterConfig(**({"zero_variance": False} | settings))) == reason
+    assert reject_reason(rows, 4, FilterConfig(**settings)) == "too few scored"

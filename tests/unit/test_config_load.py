@@ -65,7 +65,7 @@ def test_defaults_are_the_embedded_run():
     cfg = rlvr()
     assert (cfg.train.name, cfg.engine.name, cfg.algorithm.name) == ("fsdp2", "native", "grpo")
     assert cfg.policy.dtype == "bfloat16"
-    assert (cfg.rollout.claim, cfg.rollout.accept) == ("store", "ticket")
+    assert (cfg.rollout.claim, cfg.rollout.accept) == ("store", "in_order")
     assert cfg.data.train == "reasoning_gym:basic_arithmetic"
     assert cfg.reward.domains["reasoning_gym"].target == "rewards.reasoning_gym:ReasoningGymReward"
 
@@ -174,9 +174,9 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("policy.betas=[0.9]", "policy.betas: must be two numbers in [0, 1), not [0.9]"),
         ("policy.max_grad_norm=0", "policy.max_grad_norm: must be greater than 0"),
         ("rollout.claim=steal", "rollout.claim: unknown name 'steal'; known: store, static"),
-        ("rollout.accept=soon", "rollout.accept: unknown name 'soon'; known: ticket, arrival"),
+        ("rollout.accept=soon", "rollout.accept: unknown name 'soon'; known: in_order, first_finished"),
         ("rollout.min_answers=9", "rollout.min_answers: 9 is more than answers_per_prompt 8"),
-        ("rollout.max_tickets_per_step=4", "rollout.max_tickets_per_step: must be at least 8, not 4"),
+        ("rollout.max_prompts_per_step=4", "rollout.max_prompts_per_step: must be at least 8, not 4"),
         ("rollout.filter={min_mean_score: 0.9, max_mean_score: 0.1}", "rollout.filter.min_mean_score: 0.9 lies above"),
         (["train.compile=true", "train.activation_checkpointing=true"], "train.compile: not together with activation_"),
         ("track.device.flops=0", "track.device.flops: must be greater than 0, not 0"),
@@ -185,9 +185,15 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("data.format=Hi", "data.format: must contain {question}, is 'Hi'"),
         ("rollout.top_p=0.9", "rollout.top_p: must be 1.0 (off), not 0.9: training needs the logprob of every token"),
         ("rollout.top_k=50", "rollout.top_k: must be -1 (off), not 50"),
-        ("rollout.answers_per_ticket=9", "rollout.answers_per_ticket: 9 is more than answers_per_prompt"),
-        (["rollout.claim=static", "rollout.accept=arrival"], "rollout.claim: static deals in waves, which needs"),
-        (["rollout.carry=true", "rollout.tail=defer"], "rollout.carry: a deferred ticket starts again"),
+        ("rollout.answers_per_claim=9", "rollout.answers_per_claim: 9 is more than answers_per_prompt"),
+        (
+            ["rollout.claim=static", "rollout.accept=first_finished"],
+            "rollout.claim: static deals in waves, which needs",
+        ),
+        (
+            ["rollout.partial_rollout=true", "rollout.tail=defer"],
+            "rollout.partial_rollout: a deferred prompt starts again",
+        ),
         ("engine.kv_tokens=100", "engine.kv_tokens: 100 cannot hold one request"),
         ("engine.name=vlm", "engine.name: unknown name 'vlm'; known: native, vllm"),
         ("algorithm.loss_agg=mean", "algorithm.loss_agg: unknown name 'mean'; known: token-mean, "),

@@ -14,9 +14,9 @@ from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 
 MODES = [
     {},
-    {"carry": True},
-    {"accept": "arrival"},
-    {"accept": "arrival", "carry": True},
+    {"partial_rollout": True},
+    {"accept": "first_finished"},
+    {"accept": "first_finished", "partial_rollout": True},
     {"tail": "defer"},
     {"claim": "static"},
 ]
@@ -62,20 +62,20 @@ class Moody(FakeScorer):
     mode=st.sampled_from(MODES),
     goal=st.integers(1, 3),
     extra=st.integers(0, 3),
-    parts=st.sampled_from([None, 1, 2]),
+    slices=st.sampled_from([None, 1, 2]),
     slots=st.integers(1, 12),
     crashes=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=5, max_size=5),
     seed=st.integers(0, 10**6),
 )
-def test_no_ticket_is_lost_and_none_is_used_twice(mode, goal, extra, parts, slots, crashes, seed) -> None:
+def test_no_ticket_is_lost_and_none_is_used_twice(mode, goal, extra, slices, slots, crashes, seed) -> None:
     draw = random.Random(seed)
     cfg = RlvrConfig(seed=seed)
-    for key, value in {"answers_per_prompt": 3, "answers_per_ticket": parts, "max_new_tokens": 8, **mode}.items():
+    for key, value in {"answers_per_prompt": 3, "answers_per_claim": slices, "max_new_tokens": 8, **mode}.items():
         setattr(cfg.rollout, key, value)
-    cfg.rollout.prompts_per_step, cfg.rollout.extra_prompts = goal, extra
+    cfg.rollout.prompts_per_step, cfg.rollout.over_sample = goal, extra
     cfg.reward.error_budget = 1.0
     used: list[set[int]] = []  # by the steps that count
-    saved = {"next_ticket": 0, "holes": [], "prompts": "fake"}
+    saved = {"next_ticket": 0, "skipped": [], "prompts": "fake"}
     saved_at = 0
     for fatal in [*crashes, None]:
         with solo() as world:
@@ -92,8 +92,8 @@ def test_no_ticket_is_lost_and_none_is_used_twice(mode, goal, extra, parts, slot
                         saved, saved_at = state, len(used)
                     everything = [ticket for step in used for ticket in step]
                     assert len(set(everything)) == len(everything), "used twice"
-                    open_ones = set(state["holes"]) | {state["next_ticket"]}
-                    assert set(range(state["next_ticket"])) - set(everything) == set(state["holes"]), "lost"
+                    open_ones = set(state["skipped"]) | {state["next_ticket"]}
+                    assert set(range(state["next_ticket"])) - set(everything) == set(state["skipped"]), "lost"
                     assert not open_ones & set(everything)
                     assert len({s.key for g in collected.groups for s in g.samples}) == sum(
                         len(g.samples) for g in collected.groups

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from array import array
 from collections.abc import Iterator
 
@@ -10,8 +11,7 @@ import pytest
 from spmd_rl.config import RlvrConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.rollout import Context, Rollouts, Sampling, pump
-from spmd_rl.rollout.replica import Replica
+from spmd_rl.rollout import BudgetSpent, Context, Rollouts, Sampling, engine_loop
 from spmd_rl.types import Completion, Request, Sample, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 
@@ -47,14 +47,14 @@ def test_steps_use_every_ticket_once_and_in_order(world: World, claim: str) -> N
         assert all(len({s.verdict.score for s in g.samples}) == 2 for g in collected.groups), "zero variance"
         used += tickets(collected)
     assert used == list(range(len(used)))
-    assert rollouts.state() == {"next_ticket": len(used), "holes": [], "prompts": "fake"}
+    assert rollouts.state() == {"next_ticket": len(used), "skipped": [], "prompts": "fake"}
 
 
 def test_what_is_accepted_depends_on_outcomes_alone(world: World) -> None:
     def collect(claim: str, slow: set[int], extra: int):
         engine = FakeEngine(lambda r: 20 if r.order[0] in slow else 2)
         scorer = FakeScorer(even, lambda p: 0.02 if int(p.ground_truth) in slow else 0.0)
-        cfg = settings(claim=claim, extra_prompts=extra)
+        cfg = settings(claim=claim, over_sample=extra)
         rollouts = Rollouts(cfg, engine, FakePrompts(9), scorer, FakeTokenizer(), world)
         collected = rollouts.collect(100 * extra + len(slow) + 10 * (claim == "store"))
         return [(g.ticket, [s.verdict.score for s in g.samples]) for g in collected.groups], tickets(collected)
@@ -67,7 +67,7 @@ def test_what_is_accepted_depends_on_outcomes_alone(world: World) -> None:
 
 def test_surplus_is_aborted_and_starts_again_in_the_next_step(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
-    cfg = settings(extra_prompts=3, filter=type(settings().rollout.filter)(zero_variance=False))
+    cfg = settings(over_sample=3, filter=type(settings().rollout.filter)(zero_variance=False))
     rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
     first = rollouts.collect(1)
     assert tickets(first) == [0, 1, 2]
@@ -79,7 +79,7 @@ def test_surplus_is_aborted_and_starts_again_in_the_next_step(world: World) -> N
 
 def test_a_group_beyond_the_end_is_surplus_even_if_it_would_not_train(world: World) -> None:
     engine = FakeEngine(lambda r: 2 if r.order[0] == 3 else 9)
-    cfg = settings(extra_prompts=1)
+    cfg = settings(over_sample=1)
     cfg.rollout.filter.zero_variance, cfg.rollout.filter.min_mean_score = False, 0.5
     scorer = FakeScorer(lambda p, a: p.ground_truth != "3")
     rollouts = Rollouts(cfg, engine, FakePrompts(20), scorer, FakeTokenizer(), world)
@@ -91,7 +91,7 @@ def test_a_group_beyond_the_end_is_surplus_even_if_it_would_not_train(world: Wor
 
 def test_a_step_ends_at_its_ticket_limit_with_fewer_groups(world: World) -> None:
     rollouts = Rollouts(
-        settings(max_tickets_per_step=5),
+        settings(max_prompts_per_step=5),
         FakeEngine(),
         FakePrompts(9),
         FakeScorer(lambda p, a: p.ground_truth == "1" and even(p, a)),
@@ -167,31 +167,31 @@ def scores(collected) -> dict:
 
 
 @pytest.mark.parametrize("per_ticket", [1, 3])
-def test_parts_of_a_group_give_the_same_samples(world: World, per_ticket: int) -> None:
+def test_slices_of_a_group_give_the_same_samples(world: World, per_ticket: int) -> None:
     def steps(per_ticket: int | None, name: int) -> list:
-        cfg = settings(answers_per_ticket=per_ticket)
+        cfg = settings(answers_per_claim=per_ticket)
         rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
         harvests = [rollouts.collect(name + step) for step in (1, 2)]
-        return [(scores(c), [(o.ticket, o.why_not) for o in c.outcomes]) for c in harvests]
+        return [(scores(c), [(o.ticket, o.reject_reason) for o in c.outcomes]) for c in harvests]
 
     assert steps(per_ticket, 10 * per_ticket) == steps(None, 0)
 
 
-def test_by_arrival_the_slow_are_left_behind_and_come_first_in_the_next_step(world: World) -> None:
+def test_of_the_first_to_finish_the_slow_are_left_behind_and_come_first_in_the_next_step(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] in (0, 2) else 2)
-    cfg = settings(accept="arrival", extra_prompts=2)
+    cfg = settings(accept="first_finished", over_sample=2)
     cfg.rollout.filter.zero_variance = False
     rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
     assert tickets(rollouts.collect(1)) == [1, 3, 4]
-    assert rollouts.state()["holes"] == [0, 2] and rollouts.state()["next_ticket"] == 5
+    assert rollouts.state()["skipped"] == [0, 2] and rollouts.state()["next_ticket"] == 5
     engine.length = lambda r: 2
     assert tickets(rollouts.collect(2)) == [0, 2, 5]
-    assert rollouts.state()["holes"] == []
+    assert rollouts.state()["skipped"] == []
 
 
 def test_deferred_tickets_are_trained_on_once_by_the_policy_of_a_long_round(world: World) -> None:
     engine = FakeEngine(lambda r: 40 if r.order[0] % 4 == 0 else 2)
-    cfg = settings(tail="defer", extra_prompts=1)
+    cfg = settings(tail="defer", over_sample=1)
     cfg.rollout.filter.zero_variance = False
     rollouts = Rollouts(cfg, engine, FakePrompts(100), FakeScorer(even), FakeTokenizer(), world)
     steps = []
@@ -206,10 +206,10 @@ def test_deferred_tickets_are_trained_on_once_by_the_policy_of_a_long_round(worl
     assert sorted(used) == list(range(24))
 
 
-@pytest.mark.parametrize("accept", ["ticket", "arrival"])
+@pytest.mark.parametrize("accept", ["in_order", "first_finished"])
 def test_what_is_carried_goes_on_with_the_new_policy_and_keeps_its_tokens(world: World, accept: str) -> None:
     engine = FakeEngine(lambda r: 6 - (len(r.prompt_ids) - len("problem 00")) if r.order[0] >= 3 else 2)
-    cfg = settings(accept=accept, extra_prompts=2, carry=True)
+    cfg = settings(accept=accept, over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
     prompts = FakePrompts(90)
     prompts.train = prompts.train[10:]  # all texts have one length
@@ -229,7 +229,7 @@ def test_what_is_carried_goes_on_with_the_new_policy_and_keeps_its_tokens(world:
 
 def test_carried_groups_that_had_finished_are_used_and_not_generated_again(world: World) -> None:
     engine = FakeEngine(lambda r: 9 if r.order[0] == 1 else 2)
-    cfg = settings(extra_prompts=2, carry=True)
+    cfg = settings(over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
     rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
     assert tickets(rollouts.collect(1)) == [0, 1, 2]
@@ -240,7 +240,7 @@ def test_carried_groups_that_had_finished_are_used_and_not_generated_again(world
 
 def test_a_held_out_evaluation_leaves_carried_requests_alone(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
-    cfg = settings(extra_prompts=2, carry=True)
+    cfg = settings(over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
     rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
     rollouts.collect(1)
@@ -254,7 +254,7 @@ def test_a_held_out_evaluation_leaves_carried_requests_alone(world: World) -> No
 
 def test_a_resume_starts_carried_tickets_again(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
-    cfg = settings(extra_prompts=2, carry=True)
+    cfg = settings(over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
     make = lambda: Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)  # noqa: E731
     one = make()
@@ -267,7 +267,7 @@ def test_a_resume_starts_carried_tickets_again(world: World) -> None:
 
 def test_a_step_in_which_nothing_qualifies_says_so_and_ends(world: World, capsys) -> None:
     rollouts = Rollouts(
-        settings(max_tickets_per_step=5),
+        settings(max_prompts_per_step=5),
         FakeEngine(),
         FakePrompts(9),
         FakeScorer(lambda p, a: True),
@@ -289,32 +289,32 @@ def test_length_filters(world: World, filter: dict, reason: str) -> None:
         setattr(cfg.rollout.filter, key, value)
     rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
     collected = rollouts.collect(1)
-    assert [(o.ticket, o.why_not) for o in collected.outcomes if o.why_not] == [(1, reason)]
+    assert [(o.ticket, o.reject_reason) for o in collected.outcomes if o.reject_reason] == [(1, reason)]
 
 
 def test_length_bias(world: World) -> None:
-    """Scores that fall with length: `ticket` finds the true mean, `arrival` finds a better one."""
+    """Scores that fall with length: `in_order` finds the true mean, `first_finished` finds a better one."""
 
     def mean(accept: str) -> float:
         engine = FakeEngine(lambda r: 2 + 3 * (r.order[0] % 7))
-        cfg = settings(accept=accept, extra_prompts=7, prompts_per_step=7)
+        cfg = settings(accept=accept, over_sample=7, prompts_per_step=7)
         cfg.rollout.filter.zero_variance = False
         scorer = FakeScorer(lambda p, a: int(p.ground_truth) % 7 < 3)
         rollouts = Rollouts(cfg, engine, FakePrompts(70), scorer, FakeTokenizer(), world)
-        offset = 100 * (accept == "arrival")
+        offset = 100 * (accept == "first_finished")
         harvests = [rollouts.collect(offset + step) for step in (1, 2, 3)]
         assert [len(c.groups) for c in harvests] == [7, 7, 7]
         found = [value for c in harvests for values in scores(c).values() for value in values]
         return sum(found) / len(found)
 
-    assert mean("ticket") == pytest.approx(3 / 7)
-    assert mean("arrival") > 3 / 7 + 0.1
+    assert mean("in_order") == pytest.approx(3 / 7)
+    assert mean("first_finished") > 3 / 7 + 0.1
 
 
 def test_remax_draws_one_greedy_answer_that_is_no_member_of_the_group(world: World) -> None:
     asked = []
     engine = FakeEngine(lambda r: asked.append((r.order[:2], r.temperature)) or 3)
-    cfg = settings(answers_per_ticket=2)
+    cfg = settings(answers_per_claim=2)
     cfg.algorithm.advantage = "remax"
     collected = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world).collect(1)
     assert {temperature for (_, answer), temperature in asked if answer == 4} == {0.0}
@@ -327,17 +327,106 @@ def test_remax_draws_one_greedy_answer_that_is_no_member_of_the_group(world: Wor
         assert len({s.verdict.score for s in group.samples if not s.greedy}) == 2, "the baseline is no variance"
 
 
-def test_a_rollouts_own_exception_is_the_one_that_is_told(world: World) -> None:
+def test_a_mistake_in_an_episode_is_a_verdict_of_that_sample_alone(world: World) -> None:
     async def failing(ctx: Context) -> Sample:
         if ctx.ticket == 1:
             raise KeyError("a mistake of mine")
-        await ctx.generate(ctx.render(ctx.prompt.messages))
-        return ctx.sample(await ctx.score("2"))
+        turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+        if ctx.answer == 2:
+            return turn
+        if ctx.answer == 3:
+            await ctx.generate(None)
+        return ctx.sample(await ctx.score(turn.text))
 
-    engine = FakeEngine(lambda r: 50)
-    rollouts = Rollouts(settings(), engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, failing)
-    with pytest.raises(KeyError, match="a mistake of mine"):
-        rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 60)])
+    cfg = settings(min_answers=1)
+    cfg.rollout.filter.zero_variance = False
+    cfg.reward.error_budget = 1.0
+    collected = collect_with(failing, cfg, world)
+    assert [(o.ticket, o.reject_reason) for o in collected.outcomes if o.reject_reason] == [(1, "too few scored")]
+    verdicts = {s.key: s.verdict for g in [*collected.groups, *(g for g, _ in collected.dropped)] for s in g.samples}
+    assert {key for key, verdict in verdicts.items() if verdict.status == "ok"} == {
+        (t, a) for t in (0, 2, 3) for a in (0, 1)
+    }
+    assert all(verdict.status in ("ok", "error") for verdict in verdicts.values())
+    here = r"test_rollouts.py:\d+: KeyError: 'a mistake of mine'"
+    assert re.fullmatch(here, verdicts[1, 0].detail)
+    assert verdicts[0, 2].detail.startswith("TypeError: the episode returned Turn(")
+    assert re.match(r"test_rollouts.py:\d+: TypeError: ", verdicts[0, 3].detail)
+    cfg.reward.error_budget = 0.3
+    with pytest.raises(RunFailed, match=r"got no score; the first: error: "):
+        collect_with(failing, cfg, world, step=2)
+
+
+def collect_with(episode, cfg: RlvrConfig, world: World, step: int = 1, **engine):
+    engine = FakeEngine(lambda r: 3, **engine)
+    rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, episode)
+    return rollouts.collect(step)
+
+
+async def endless(ctx: Context) -> Sample:
+    while True:
+        await ctx.generate(ctx.render(ctx.prompt.messages))
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens"),
+    [({"max_turns": 2}, [3, 3]), ({"max_context_tokens": 26}, [3, 3]), ({"max_context_tokens": 23}, [3, 2])],
+    ids=str,
+)
+def test_an_episode_that_spends_its_budget_ends_as_truncated_and_is_scored(world: World, budget, tokens) -> None:
+    """Each turn appends 9 tokens and answers with 3, or what is left."""
+    collected = collect_with(endless, settings(**budget), world)
+    assert len(collected.groups) == 3
+    for sample in collected.groups[0].samples:
+        assert [len(turn.token_ids) for turn in sample.turns] == tokens
+        assert [turn.finish_reason for turn in sample.turns] == ["stop", "length"] and sample.verdict.status == "ok"
+    assert collected.metrics()["rollout/truncated"] == 1.0
+
+
+def test_an_episode_may_look_after_its_budget_itself(world: World) -> None:
+    async def careful(ctx: Context) -> Sample:
+        try:
+            await endless(ctx)
+        except BudgetSpent:
+            return ctx.sample(Verdict("ok", float(ctx.answer % 2)))
+
+    collected = collect_with(careful, settings(max_turns=2), world)
+    assert {turn.finish_reason for s in collected.groups[0].samples for turn in s.turns} == {"stop"}
+    assert [s.verdict.score for s in collected.groups[0].samples] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_an_episode_that_has_no_room_at_all_is_an_error_of_its_sample(world: World) -> None:
+    cfg = settings(max_context_tokens=9, max_prompts_per_step=3)
+    cfg.reward.error_budget = 1.0
+    collected = collect_with(None, cfg, world)
+    assert collected.groups == () and len(collected.outcomes) == 3
+    assert collected.outcomes.details[0].endswith(": BudgetSpent: 9 tokens leave no room to answer")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "line"),
+    [
+        ({"max_context_tokens": 9}, "rollout.max_context_tokens=9: it leaves no room to answer prompt 0000"),
+        ({"max_context_tokens": 5000}, "rollout.max_context_tokens=5000: it exceeds the 4096 that fit"),
+        ({"max_new_tokens": 5000}, "rollout.max_new_tokens=5000: with a prompt of 9 tokens it exceeds the 4096"),
+    ],
+)
+def test_a_context_that_cannot_be_is_told_at_the_start(world: World, rollout: dict, line: str) -> None:
+    cfg = settings(**rollout)
+    rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world)
+    with pytest.raises(UserError, match=line):
+        rollouts.check()
+
+
+def test_a_carried_turn_keeps_the_limit_it_began_with(world: World) -> None:
+    """Cut short at the end of a step, an answer that the budget clamps goes on to the same length."""
+    engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
+    cfg = settings(over_sample=2, partial_rollout=True, max_context_tokens=16)
+    cfg.rollout.filter.zero_variance = False
+    rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
+    assert rollouts.collect(1).num_carried == 8
+    turns = [s.turns[0] for g in rollouts.collect(2).groups for s in g.samples if g.ticket in (3, 4)]
+    assert {(len(turn.token_ids), turn.finish_reason) for turn in turns} == {(7, "length")}
 
 
 def test_time_without_anything_to_compute_is_told_as_waiting(world: World) -> None:
@@ -352,22 +441,22 @@ def test_time_without_anything_to_compute_is_told_as_waiting(world: World) -> No
     assert len(since["kind"]) == len(since["kind_done"]) and 0.03 < waited < 0.5
 
 
-def test_who_asks_for_an_answer_wakes_an_idle_pump(world: World, monkeypatch) -> None:
-    """A turn that follows an environment's step does not wait for the end of a nap, however long that is."""
-    monkeypatch.setattr(pump, "IDLE_SECONDS", 60.0)
+def test_who_asks_for_an_answer_wakes_an_idle_engine_loop(world: World, monkeypatch) -> None:
+    """A turn that follows an environment's step does not wait for the end of a sleep, however long that is."""
+    monkeypatch.setattr(engine_loop, "IDLE_SECONDS", 60.0)
     request = Request("train/0/0/1", array("i", [1]), 3, 1.0, 7, (0, 0, 1), ())
 
     async def ask() -> Completion:
         await asyncio.sleep(0.02)
         return await idle.generate(request)
 
-    async def pumped() -> Completion:
+    async def polled() -> Completion:
         task = asyncio.create_task(ask())
         async with asyncio.timeout(30):
             while not task.done():
-                await idle.turn()
+                await idle.poll()
         return task.result()
 
-    idle = pump.Pump(Replica(FakeEngine(), world))
-    assert len(asyncio.run(pumped()).token_ids) == 3
+    idle = engine_loop.EngineLoop(FakeEngine(), world)
+    assert len(asyncio.run(polled()).token_ids) == 3
     assert 0.01 < idle.idle_seconds < 30

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from spmd_rl.config.values import above, at_least, one_of, require, within
 
 CLAIMS = ("store", "static")
-ACCEPTS = ("ticket", "arrival")
+ACCEPTS = ("in_order", "first_finished")
 TAILS = ("none", "defer")
 
 
@@ -36,6 +36,9 @@ class FilterConfig:
 class RolloutConfig:
     """Generation and scoring of one step."""
 
+    target: str | None = None
+    """`module:function` of your own episode, an `async def` over a context (see `spmd_rl.rollout.episode`). Default:
+    ask once, score once."""
     prompts_per_step: int = 8
     """K: groups that a step trains on."""
     answers_per_prompt: int = 8
@@ -43,7 +46,12 @@ class RolloutConfig:
     max_prompt_tokens: int = 512
     """A longer rendered prompt is an error at start."""
     max_new_tokens: int = 12
-    """Token limit of an answer."""
+    """Token limit of an answer; of each turn, where an episode has several."""
+    max_context_tokens: int | None = None
+    """Token limit of a sample, all turns and prompts together; one that reaches it ends as truncated. Default: what the
+    engine holds."""
+    max_turns: int | None = None
+    """Answers of an episode; one that asks for more ends as truncated. Default: no limit."""
     temperature: float = 1.0
     """Sampling temperature; 0 is refused in training."""
     top_k: int = -1
@@ -51,48 +59,51 @@ class RolloutConfig:
     top_p: float = 1.0
     """Only 1 (off): tokens cut from the distribution have no logprob, and the importance ratio would be meaningless."""
     claim: str = "store"
-    """`store`: replicas claim tickets from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
-    answers_per_ticket: int | None = None
+    """`store`: replicas claim prompts from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
+    answers_per_claim: int | None = None
     """Answers that a replica claims together; below `answers_per_prompt` several replicas may share a group. Default:
     the whole group."""
-    accept: str = "ticket"
-    """`ticket`: the first K qualifying tickets in ticket order, free of length bias. `arrival`: the first K to be
-    finished: faster with `extra_prompts`, and biased to short answers; the others come first in the next step."""
-    extra_prompts: int = 0
-    """Tickets started beyond K at once: filtered groups need no second round, and slow ones can be left behind."""
-    carry: bool = False
+    accept: str = "in_order"
+    """`in_order`: the first K qualifying groups in the order of prompts, free of length bias. `first_finished`: the
+    first K to finish; faster with `over_sample`, and biased to short answers. The others come first in the next step.
+    """
+    over_sample: int = 0
+    """Prompts started beyond K at once: filtered groups need no second round, and slow ones can be left behind."""
+    partial_rollout: bool = False
     """What is unfinished at the end of a step goes on in the next one with the new weights, instead of starting again.
     Each token keeps the version of the policy that sampled it."""
     tail: str = "none"
-    """`defer`: steps take the first K of K + `extra_prompts` tickets to arrive, until K have been left behind; the next
+    """`defer`: steps take the first K of K + `over_sample` groups to finish, until K have been left behind; the next
     step trains on exactly these and waits for the longest. No prompt is lost, none is trained on by an older policy."""
-    max_tickets_per_step: int | None = None
-    """Tickets a step may start before it trains on fewer groups. Default 4 K."""
+    max_prompts_per_step: int | None = None
+    """Prompts a step may start before it trains on fewer groups. Default 4 K."""
     min_answers: int = 2
     """A group with fewer scored answers does not qualify."""
     filter: FilterConfig = field(default_factory=FilterConfig)
 
     @property
-    def answers_per_part(self) -> int:
-        """`answers_per_ticket`, or the whole group where it is not given."""
-        return self.answers_per_ticket or self.answers_per_prompt
+    def slice_size(self) -> int:
+        """`answers_per_claim`, or the whole group where it is not given."""
+        return self.answers_per_claim or self.answers_per_prompt
 
     def __post_init__(self) -> None:
         one_of(self, claim=CLAIMS, accept=ACCEPTS, tail=TAILS)
         at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
-        at_least(self, extra_prompts=0, max_tickets_per_step=self.prompts_per_step, answers_per_ticket=1)
+        at_least(self, over_sample=0, max_prompts_per_step=self.prompts_per_step, answers_per_claim=1)
+        at_least(self, max_context_tokens=2, max_turns=1)
         above(self, temperature=0)
-        fits = self.answers_per_ticket is None or self.answers_per_ticket <= self.answers_per_prompt
-        require(fits, f"answers_per_ticket: {self.answers_per_ticket} is more than answers_per_prompt")
+        fits = self.answers_per_claim is None or self.answers_per_claim <= self.answers_per_prompt
+        require(fits, f"answers_per_claim: {self.answers_per_claim} is more than answers_per_prompt")
         for key, off in (("top_k", -1), ("top_p", 1.0)):
-            told = "training needs the logprob of every token under the full distribution, as the trainer computes it"
-            require(getattr(self, key) == off, f"{key}: must be {off} (off), not {getattr(self, key)}: {told}")
-        in_order = self.accept == "ticket" and self.tail == "none"
+            reason = "training needs the logprob of every token under the full distribution, as the trainer computes it"
+            require(getattr(self, key) == off, f"{key}: must be {off} (off), not {getattr(self, key)}: {reason}")
+        in_order = self.accept == "in_order" and self.tail == "none"
         require(
-            self.claim == "store" or in_order, "claim: static deals in waves, which needs accept=ticket and tail=none"
+            self.claim == "store" or in_order, "claim: static deals in waves, which needs accept=in_order and tail=none"
         )
         require(
-            not (self.carry and self.tail == "defer"), "carry: a deferred ticket starts again; choose carry or tail"
+            not (self.partial_rollout and self.tail == "defer"),
+            "partial_rollout: a deferred prompt starts again; choose partial_rollout or tail",
         )
         enough = self.min_answers <= self.answers_per_prompt
         require(enough, f"min_answers: {self.min_answers} is more than answers_per_prompt {self.answers_per_prompt}")

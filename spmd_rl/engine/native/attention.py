@@ -58,7 +58,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class LengthBucket:
     """Rows of a decode batch whose tables are about equally long."""
 
     rows: slice
@@ -75,18 +75,18 @@ class Decode:
     pool: KVPool
     slots: Tensor
     """int64 [R]: where each row's token is stored"""
-    shelves: tuple[Shelf, ...]
+    buckets: tuple[LengthBucket, ...]
     """all rows, in order"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `Packed`."""
         self.pool.write(layer, self.slots, key, value)
         parts = []
-        for shelf in self.shelves:
-            keys, values = self.pool.read(layer, shelf.tables)
+        for bucket in self.buckets:
+            keys, values = self.pool.read(layer, bucket.tables)
             # The query heads of one key head stand where queries of one sequence would: no key is repeated.
-            q = query[shelf.rows].unflatten(1, (key.shape[1], -1))
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=shelf.mask, scale=scaling)
+            q = query[bucket.rows].unflatten(1, (key.shape[1], -1))
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bucket.mask, scale=scaling)
             parts.append(out.flatten(1, 2))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -11,14 +11,14 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.native.attention import Decode, Prefill, Shelf
+from spmd_rl.engine.native.attention import Decode, LengthBucket, Prefill
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.sampling import sample, uniform
 from spmd_rl.engine.native.scheduler import Prefix, Row, Scheduler
@@ -35,6 +35,8 @@ ROUND_PREFILL, ROUND_DECODE = 64, 8
 
 class NativeEngine:
     """An `Engine` over a Hugging Face module (see `module.py`) on one device."""
+
+    leads = True
 
     def __init__(self, module: nn.Module, max_running: int, kv_tokens: int, offload: bool = False) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU."""
@@ -119,6 +121,10 @@ class NativeEngine:
         """The weights as they are, under their Hugging Face names."""
         yield from self._weights.items()
 
+    def driven(self) -> AbstractContextManager[None]:
+        """A replica of one rank decides for itself."""
+        return nullcontext()
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Weights and KV cache on the device; nests. With `offload`, the outermost exit takes them off."""
@@ -177,10 +183,10 @@ class NativeEngine:
 
     def _decode(self) -> list[Completion]:
         """One token for every row; returns the completions of those that end with it."""
-        rows = sorted(self._scheduler.rows, key=_shelf)
+        rows = sorted(self._scheduler.rows, key=_bucket)
         positions = [row.position for row in rows]
         slots = [row.slot(position) for row, position in zip(rows, positions, strict=True)]
-        kv = Decode(self.pool, self._tensor(slots), self._shelves(rows))
+        kv = Decode(self.pool, self._tensor(slots), self._buckets(rows))
         inputs = self._inputs([row.last_token for row in rows], positions, ROUND_DECODE)
         logits = self._module(**inputs, kv=kv).logits[0, : len(rows)]
         temperatures = torch.tensor([row.request.temperature for row in rows], device=self._device)
@@ -205,11 +211,11 @@ class NativeEngine:
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
-    def _shelves(self, rows: list[Row]) -> tuple[Shelf, ...]:
-        """Rows (sorted by `_shelf`) in runs of about equal length, so that one long row does not pad them all."""
-        shelves, begin = [], 0
+    def _buckets(self, rows: list[Row]) -> tuple[LengthBucket, ...]:
+        """Rows (sorted by `_bucket`) in runs of about equal length, so that one long row does not pad them all."""
+        buckets, begin = [], 0
         for end in range(1, len(rows) + 1):
-            if end < len(rows) and _shelf(rows[end]) == _shelf(rows[begin]):
+            if end < len(rows) and _bucket(rows[end]) == _bucket(rows[begin]):
                 continue
             part = rows[begin:end]
             width = max(row.position for row in part) // BLOCK + 1
@@ -217,9 +223,9 @@ class NativeEngine:
             positions = self._tensor([row.position for row in part])[:, None]
             later = torch.arange(width * BLOCK, device=self._device) > positions
             mask = torch.zeros(later.shape, dtype=self._dtype, device=self._device).masked_fill_(later, -math.inf)
-            shelves.append(Shelf(slice(begin, end), tables, mask[:, None, None]))
+            buckets.append(LengthBucket(slice(begin, end), tables, mask[:, None, None]))
             begin = end
-        return tuple(shelves)
+        return tuple(buckets)
 
     def _inputs(self, ids: list[int], positions: list[int], multiple: int) -> dict[str, Any]:
         """Arguments of a forward, filled up to a multiple of `multiple` tokens."""
@@ -234,6 +240,6 @@ class NativeEngine:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _shelf(row: Row) -> int:
-    """Rows of one shelf differ in length by a factor of two at most (short ones, up to 128 tokens, stand together)."""
+def _bucket(row: Row) -> int:
+    """Rows of one bucket differ in length by a factor of two at most (short ones, up to 128 tokens, stand together)."""
     return max(row.position // 128, 0).bit_length()

@@ -9,6 +9,7 @@ import torch
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.engine.base import Engine
+from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.engine.vllm.guest import hosted
 
 if TYPE_CHECKING:
@@ -37,4 +38,5 @@ def build(cfg: RlvrConfig, world: "World") -> Engine:
             sleeps=sleeps,
             trust=cfg.policy.trust_remote_code,
         )
-        return VllmEngine(llm, shapes, sleeps=sleeps)
+        one = VllmEngine(llm, shapes, sleeps=sleeps)
+    return one if cfg.engine.tp == 1 else ReplicatedEngine(one, world, cfg.engine.tp)  # [all]

@@ -13,7 +13,7 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.vllm.start import stop
-from spmd_rl.engine.vllm.weights import Intake, held_weights, repack_heads
+from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.types import Completion, FinishReason, Request
@@ -50,6 +50,8 @@ class _Row:
 class VllmEngine:
     """An `Engine` over a vLLM that `start` has started."""
 
+    leads = True
+
     def __init__(self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
         self._llm, self._shapes, self._sleeps = llm, shapes, sleeps
@@ -63,7 +65,7 @@ class VllmEngine:
         self._version: int | None = None
         self._num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
-        self._seal: dict[str, bytes] = {}
+        self._checksums: dict[str, bytes] = {}
         self._lost = ""
         self._num_awake = 0
         self._cache_sleeps = False
@@ -157,21 +159,25 @@ class VllmEngine:
         """
         assert self.num_unfinished == 0, "load() with requests under way"
         self._version = None
-        intake = Intake(weights, self._shapes)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": intake})
+        checked = CheckedWeights(weights, self._shapes)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
         repack_heads(self._model)
-        if faults := [*filter(None, [self._lost]), *intake.end()]:
+        if faults := [*filter(None, [self._lost]), *checked.end()]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
         assert self._llm.reset_prefix_cache(), "a cached key would outlive its weights"
         self._version, self._first = version, None
-        self._seal = self._fingerprints()
+        self._checksums = self._fingerprints()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
         config = self._llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self._shapes)
-        return held_weights(self._model, self._shapes, config.model_config.dtype)
+        return plain_weights(self._model, self._shapes, config.model_config.dtype)
+
+    def driven(self) -> AbstractContextManager[None]:
+        """A replica of one rank decides for itself."""
+        return nullcontext()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -182,7 +188,7 @@ class VllmEngine:
         if self._num_awake == 0:
             if self._sleeps:
                 self._llm.wake_up(["weights"])
-            self._lost = self._lost or self._broken_seal()
+            self._lost = self._lost or self._lost_tensor()
         self._num_awake += 1
         try:
             yield
@@ -207,10 +213,10 @@ class VllmEngine:
             tensors |= dict(self._model.named_parameters())
         return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
-    def _broken_seal(self) -> str:
+    def _lost_tensor(self) -> str:
         """What is not as it was when the weights had been loaded, or nothing."""
-        found = self._fingerprints() if self._seal else {}
-        lost = [name for name in self._seal if found.get(name) != self._seal[name]]
+        found = self._fingerprints() if self._checksums else {}
+        lost = [name for name in self._checksums if found.get(name) != self._checksums[name]]
         return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Si
     return {name: weight.shape for name, weight in weights_of(module).items()}
 
 
-class Intake:
+class CheckedWeights:
     """Weights on their way to vLLM: each name that it expects, once, in the right shape. Iterate once, then `end`."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
@@ -63,7 +63,7 @@ def repack_heads(model: nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def held_weights(
+def plain_weights(
     model: nn.Module, shapes: Mapping[str, torch.Size], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor | None]]:
     """vLLM's own tensor for each Hugging Face name, where it keeps it plain and whole; else None. At tp=1.

@@ -1,0 +1,152 @@
+"""`ReplicatedEngine`: the engines of a replica's ranks as one, driven by the replica's first rank.
+
+Every rank of a replica must give its engine the same requests before the same step, or their shards would compute for
+different batches. So inside `driven()` the first rank alone decides, once a *tick*: what to add, what to abort, how
+many steps to compute. It broadcasts the tick, then all do the same; the first rank's completions count.
+
+    with engine.driven():                # all ranks of the replica; the others follow in here until the first leaves
+        if engine.leads:
+            engine.add(request)
+            completions = engine.step()
+
+A rank that fails ends the whole job within a second (`distributed/guard.py`): nothing is handled here.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import blake2b
+
+import msgspec
+from torch import Tensor
+
+from spmd_rl.distributed import World
+from spmd_rl.engine.base import Engine
+from spmd_rl.errors import RunFailed
+from spmd_rl.types import Completion, Request
+
+STEPS_PER_TICK = 4
+"""Engine steps that a tick asks for; an answer that ends waits for three more at most."""
+
+
+class Tick(msgspec.Struct, array_like=True, frozen=True):
+    """What the first rank of a replica broadcasts to the others."""
+
+    add: list[tuple[str, bytes, int, float, int, tuple[int, ...], tuple[int, ...]]] = []
+    """Requests, field by field; prompt ids as int32 bytes."""
+    abort: list[str] = []
+    end: bool = False
+    """The other ranks leave `driven`."""
+    digest: bytes = b""
+    """Of all that the first rank's engine has given back so far: the others' must be equal."""
+
+
+class ReplicatedEngine:
+    """An `Engine` over the engines of `num_ranks` neighbouring ranks."""
+
+    def __init__(self, engine: Engine, world: World, num_ranks: int) -> None:
+        """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the ranks that generate."""
+        assert world.size % num_ranks == 0, "checked with the settings"
+        self.capacity = engine.capacity
+        self.leads = world.rank % num_ranks == 0
+        self._engine, self._world = engine, world
+        self._group = world.split("replica", num_ranks)  # [all]
+        self._driving = False
+        self._added: list[Request] = []
+        self._aborted: list[str] = []
+        self._digest = blake2b(digest_size=8)
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """[all] ranks of the replica; see `Engine`. RunFailed on a rank whose engine gives other answers."""
+        if self.leads:
+            self._driving = True
+            yield  # an exception leaves from here, and meets nobody
+            assert self.num_unfinished == 0, "driven() ends with requests under way"
+            self._tick(end=True)  # [all]
+            self._driving = False
+        else:
+            while self._follow():  # [all]
+                pass
+            yield
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of requests whose completion has not been handed out."""
+        return len(self._added) + self._engine.num_unfinished
+
+    def add(self, request: Request) -> None:
+        """Queue a request; see `Engine`."""
+        if self._driving:
+            self._added.append(request)
+        else:
+            self._engine.add(request)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Stop requests; see `Engine`. Inside `driven`, those that were added before the last step."""
+        if self._driving:
+            self._aborted += ids
+        else:
+            self._engine.abort(ids)
+
+    def step(self) -> list[Completion]:
+        """Compute a tick of steps on all ranks of the replica, or one step outside `driven`; see `Engine`."""
+        if not self._driving:
+            return self._engine.step()
+        return self._tick() if self.num_unfinished else []  # [all]
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `Engine`."""
+        self._engine.load(weights, version)
+
+    def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """See `Engine`."""
+        return self._engine.loaded_weights()
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See `Engine`."""
+        return self._engine.awake()
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self._engine.close()
+
+    def _tick(self, end: bool = False) -> list[Completion]:
+        """[all] Let the other ranks do what is done here."""
+        added, self._added = self._added, []
+        aborted, self._aborted = self._aborted, []
+        tick = Tick([_fields(request) for request in added], aborted, end, self._digest.digest())
+        self._group.broadcast("tick", tick)  # [all]
+        return self._steps(added, aborted)
+
+    def _follow(self) -> bool:
+        """[all] Do what the first rank does in its next tick; whether another one comes."""
+        tick = msgspec.convert(self._group.broadcast("tick", None), Tick)  # [all]
+        if tick.digest != self._digest.digest():
+            raise RunFailed(f"rank {self._world.rank}: its engine gave other answers than its replica's first rank")
+        self._world.journal.idle(False)
+        self._steps([_request(fields) for fields in tick.add], tick.abort)
+        if not tick.end:
+            self._world.progress()
+            self._world.journal.idle(not self._engine.num_unfinished)
+        return not tick.end
+
+    def _steps(self, added: list[Request], aborted: list[str]) -> list[Completion]:
+        for request in added:
+            self._engine.add(request)
+        if aborted:
+            self._engine.abort(aborted)
+        completions = [c for _ in range(STEPS_PER_TICK) if self._engine.num_unfinished for c in self._engine.step()]
+        for completion in completions:
+            self._digest.update(completion.id.encode() + completion.token_ids.tobytes())
+        return completions
+
+
+def _fields(request: Request) -> tuple:
+    r = request
+    return (r.id, r.prompt_ids.tobytes(), r.max_new_tokens, r.temperature, r.seed, r.order, r.stop_ids)
+
+
+def _request(fields: tuple) -> Request:
+    id, prompt, *rest, order, stop_ids = fields
+    return Request(id, array("i", prompt), *rest, tuple(order), tuple(stop_ids))

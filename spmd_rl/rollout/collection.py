@@ -1,0 +1,263 @@
+"""The collection: one step of generating and scoring on every rank, or a set of held-out answers.
+
+The loop of a replica: claim slices of groups while there is room, run their episodes over the engine, resolve the
+tickets whose verdicts are all in, until the step has ended. What is left then is surplus: aborted and started again in
+a later step, or carried on.
+
+Left out: the rules of a step (`rounds.py`, `coordinator.py`, `claims.py`) and what its end means (`collected.py`).
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.data.prompts import Prompts
+from spmd_rl.data.seeds import Seeds
+from spmd_rl.distributed import World
+from spmd_rl.engine.base import Engine
+from spmd_rl.errors import UserError
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout.claims import Claim, claims
+from spmd_rl.rollout.collected import Collected, RankReport, StepResult, review
+from spmd_rl.rollout.coordinator import Coordinator, coordinate
+from spmd_rl.rollout.engine_loop import EngineLoop
+from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, play, single_turn
+from spmd_rl.rollout.filters import reject_reason
+from spmd_rl.rollout.outcomes import AnswerRow, SliceReport, answer_rows
+from spmd_rl.rollout.rounds import Cursor, GroupSlice, num_slots, plan_round
+from spmd_rl.targets import import_coroutine
+from spmd_rl.types import Group, Prompt, Sample, Scorer
+
+END = "generate: end of step"
+"""The collective at which the replicas meet when they know the step's end."""
+
+SCORE_POLLS = 200
+"""Polls, at most, until a rank that waits for verdicts asks again for a ticket."""
+
+Samples = asyncio.Future[list[Sample]]
+
+_pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[AnswerRow]).decode
+
+
+class Rollouts:
+    """Stateful: the cursor says which tickets no step has used. What is carried starts again after a resume."""
+
+    def __init__(
+        self,
+        cfg: RlvrConfig,
+        engine: Engine,
+        prompts: Prompts,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        world: World,
+        episode: Episode | None = None,
+    ) -> None:
+        """[all] `world`: the ranks that generate. `episode`: default, the one that `rollout.target` names."""
+        self.prompts = prompts
+        self._cfg, self._settings = cfg, cfg.rollout
+        self._engine, self._scorer, self._tokenizer, self._world = engine, scorer, tokenizer, world
+        target = cfg.rollout.target
+        self._episode = episode or (import_coroutine("rollout.target", target) if target else single_turn)
+        leads = world.gather("start: replicas", engine.leads)  # [all]
+        self._replica, self._num_replicas = sum(leads[: world.rank]), sum(leads)
+        self._engine_loop = EngineLoop(engine, world)
+        self._runner = asyncio.Runner()
+        self._cursor = Cursor()
+        self._running: dict[GroupSlice, Samples] = {}
+        self._finished: dict[GroupSlice, Group] = {}
+        """Those of this step; with `partial_rollout`, also what an earlier step did not use."""
+        self._reports: dict[GroupSlice, SliceReport] = {}
+        """What this rank reports of each of these at the end of the step."""
+        self._carried: frozenset[GroupSlice] = frozenset()
+        """Those of all replicas."""
+        self._previous: Coordinator | None = None
+        s = self._settings
+        self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
+        self._num_slots = num_slots(s, self._num_replicas, engine.capacity.max_running)
+
+    def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
+        cursor = {"next_ticket": self._cursor.next, "skipped": list(self._cursor.skipped)}
+        return cursor | {"prompts": self.prompts.fingerprint()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        if state["prompts"] != self.prompts.fingerprint():
+            raise UserError("data.train: the prompts are not those of the checkpoint")
+        self._cursor = Cursor(state["next_ticket"], tuple(state["skipped"]))
+
+    def close(self) -> None:
+        """Give up what is under way; idempotent."""
+        if self._running:
+            self._runner.run(self._cancel())
+        self._runner.close()
+
+    def check(self) -> None:
+        """[all] UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
+        s, room = self._settings, self._engine.capacity.max_tokens
+        mine = (*self.prompts.train, *self.prompts.eval)[self._world.rank :: self._world.size]
+        longest = max(((len(self._tokenizer.render(p.messages)), p.id) for p in mine), default=(0, ""))
+        length, prompt_id = max(map(tuple, self._world.gather("start: prompt lengths", longest)))
+        if length > s.max_prompt_tokens:
+            raise UserError(f"rollout.max_prompt_tokens={s.max_prompt_tokens}: prompt {prompt_id} has {length} tokens")
+        key, needed = f"rollout.max_new_tokens={s.max_new_tokens}: with a prompt of {length} tokens it", length
+        if s.max_context_tokens is None:
+            needed += s.max_new_tokens
+        else:
+            key, needed = f"rollout.max_context_tokens={s.max_context_tokens}: it", s.max_context_tokens
+            if length >= needed:
+                raise UserError(f"{key} leaves no room to answer prompt {prompt_id} of {length} tokens")
+        if needed > room:
+            raise UserError(
+                f"{key} exceeds the {room} that fit "
+                f"(engine.kv_tokens={self._cfg.engine.kv_tokens}, and the model's own limit)"
+            )
+        if self._cfg.eval.every and not self.prompts.eval and self._world.rank == 0:
+            print("warning: eval.every: no prompt is held out, nothing is evaluated", file=sys.stderr, flush=True)
+
+    def collect(self, step: int) -> Collected:
+        """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
+        s, world, engine = self._settings, self._world, self._engine
+        with world.phase("coordination"):
+            round = plan_round(self._cursor, s, self._carried)
+            coordinator = coordinate(world.store, f"step{step}", round, self._num_replicas)
+        with world.phase("generate"), engine.awake():
+            began, self._engine_loop.idle_seconds, num_aborted = time.perf_counter(), 0.0, 0
+            with engine.driven():
+                if engine.leads:
+                    claim = claims(s.claim, coordinator, self._replica, self._num_replicas)
+                    num_aborted = self._runner.run(self._until_end(claim, coordinator, step))
+            report = RankReport(
+                finished=list(self._reports.values()),
+                running=sorted(self._running),
+                counted=sorted(coordinator.counted),
+                end=coordinator.end_mark(),
+                idle_seconds=self._engine_loop.idle_seconds if engine.leads else None,
+                seconds=time.perf_counter() - began,
+                num_aborted=0 if s.partial_rollout else num_aborted,
+            )
+            reports = world.gather(END, report, RankReport)  # [all] who comes early waits here for the others' verdicts
+        with world.phase("coordination"):
+            result = StepResult.of(s, coordinator, reports)
+            collected = result.collected(step, self._finished)
+            self._cursor = self._cursor.after(result.used)
+            self._carried = result.carried
+            self._finished = {part: group for part, group in self._finished.items() if part in result.carried}
+            if self._previous:
+                self._previous.forget(shared=world.rank == 0)
+            self._previous = coordinator
+        review(collected, self._cfg, world.rank)
+        return collected
+
+    async def _until_end(self, claim: Claim, coordinator: Coordinator, step: int) -> int:
+        """Fill `_finished` until the step has ended. Returns the number of requests stopped then."""
+        self._reports.clear()
+        for part in sorted(self._finished):
+            self._report(part, coordinator, step)
+        while True:
+            with self._on_the_way_to_end():
+                if coordinator.ended():
+                    break
+                await self._start_slices(claim)
+            with self._on_the_way_to_end():
+                await self._poll(coordinator)
+            for part in sorted(part for part, samples in self._running.items() if samples.done()):
+                samples = tuple(self._running.pop(part).result())
+                _, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
+                self._finished[part] = Group(prompt, part.ticket, samples)
+                self._report(part, coordinator, step)
+        num_stopped = await self._engine_loop.drain()
+        if not self._settings.partial_rollout:
+            await self._cancel()
+            self._engine_loop.clear()
+        return num_stopped
+
+    def _on_the_way_to_end(self) -> AbstractContextManager[object]:
+        """While nothing runs here, a hang report finds this rank waiting for the step's end."""
+        return nullcontext() if self._running else self._world.journal.waiting(END)
+
+    async def _start_slices(self, claim: Claim) -> None:
+        """Start as many as there is room for."""
+        while parts := claim.next((self._num_slots - self._engine_loop.num_requests) // self._settings.slice_size):
+            for part in parts:
+                self._running[part] = self._start_slice(part)
+            await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+
+    def _start_slice(self, part: GroupSlice) -> Samples:
+        s = self._settings
+        epoch, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
+        sampling = Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)
+        first = part.number * s.slice_size
+        answers = dict.fromkeys(range(s.answers_per_prompt)[first:][: s.slice_size], sampling)
+        if self._cfg.algorithm.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
+            answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
+        return self._start(prompt, part.ticket, epoch, answers, self._engine_loop)
+
+    def _start(
+        self, prompt: Prompt, ticket: int, epoch: int, answers: dict[int, Sampling], engine_loop: EngineLoop
+    ) -> Samples:
+        """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order."""
+        any_of_them = next(iter(answers.values()))
+        seeds = Seeds(any_of_them.seed, any_of_them.split, epoch, prompt.id)
+        fixed = (self._budget, self._tokenizer, engine_loop, self._scorer)
+        contexts = [Context(prompt, ticket, answer, seeds, sampling, *fixed) for answer, sampling in answers.items()]
+        samples = asyncio.gather(*[play(self._episode, ctx) for ctx in contexts])
+        samples.add_done_callback(lambda _: engine_loop.wake())
+        return samples
+
+    def _report(self, part: GroupSlice, coordinator: Coordinator, step: int) -> None:
+        """The verdicts of this slice are all in; resolve the ticket if it is the last of it."""
+        report = SliceReport.of(self._finished[part], part.number, self._world.rank, version=step - 1)
+        self._reports[part] = report
+        position = coordinator.round.order.position(part.ticket)
+        pooled = coordinator.pool(position, part.number, _pack(report.answers))
+        if pooled is not None:
+            rows = answer_rows(row for answers in pooled for row in _unpack(answers))
+            report.reject_reason = reject_reason(rows, self._settings.min_answers, self._settings.filter)
+            coordinator.resolve(position, report.reject_reason is None)
+
+    async def _cancel(self) -> None:
+        """Cancel all episodes, and wait until they have ended."""
+        for samples in self._running.values():
+            samples.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        self._running.clear()
+
+    async def _poll(self, coordinator: Coordinator) -> None:
+        """Poll the engine loop once, or, with only verdicts left to wait for, until one of them arrives.
+
+        A replica without tickets waits for those of the others.
+        """
+        if self._engine_loop.num_requests or not self._scorer.outstanding:
+            await self._engine_loop.poll()
+            return
+        with self._world.phase("score"):
+            waiting = self._scorer.outstanding
+            for _ in range(SCORE_POLLS):
+                await self._engine_loop.poll()
+                if self._engine_loop.num_requests or self._scorer.outstanding != waiting or coordinator.ended():
+                    break
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
+        """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter."""
+        mine = list(enumerate(prompts))[self._replica :: self._num_replicas]
+        groups = []
+        with self._engine.awake(), self._engine.driven():
+            if self._engine.leads:
+                groups = self._runner.run(self._answer_all(mine, dict(enumerate(sampling))))
+        return groups
+
+    async def _answer_all(self, mine: list[tuple[int, Prompt]], answers: dict[int, Sampling]) -> list[Group]:
+        engine_loop = EngineLoop(self._engine, self._world)  # not the one in which carried requests wait
+        started = [(prompt, n, self._start(prompt, n, 0, answers, engine_loop)) for n, prompt in mine]
+        while not all(samples.done() for _, _, samples in started):
+            await engine_loop.poll()
+        self._world.journal.idle(False)
+        return [Group(prompt, n, tuple(samples.result())) for prompt, n, samples in started]

@@ -1,0 +1,217 @@
+"""The coordinator: which tickets of a step may start and when the step ends, with no process in charge.
+
+Every replica has a `Coordinator` over the store that all share; the rules are functions of what stands there:
+
+    claimed             counter: slices handed out so far
+    rejected            counter: resolved tickets that do not qualify (each lets one more start)
+    slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
+                        slices/<position>/<n>: what was answered
+    end                 written once, when the step has ended
+
+`rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
+grow with the number of replicas, and all replicas together look `LOOKS_PER_SECOND` times a second for news.
+
+Left out: engines, prompts, scores and turns. `spmd_rl.simulate` drives this code with a store and a clock of its own.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from spmd_rl.rollout.rounds import Round
+
+LOOKS_PER_SECOND = 5_000
+"""How often all replicas together look for news, in two operations each. A TCPStore answers some 35,000 a second."""
+REJECTED, QUALIFIES, PASSED = 1, 2, 4
+"""What the counter of a ticket is made of, see `FirstKInOrder`."""
+
+
+class Store(Protocol):
+    """The part of a `torch.distributed.Store` that a coordinator needs."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which begins at 0, and return its new value."""
+        ...
+
+    def set(self, key: str, value: str | bytes, /) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value that is known to be there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys are there."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key; return whether it was there."""
+        ...
+
+
+class Coordinator:
+    """One step as one replica sees it; `coordinate` makes the one that `rollout.accept` names."""
+
+    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end")
+
+    def __init__(
+        self, store: Store, prefix: str, round: Round, replicas: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`prefix`: of this step's keys. `replicas`: how many share the store. `clock`: paces the looks, in seconds."""
+        self.round = round
+        self.counted: list[int] = []
+        """Positions of which this replica alone knows that the step uses them; see `used`."""
+        self.pause = replicas / LOOKS_PER_SECOND
+        """Seconds between two looks of this replica, at least."""
+        self._store, self._prefix, self._clock = store, prefix, clock
+        self._own_keys: set[str] = set()
+        self._num_rejected, self._has_ended, self._looked_at = 0, False, -math.inf
+
+    def claim(self, count: int) -> range:
+        """Claim the next `count` slices, as numbers for `Round.slice`.
+
+        They may lie beyond what may start: then the caller keeps them, and starts them later or never.
+        """
+        end = self._store.add(self._key("claimed"), count)
+        return range(end - count, end)
+
+    def may_start(self, position: int) -> bool:
+        """Return whether this ticket may start: the goal, the extra ones, and one for each that did not qualify."""
+        if position < self.round.initial_limit:
+            return True
+        self._look()
+        return position < min(self.round.limit, self.round.initial_limit + self._num_rejected)
+
+    def pool(self, position: int, number: int, answers: bytes) -> list[bytes] | None:
+        """Hand in the answers of one slice. Return those of all slices of the ticket if this is the last of them."""
+        if self.round.slices == 1:
+            return [answers]
+        key = f"slices/{position}"
+        self._store.set(self._key(f"{key}/{number}"), answers)
+        self._own_keys.add(f"{key}/{number}")
+        if self._add(key, 1) < self.round.slices:
+            return None
+        return [self._store.get(self._key(f"{key}/{n}")) for n in range(self.round.slices)]
+
+    def resolve(self, position: int, qualifies: bool) -> None:
+        """Say that all verdicts of this ticket are in, and whether it qualifies."""
+        raise NotImplementedError
+
+    def used(self, ends: list[str], counted: set[int]) -> set[int]:
+        """Return the positions that the step uses up, from the `end_mark` and the `counted` of all replicas."""
+        raise NotImplementedError
+
+    def ended(self) -> bool:
+        """Return whether the step has ended, as far as this replica knows."""
+        self._look()
+        return self._has_ended
+
+    def end_mark(self) -> str:
+        """Return what was written at the end of the step, which must have ended."""
+        return self._store.get(self._key("end")).decode()
+
+    def forget(self, shared: bool) -> None:
+        """Delete this replica's keys, and the common ones if `shared`; only when no replica can still read them."""
+        for name in sorted({*self._own_keys, *(self.shared_keys if shared else ())}):
+            self._store.delete_key(self._key(name))
+        self._own_keys.clear()
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _add(self, name: str, amount: int) -> int:
+        """Add to a counter, which whoever comes first will delete."""
+        value = self._store.add(self._key(name), amount)
+        if value == amount:
+            self._own_keys.add(name)
+        return value
+
+    def _look(self) -> None:
+        """Learn what other replicas have written, unless the last look was a moment ago."""
+        if not self._has_ended and self._clock() - self._looked_at >= self.pause:
+            self._looked_at = self._clock()
+            self._num_rejected = self._store.add(self._key("rejected"), 0)
+            self._has_ended = self._store.check([self._key("end")])
+
+    def _reject(self) -> None:
+        self._num_rejected = self._store.add(self._key("rejected"), 1)
+
+    def _end(self, mark: str) -> None:
+        self._store.set(self._key("end"), mark)
+        self._has_ended = True
+
+
+class FirstKInOrder(Coordinator):
+    """`rollout.accept=in_order`: the step ends at the K-th qualifying ticket of the contiguous resolved prefix.
+
+    So what a step uses is a function of outcomes alone, and has no length bias. A count of qualifying tickets is passed
+    from position to position: whoever comes second to a ticket, the count or its resolver, passes the count on.
+
+        ticket/<position>   counter: REJECTED or QUALIFIES once the ticket is resolved, and PASSED times 1 + the number
+                            of qualifying tickets before it once all of these are resolved
+    """
+
+    def resolve(self, position: int, qualifies: bool) -> None:
+        """See `Coordinator`."""
+        if not qualifies:
+            self._reject()
+        state = self._add(f"ticket/{position}", QUALIFIES if qualifies else REJECTED)
+        if position == 0:
+            state += PASSED  # nothing comes before it
+        while state > PASSED and state % PASSED:
+            count = state // PASSED - 1 + (state % PASSED == QUALIFIES)
+            position += 1
+            if count == self.round.goal or position == self.round.limit:
+                self._end(str(position))
+                return
+            state = self._add(f"ticket/{position}", PASSED * (1 + count))
+
+    def qualifying(self, below: int) -> int | None:
+        """Return how many tickets at positions under `below` qualify; None until all of them are resolved."""
+        state = self._add(f"ticket/{below}", 0)
+        return state // PASSED - 1 if state >= PASSED else None
+
+    def used(self, ends: list[str], counted: set[int]) -> set[int]:
+        """Return all positions before the end, which is what is written there."""
+        assert len(set(ends)) == 1, "replicas disagree on the step's end"
+        return set(range(int(ends[0])))
+
+
+class FirstKFinished(Coordinator):
+    """`rollout.accept=first_finished`: the step ends with the K-th ticket that qualifies, in order of arrival.
+
+    Or when all it may start are resolved. Faster than in order, and biased to short answers.
+
+        qualified   counter: tickets that qualify, as they come
+        resolved    counter: tickets that the step uses up
+    """
+
+    shared_keys = (*Coordinator.shared_keys, "qualified", "resolved")
+
+    def resolve(self, position: int, qualifies: bool) -> None:
+        """See `Coordinator`; a ticket that comes after the end stays unused, and waits for a later step."""
+        qualified = self._store.add(self._key("qualified"), int(qualifies))
+        if qualifies and qualified > self.round.goal:
+            return
+        if not qualifies:
+            self._reject()
+        self.counted.append(position)
+        resolved = self._store.add(self._key("resolved"), 1)
+        if (qualifies and qualified == self.round.goal) or resolved == self.round.limit:
+            self._end("")
+
+    def used(self, ends: list[str], counted: set[int]) -> set[int]:
+        """Return all positions that some replica counted."""
+        return counted
+
+
+ACCEPT: dict[str, type[Coordinator]] = {"in_order": FirstKInOrder, "first_finished": FirstKFinished}
+
+
+def coordinate(
+    store: Store, prefix: str, round: Round, replicas: int = 1, clock: Callable[[], float] = time.monotonic
+) -> Coordinator:
+    """Return this replica's coordinator of a round; see `Coordinator` for the parameters."""
+    return ACCEPT[round.accept](store, prefix, round, replicas, clock)

@@ -1,0 +1,103 @@
+"""The engine loop: keeps an engine busy with what coroutines ask for. Requests in, completions out, in one thread.
+
+A coroutine that awaits `generate` sleeps until its request has ended; thousands may. Each `poll` lets every ready
+coroutine run, admits new requests in (ticket, answer, turn) order, and computes an engine step. Verdicts arrive between
+steps, so scoring overlaps generation.
+
+Left out: what an episode is (`episode.py`) and which ones to start (`collection.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable
+from operator import attrgetter
+
+from spmd_rl.distributed import World
+from spmd_rl.engine.base import Engine
+from spmd_rl.types import Completion, Request
+
+IDLE_SECONDS = 0.005
+"""How long an idle loop sleeps at most, before it returns to its caller."""
+
+
+class EngineLoop:
+    """Requests of coroutines on one side, a replica's engine on the other."""
+
+    def __init__(self, engine: Engine, world: World) -> None:
+        self.idle_seconds = 0.0
+        """Time in which the engine had nothing to do; the caller resets it."""
+        self._engine, self._world = engine, world
+        self._new: list[Request] = []
+        self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._woken = asyncio.Event()
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._futures)
+
+    def generate(self, request: Request) -> Awaitable[Completion]:
+        """Await the completion of a request; an aborted one has `finish_reason='abort'`."""
+        assert request.id not in self._futures, f"request {request.id} is under way already"
+        self._new.append(request)
+        self.wake()
+        future = self._futures[request.id] = asyncio.get_running_loop().create_future()
+        return future
+
+    def wake(self) -> None:
+        """End the sleep of an idle loop."""
+        self._woken.set()
+
+    async def poll(self) -> None:
+        """Let coroutines run, then compute an engine step; with nothing to compute, sleep until woken, or a moment."""
+        if not self._new and not self._engine.num_unfinished:
+            await self._sleep()
+            return
+        await asyncio.sleep(0)
+        for request in sorted(self._new, key=attrgetter("order")):
+            self._engine.add(request)
+        self._new.clear()
+        self._step()
+        await asyncio.sleep(0)
+
+    async def drain(self) -> int:
+        """Empty the engine; every waiting coroutine gets what it has. Returns the number of requests stopped.
+
+        What a coroutine then asks for is kept until the next poll.
+        """
+        num_stopped = len(self._futures)
+        new = {request.id for request in self._new}
+        self._engine.abort([id for id in self._futures if id not in new])
+        while self._engine.num_unfinished:
+            self._step()
+        self._world.journal.idle(False)
+        await asyncio.sleep(0)
+        return num_stopped
+
+    def clear(self) -> None:
+        """Forget the requests of coroutines that have been cancelled after `drain`."""
+        assert len(self._new) == len(self._futures), "clear() with requests in the engine"
+        self._new.clear()
+        self._futures.clear()
+
+    def _step(self) -> None:
+        self._world.journal.idle(False)
+        self._deliver(self._engine.step())
+        self._world.progress()
+
+    def _deliver(self, completions: Iterable[Completion]) -> None:
+        for completion in completions:
+            future = self._futures.pop(completion.id)
+            if not future.done():  # its coroutine was cancelled
+                future.set_result(completion)
+
+    async def _sleep(self) -> None:
+        began = time.perf_counter()
+        self._world.journal.idle(True)
+        self._woken.clear()
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
+        self.idle_seconds += time.perf_counter() - began

@@ -1,0 +1,174 @@
+"""The episode: how one sample comes about, as a coroutine over a `Context`. One file names its own with one setting:
+
+    # my_file.py, on PYTHONPATH; rollout.target=my_file:second_chance
+    from spmd_rl.types import Message
+
+    RETRY = (Message("user", "That is wrong. Look again, and answer once more."),)
+
+    async def second_chance(ctx):
+        turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+        verdict = await ctx.score(turn.text)
+        if verdict.score < 1:
+            turn = await ctx.generate(ctx.render(RETRY))
+            verdict = await ctx.score(turn.text)
+        return ctx.sample(verdict)
+
+An episode that asks for more than its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as
+truncated, and its last answer is scored. An exception in it is an `error` verdict of that one sample.
+
+Left out: which episodes run and when (`collection.py`), the engine (`engine_loop.py`).
+"""
+
+import traceback
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from spmd_rl.data.seeds import Seeds
+from spmd_rl.errors import RunFailed, UserError, one_line
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout.engine_loop import EngineLoop
+from spmd_rl.types import AnswerInfo, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
+
+
+class BudgetSpent(Exception):
+    """The sample has no token or no turn left; raised by `Context.generate`, and no failure if it is not caught."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn."""
+
+    seed: int
+    """The run's seed."""
+    split: str
+    """`train` or `eval`: the two never share noise."""
+    temperature: float
+    max_new_tokens: int
+    """The token limit of a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one sample may use."""
+
+    max_context_tokens: int
+    """Tokens of all turns, prompts included."""
+    max_turns: int | None = None
+
+
+@dataclass(slots=True)
+class Context:
+    """One sample's view of the world: what it may ask for, and what it has so far."""
+
+    prompt: Prompt
+    ticket: int
+    answer: int
+    seeds: Seeds
+    """Those of the prompt's answers in this epoch: a draw follows from the answer's number, the turn and its tokens."""
+    sampling: Sampling
+    budget: Budget
+    tokenizer: Tokenizer
+    engine_loop: EngineLoop
+    scorer: Scorer
+    turns: list[Turn] = field(default_factory=list)
+    num_sampled: int = 0
+    """Tokens of all turns that the policy sampled."""
+    num_tokens: int = 0
+    """Tokens of all turns."""
+
+    def render(self, messages: Sequence[Message]) -> array:
+        """Return the token ids ('i') of the messages under the model's chat template, ready for an answer."""
+        return self.tokenizer.render(messages)
+
+    async def generate(self, prompt_ids: array) -> Turn:
+        """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
+
+        The answer is cut off, with finish reason `length`, at `sampling.max_new_tokens` or where the budget ends;
+        BudgetSpent: nothing is left for it. One that the end of a step cuts short goes on in the next step, with that
+        step's policy.
+        """
+        limit = min(self.sampling.max_new_tokens, self.budget.max_context_tokens - self.num_tokens - len(prompt_ids))
+        if limit < 1:
+            raise BudgetSpent(f"{self.num_tokens + len(prompt_ids)} tokens leave no room to answer")
+        if len(self.turns) == self.budget.max_turns:
+            raise BudgetSpent(f"it has had {len(self.turns)} turns")
+        before = prompt_ids
+        if self.turns:
+            history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
+            before = concat([*history, prompt_ids], "i")
+        c = await self.engine_loop.generate(self._request(before, 0, limit))
+        token_ids, logprobs, versions = c.token_ids, c.logprobs, c.versions
+        while c.finish_reason == "abort":
+            c = await self.engine_loop.generate(self._request(before + token_ids, len(token_ids), limit))
+            token_ids, logprobs, versions = token_ids + c.token_ids, logprobs + c.logprobs, versions + c.versions
+        turn = Turn(prompt_ids, token_ids, logprobs, versions, c.finish_reason, self.tokenizer.decode(token_ids))
+        self.turns.append(turn)
+        self.num_sampled += len(token_ids)
+        self.num_tokens += len(prompt_ids) + len(token_ids)
+        return turn
+
+    def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
+        """Go on after these `tokens`, the last `num_begun` of which belong to the turn that may have `limit`."""
+        s, ticket, answer, number = self.sampling, self.ticket, self.answer, len(self.turns)
+        return Request(
+            id=f"{s.split}/{ticket}/{answer}/{number}",
+            prompt_ids=tokens,
+            max_new_tokens=limit - num_begun,
+            temperature=s.temperature,
+            seed=self.seeds.seed(answer, number, self.num_sampled + num_begun),
+            order=(ticket, answer, number),
+            stop_ids=self.tokenizer.stop_ids,
+        )
+
+    def score(self, answer: str) -> Awaitable[Verdict]:
+        """Await the verdict of the prompt's rewarder on a text."""
+        info = AnswerInfo(self.num_sampled, self.turns[-1].finish_reason, len(self.turns))
+        return self.scorer.score(self.prompt, answer, info)
+
+    def sample(self, verdict: Verdict) -> Sample:
+        """Return the finished sample: all turns so far, and this verdict."""
+        return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy=self.sampling.temperature == 0)
+
+
+Episode = Callable[[Context], Coroutine[Any, Any, Sample]]
+
+
+async def single_turn(ctx: Context) -> Sample:
+    """Ask once, judge once."""
+    turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+    verdict = await ctx.score(turn.text)
+    return ctx.sample(verdict)
+
+
+async def play(episode: Episode, ctx: Context) -> Sample:
+    """Run one episode to its end, in whatever way it ends: a sample's mistake is a verdict, and never the run's end."""
+    try:
+        sample = await episode(ctx)
+        if not isinstance(sample, Sample) or not sample.turns:
+            raise TypeError(f"the episode returned {sample!r:.80}, and not ctx.sample(verdict) after a turn")
+        return sample
+    except BudgetSpent as spent:
+        if not ctx.turns:
+            return _failed(episode, ctx, spent)
+        ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
+        return ctx.sample(await ctx.score(ctx.turns[-1].text))
+    except (UserError, RunFailed):
+        raise
+    except Exception as error:  # noqa: BLE001  a user's code may raise anything
+        return _failed(episode, ctx, error)
+
+
+def _failed(episode: Episode, ctx: Context, error: Exception) -> Sample:
+    """The sample of an episode that raised, with the line of its own file where it did."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is `play`
+    own = [frame for frame in frames if frame.filename == getattr(episode, "__code__", play.__code__).co_filename]
+    where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in own[-1:])
+    if not ctx.turns:  # a sample has at least one, if an empty one
+        nothing = array("i"), array("f"), array("i")
+        ctx.turns.append(Turn(ctx.render(ctx.prompt.messages), *nothing, "abort"))
+    return ctx.sample(Verdict("error", detail=where + one_line(error)))

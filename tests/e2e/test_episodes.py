@@ -1,0 +1,96 @@
+"""A user's own episode in one file, through the door: what it asks for, its budget, and its mistakes."""
+
+import pytest
+
+from tests.e2e.runs import EXACT, ROOT, Toy
+
+SECOND_CHANCE = '''
+from spmd_rl.types import Message
+
+RETRY = (Message("user", "wrong"),)
+
+
+async def second_chance(ctx):
+    """Ask, check, ask again."""
+    turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+    verdict = await ctx.score(turn.text)
+    if verdict.score < 1:
+        turn = await ctx.generate(ctx.render(RETRY))
+        verdict = await ctx.score(turn.text)
+    return ctx.sample(verdict)
+
+
+async def until_right(ctx):
+    ids = ctx.render(ctx.prompt.messages)
+    while True:
+        turn = await ctx.generate(ids)
+        if (await ctx.score(turn.text)).score == 1 and ctx.answer == 0:
+            return ctx.sample(await ctx.score(turn.text))
+        ids = ctx.render(RETRY)
+
+
+async def unlucky(ctx):
+    turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+    if ctx.answer == 1:
+        turn.missing
+    return ctx.sample(await ctx.score(turn.text))
+'''
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Toy:
+    toy = Toy(tmp_path_factory.mktemp("toy"))
+    (toy.path / "my_episodes.py").write_text(SECOND_CHANCE)
+    return toy
+
+
+def run(toy: Toy, target: str, *settings: str, ranks: int = 2, name: str = ""):
+    env = {"PYTHONPATH": f"{ROOT}:{toy.path}"}
+    words = (*EXACT, "steps=2", "eval.every=0", f"rollout.target=my_episodes:{target}", *settings)
+    return toy.start(*words, ranks=ranks, name=name or target, env=env)
+
+
+def test_a_second_chance_is_trained_on(toy: Toy) -> None:
+    started = run(toy, "second_chance", "algorithm.correction.level=token")
+    assert started.wait() == 0, started.text()[-3000:]
+    rows = [row for step in (1, 2) for row in started.samples(step)]
+    assert {len(row["turns"]) for row in rows} == {1, 2}
+    for row in rows:
+        assert (len(row["turns"]) == 1) <= (row["verdict"]["score"] == 1)
+        assert all(turn["prompt_ids"] == rows_retry(rows) for turn in row["turns"][1:])
+        assert all(1 <= len(turn["token_ids"]) <= 6 for turn in row["turns"])
+    assert any(row["kept"] and len(row["turns"]) == 2 for row in rows)
+    for line in started.metrics()[1:]:
+        assert line["actor/grad_norm"] > 0 and line["train_infer/abs_diff/mean"] < 1e-4
+
+
+def rows_retry(rows: list[dict]) -> list[int]:
+    """The token ids of the second question, as the first to be asked again has it."""
+    return next(row["turns"][1]["prompt_ids"] for row in rows if len(row["turns"]) == 2)
+
+
+def test_an_episode_that_overruns_its_context_ends_as_length_and_the_run_goes_on(toy: Toy) -> None:
+    settings = ("rollout.max_prompt_tokens=48", "rollout.max_context_tokens=64")
+    started = run(toy, "until_right", *settings)
+    assert started.wait() == 0, started.text()[-3000:]
+    rows = [row for step in (1, 2) for row in started.samples(step)]
+    over = [row for row in rows if row["turns"][-1]["finish_reason"] == "length" and row["answer"]]
+    assert over and all(row["verdict"]["status"] == "ok" for row in over)
+    for row in over:
+        num_tokens = sum(len(turn["prompt_ids"]) + len(turn["token_ids"]) for turn in row["turns"])
+        assert num_tokens <= 64 < num_tokens + len(rows_retry(rows)) + 1
+    assert len(started.metrics()) == 3
+
+
+def test_a_mistake_in_an_episode_costs_that_sample(toy: Toy) -> None:
+    started = run(toy, "unlucky", "reward.error_budget=0.5", ranks=0)
+    assert started.wait() == 0, started.text()[-3000:]
+    rows = [row for step in (1, 2) for row in started.samples(step)]
+    for row in rows:
+        assert row["verdict"]["status"] == ("error" if row["answer"] == 1 else "ok")
+        assert row["answer"] != 1 or "my_episodes.py:29: AttributeError: " in row["verdict"]["detail"]
+        assert not (row["kept"] and row["answer"] == 1)
+    started = run(toy, "unlucky", "reward.error_budget=0.1", ranks=0, name="spent")
+    assert started.wait() == 1
+    line = started.text().strip().splitlines()[-1]
+    assert "reward.error_budget=0.1: 25% of the answers of step 1 got no score; the first: error: my_episodes.py:" in line
