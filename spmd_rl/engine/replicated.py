@@ -50,7 +50,9 @@ class ReplicatedEngine:
         self.capacity = engine.capacity
         self.leads = world.rank % num_ranks == 0
         self._engine, self._world = engine, world
-        self._group = world.split("replica", num_ranks)  # [all]
+        index = world.rank // num_ranks
+        block = range(index * num_ranks, (index + 1) * num_ranks)
+        self._group = world.subset(f"replica {index}", block, written=False)  # [block] ticks are no progress
         self._driving = False
         self._added: list[Request] = []
         self._aborted: list[str] = []
