@@ -1,11 +1,11 @@
-"""Who may reach a sidecar host: addresses, and directories of CURVE keys as `python -m launch.sidecar_keys` makes them.
+"""Addresses and CURVE keys of sidecar hosts: who may reach one. `python -m launch.sidecar_keys` makes the keys.
 
-    DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it listens to
+    DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it serves
     DIR/client.secret  DIR/server.public                the ranks': their own key, and the only host that they talk to
-    DIR/<node>/client.secret  DIR/<node>/server.public  a CPU node's, the only part of DIR that it needs
+    DIR/<node>/client.secret  DIR/<node>/server.public  a worker node's, the only part of DIR that it needs
 
-CURVE (CurveZMQ, ZeroMQ RFC 26) encrypts, and proves each side's key to the other. A key is 40 characters of Z85.
-Leaves out making keys (`launch/sidecar_keys.py`) and refusing those that are not listed (`sidecar/gate.py`).
+CURVE (CurveZMQ, ZeroMQ RFC 26) encrypts the traffic and proves each side's key to the other. A key is 40 characters of
+Z85. The host's check of the list is `sidecar/authenticator.py`.
 """
 
 import ipaddress
@@ -23,14 +23,14 @@ from spmd_rl.errors import UserError
 SERVER_SECRET, SERVER_PUBLIC, CLIENT_SECRET, ALLOWED = "server.secret", "server.public", "client.secret", "allowed"
 ZAP_DOMAIN = b"sidecar"
 HANDSHAKE_MS = 5_000
-"""A connection that has not proved its key by then is closed."""
+"""A connection that has not proved its key after this time is closed."""
 HEARTBEAT_MS, LOST_MS = 2_000, 10_000
-"""Over TCP: between two heartbeats, and the silence after which a connection is given up."""
+"""Over TCP: the pause between two heartbeats, and the silence after which a connection is closed."""
 _TCP = re.compile(r"tcp://(\*|\[[^]]+]|[0-9.]+)(?::(\d{1,5}))?")
 
 
 def check_bind(bind: str, keyed: bool) -> None:
-    """UserError unless a sidecar may listen there: `ipc`, loopback, or with keys any address of this machine."""
+    """UserError unless a sidecar may listen at `bind`: `ipc`, loopback, or with keys any address of this machine."""
     if bind == "ipc":
         return
     match = _TCP.fullmatch(bind)
@@ -46,13 +46,13 @@ def check_bind(bind: str, keyed: bool) -> None:
 
 
 def on_loopback(address: str) -> bool:
-    """Whether a TCP address can be reached from this machine alone."""
+    """Return whether a TCP address can be reached from this machine alone."""
     match = _TCP.fullmatch(address)
     return match is not None and _is_address(match[1]) and ipaddress.ip_address(match[1].strip("[]")).is_loopback
 
 
-def from_here(bind: str) -> str:
-    """Where a process of the same machine reaches what listens at `bind`."""
+def local_address(bind: str) -> str:
+    """Return the address at which a process of this machine reaches what listens at `bind`."""
     return bind.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
@@ -66,15 +66,15 @@ def _is_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HostKeys:
-    """What a host needs."""
+    """The keys of a host: its own and those that it serves."""
 
     secret: bytes
     allowed: dict[bytes, str]
-    """Names by public key, as 32 raw bytes."""
+    """The clients' names by public key (32 raw bytes)."""
 
     @classmethod
     def load(cls, directory: str | Path, key: str = "sidecar.keys") -> "HostKeys":
-        """From files. UserError, beginning with `key`, for one that is missing, that others can read, or is no key."""
+        """Load them. UserError, which names the setting `key`, for a file that is missing, not private, or no key."""
         secret = _read_key(Path(directory, SERVER_SECRET), key, private=True)
         path = Path(directory, ALLOWED)
         allowed = {}
@@ -89,7 +89,7 @@ class HostKeys:
         return cls(secret, allowed)
 
     def secure(self, router: zmq.Socket) -> None:
-        """Before `bind`: this socket proves our key, and asks the ZAP handler of its context about each peer's."""
+        """Make the socket prove our key and ask the context's ZAP handler about each peer's. Call it before `bind`."""
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
@@ -98,26 +98,26 @@ class HostKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a rank, an attached node or a look at the status needs."""
+    """The keys of a rank, a worker node or a status request: its own and the host's."""
 
     server: bytes
     secret: bytes
 
     @classmethod
     def load(cls, directory: str | Path, key: str = "sidecar.keys") -> "ClientKeys":
-        """From files. UserError as `HostKeys.load`."""
+        """Load them. UserError as in `HostKeys.load`."""
         server = _read_key(Path(directory, SERVER_PUBLIC), key, private=False)
         return cls(server, _read_key(Path(directory, CLIENT_SECRET), key, private=True))
 
     def secure(self, dealer: zmq.Socket) -> None:
-        """Before `connect`: this socket talks to the host that holds the server key, and to no other."""
+        """Make the socket talk only to the host that holds the server key. Call it before `connect`."""
         dealer.setsockopt(zmq.CURVE_SERVERKEY, self.server)
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
         dealer.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
-def bound(socket: zmq.Socket, address: str) -> None:
-    """Before `bind` or `connect`: limits that keep a peer that stalls, or is gone, from holding a connection."""
+def limit_connection(socket: zmq.Socket, address: str) -> None:
+    """Close connections whose peer stalls or is gone. Call it before `bind` or `connect`."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if address.startswith("tcp://"):
         socket.setsockopt(zmq.IPV6, int("[" in address))
@@ -144,7 +144,7 @@ def _read(path: Path, key: str, private: bool) -> str:
 
 
 def _key(text: str, where: str) -> bytes:
-    """The 40 characters of a key, as libzmq takes them."""
+    """Return the 40 characters of a key, as libzmq takes them. UserError if the text is no key."""
     try:
         if len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32:
             return text.encode("ascii")

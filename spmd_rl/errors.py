@@ -1,4 +1,4 @@
-"""The error vocabulary: who made the mistake decides what happens.
+"""The errors of a run. Who made the mistake decides what happens:
 
 * `UserError`: a setting, a file or a row is wrong. One clear line naming the key, file or line; exit code 2.
 * A sample's mistake is no exception at all: it is a `Verdict` (see `types.py`).

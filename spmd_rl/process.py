@@ -1,8 +1,6 @@
-"""The fate of a process tree: a child that must not outlive the process that started it. Standard library only.
+"""The lifetime of child processes: when they are killed and who reaps them. Standard library only.
 
-Ranks call it under `torchrun`; sidecar hosts and workers call it everywhere. How a run ends is not decided here.
-
-    die_with_parent(parent_pid)  # first line of the child's main
+die_with_parent(parent_pid)  # first line of the child's main
 """
 
 import ctypes
@@ -10,22 +8,32 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Let the kernel SIGKILL this process as soon as its parent is gone.
 
-    `parent` is the pid of the process that started us, where the starter could tell us: if it died before we got
-    here, the kernel would never tell, so we end at once. Without it, a parent of pid 1 is not taken for an orphan's
-    (in a container the starter may well be pid 1). The signal follows the parent's *thread* that forked us, so the
-    starter must fork from a thread that lives as long as itself. A no-op where the kernel is not Linux.
+    `parent` is the pid of the process that started this one, if it is known: if that process died before this call, the
+    kernel would never send the signal, so this process ends at once. Without it, a parent with pid 1 is not taken for
+    an orphan's (in a container it may well be the starter). The signal follows the parent's *thread* that forked, so
+    the starter must fork from a thread that lives as long as itself. OSError if the kernel refuses. Does nothing on
+    systems other than Linux.
     """
     if sys.platform != "linux":
         return
     before = os.getppid() if parent is None else parent
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != before:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Let the kernel make orphaned descendants children of this process, which has to reap them. OSError if refused."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

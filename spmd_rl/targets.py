@@ -1,8 +1,7 @@
-"""Plug-ins named in settings as `module:Class` or `module:function`: imported, looked at, built. Standard library only.
+"""Plug-ins that settings name as `module:Class` or `module:function`: imported, checked and built. Standard library only.
 
 Our own packages are never imported by name; a user's file on PYTHONPATH plugs in the same way. The settings' checks
-build each plug-in once to find mistakes early, a worker builds those that do the work. What a class is for is not known
-here.
+build each plug-in once to find mistakes early; a worker builds those that do the work.
 """
 
 import importlib
@@ -14,15 +13,15 @@ from typing import Any
 from spmd_rl.errors import UserError, one_line
 
 SERVICES = frozenset({"sandbox", "http", "url", "embed"})
-"""Constructor parameters of these names stand for services that a sidecar provides (`sidecar/services.py`)."""
+"""The names of constructor parameters that stand for services of a sidecar (`sidecar/services.py`)."""
 UNPROVIDED: Mapping[str, Callable[[], Any]] = {"sandbox": lambda: None, "http": lambda: None}
-"""Stands for services where a plug-in is only built to see whether it can be."""
+"""Placeholders for services where a plug-in is only built to see whether it can be."""
 REWARDER = ("score", "score_batch")
-"""What a rewarder offers: one of these."""
+"""A rewarder has one of these methods."""
 
 
 def import_target(key: str, target: str) -> type:
-    """The class that settings key `key` names. UserError, in one line, for whatever keeps it from being had."""
+    """Import the class that the setting `key` names. UserError, in one line, if that fails for whatever reason."""
     module_name, class_name, found = _import(key, target)
     if not isinstance(found, type):
         raise UserError(f"{key}: {target} cannot be imported: {module_name} has no class {class_name}")
@@ -44,7 +43,7 @@ def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, An
 def _import(key: str, target: str) -> tuple[str, str, Any]:
     """Module name, name, and what the module has under it, or None."""
     module_name, _, name = target.partition(":")
-    with _foreign(f"{key}: {target} cannot be imported"):
+    with _user_code(f"{key}: {target} cannot be imported"):
         return module_name, name, getattr(importlib.import_module(module_name), name, None)
 
 
@@ -55,10 +54,10 @@ def build_target(
     verbs: tuple[str, ...] = REWARDER,
     services: Mapping[str, Callable[[], Any]] = UNPROVIDED,
 ) -> Any:
-    """An instance of what `<section>.target` names, with `<section>.args` and the services it asks for by name.
+    """Build what `<section>.target` names, with `<section>.args` and the services that it asks for by parameter name.
 
-    `services` makes those, as far as there are any; a parameter `services` gets them unmade. UserError, in one line,
-    if the instance cannot be had.
+    `services` holds a factory for each service; a constructor parameter named `services` gets the factories themselves.
+    UserError, in one line, if the class has none of the methods `verbs` or cannot be built.
     """
     key = f"{section}.target"
     constructor = import_target(key, target)
@@ -72,23 +71,23 @@ def build_target(
     provided = {name: services[name]() for name in wanted if name in services}
     if "services" in dict(_parameters(constructor)):
         provided["services"] = services  # for parts of its own
-    with _foreign(f"{key}: {target} cannot be built with {section}.args={dict(args)}"):
+    with _user_code(f"{key}: {target} cannot be built with {section}.args={dict(args)}"):
         return constructor(**args, **provided)
 
 
 def start_target(section: str, target: str, built: Any) -> None:
-    """Let a plug-in load what is heavy: its `start()`, if it has one, called where it will work and nowhere else.
+    """Call a plug-in's `start()`, if it has one, in the process where it will work: it loads what is heavy.
 
     UserError, in one line, if it raises.
     """
     if hasattr(built, "start"):
-        with _foreign(f"{section}.target: {target} cannot start"):
+        with _user_code(f"{section}.target: {target} cannot start"):
             built.start()
 
 
 @contextmanager
-def _foreign(line: str) -> Iterator[None]:
-    """Somebody's import or constructor may raise anything: a mistake of theirs, told with its cause after `line`."""
+def _user_code(line: str) -> Iterator[None]:
+    """Turn whatever a user's import or constructor raises into a UserError: `line`, then the cause."""
     try:
         yield
     except Exception as error:
@@ -96,7 +95,7 @@ def _foreign(line: str) -> Iterator[None]:
 
 
 def _parameters(constructor: type) -> list[tuple[str, bool]]:
-    """Names, and whether each must be given."""
+    """Return the name of each parameter and whether it is required."""
     try:
         parameters = inspect.signature(constructor).parameters.values()
     except (TypeError, ValueError):

@@ -1,13 +1,17 @@
-"""The frames between a rank and its sidecar, and between a sidecar host, its workers and attached nodes.
+"""The messages of the sidecar: their schemas, their encoding and their limits.
 
-A frame is one version byte, then a msgpack array `[tag, field, ...]` checked against the structs below. Bounded in
-size, never pickle. What cannot be read is a `WireError`, whatever the bytes were. Sockets live in `sidecar/`.
+Ranks, hosts, workers and worker nodes speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply`
+carries it. Requests are stateless and idempotent, so that any worker may judge one again. The other messages start
+processes, attach worker nodes and report the host's status.
+
+A frame is one version byte followed by a msgpack array `[tag, field, ...]`, which is checked against the structs below.
+Frames are bounded in size and never pickled. Bytes that cannot be read raise `WireError`, whatever they are. Sockets
+live in `sidecar/`.
 
     frame = wire.encode(wire.Ping())
     message = wire.TO_HOST.decode(frame)
 """
 
-from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any
@@ -19,25 +23,25 @@ from spmd_rl.types import AnswerInfo, Prompt, Verdict
 VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
 """The largest frame that is sent or accepted."""
-MAX_QUESTION_BYTES = 8 << 20
-"""The largest single question; a longer answer is `rejected` where it was asked."""
+MAX_INPUT_BYTES = 8 << 20
+"""The largest `ScoreInput`; the client gives a larger one the verdict `rejected`."""
 BATCH_BYTES = 1 << 20
-"""Senders close a frame of several items when it has grown so large."""
+"""A sender closes a frame of several items once it holds this many bytes."""
 BATCH_ITEMS = 256
-"""And when it holds so many."""
+"""A sender closes a frame of several items once it holds this many."""
 WINDOW = 2048
-"""Questions that a client may have under way at its host; the others wait at the client."""
+"""The number of requests that a client may have in flight at its host; the others wait in the client."""
 WINDOW_BYTES = 64 << 20
-"""The same, in bytes."""
+"""The number of bytes that a client may have in flight at its host."""
 HELD_BYTES = 32 * WINDOW_BYTES
-"""What a host holds for all clients together; questions beyond are refused, and asked again."""
+"""The number of bytes that a host holds for all clients together; it refuses requests beyond, and they are resent."""
 
 MAX_TIMEOUT = 86_400.0
-"""Seconds; the longest that a rewarder may take over one answer."""
+"""The longest time in seconds that a rewarder may take over one answer."""
 
 
 class WireError(ValueError):
-    """Bytes that are no frame of this version and schema, or a message that has no frame."""
+    """Raised for bytes that are no frame of this version and schema, and for a message that cannot be encoded."""
 
 
 class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -45,205 +49,217 @@ class _Struct(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Domain = Annotated[str, msgspec.Meta(max_length=200)]
+Name = Annotated[str, msgspec.Meta(max_length=200)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 
+# -- the score protocol -----------------------------------------------------------------------------------------------
 
-class Question(_Struct):
-    """One answer to judge. Travels as the `question` of a `Score` and a `Job`; only the worker looks inside."""
+
+class ScoreInput(_Struct):
+    """The arguments of a rewarder's `score`: one answer to judge. Only the worker uses them."""
 
     prompt: Prompt
     answer: str
     info: AnswerInfo
 
 
-class RawQuestion(_Struct):
-    """`Question` as the client sends it: its prompt is packed once for all its answers."""
-
-    prompt: msgspec.Raw
-    answer: str
-    info: AnswerInfo
-
-
-class Score(_Struct):
-    """Client's wish for one verdict. Sent again under the same id, it is still one wish."""
+class ScoreRequest(_Struct):
+    """A request for one verdict. A request that is sent again under the same id is the same request."""
 
     id: Id
-    domain: Domain
+    domain: Name
     timeout: Seconds
-    """Running time allowed; waiting for a worker does not count."""
-    question: msgspec.Raw
+    """The running time that the rewarder may take; waiting for a worker does not count."""
+    input: msgspec.Raw
+    """An encoded `ScoreInput`."""
 
 
-class Scores(_Struct, tag="scores"):
-    """Client to host."""
+class ScoreRequests(_Struct, tag="score_requests"):
+    """Client to host, host to worker, host to worker node."""
 
-    items: list[Score]
-
-
-class Drop(_Struct, tag="drop"):
-    """Client to host: nobody waits for these any more."""
-
-    ids: list[Id]
+    items: list[ScoreRequest]
 
 
-class Ping(_Struct, tag="ping"):
-    """Client to host: are you there?"""
-
-
-class Pong(_Struct, tag="pong"):
-    """Host to client."""
-
-    host: str
-    """Unlike after the host was started anew: then whatever is under way must be sent again."""
-    beats: dict[str, int]
-    """Per domain, a number that changes whenever that pool moves: a verdict, a worker that starts."""
-
-
-class Judged(_Struct):
-    """Host's answer to one `Score`."""
+class ScoreReply(_Struct):
+    """The verdict for one `ScoreRequest`."""
 
     id: Id
     verdict: Verdict
 
 
-class RawJudged(_Struct):
-    """`Judged` as the host passes it on, its verdict unopened."""
+class ScoreReplies(_Struct, tag="score_replies"):
+    """The answer to `ScoreRequests`, in any order. A worker sends one verdict before it begins the next request."""
 
-    id: Id
-    verdict: msgspec.Raw
-
-
-class Verdicts(_Struct, tag="verdicts"):
-    """Host to client."""
-
-    items: list[Judged]
+    items: list[ScoreReply]
 
 
-class RawVerdicts(_Struct, tag="verdicts"):
-    """`Verdicts` as the host sends it."""
+class CancelScores(_Struct, tag="cancel_scores"):
+    """Client to host: nobody waits for these verdicts any more."""
 
-    items: list[RawJudged]
+    ids: list[Id]
+
+
+# -- all connections to a host ----------------------------------------------------------------------------------------
+
+
+class Ping(_Struct, tag="ping"):
+    """Client to host: the client asks for a `Pong`."""
+
+
+class Pong(_Struct, tag="pong"):
+    """Host to client or worker node: the host is alive."""
+
+    host: str
+    """The name of this host process. After a restart it differs, and all that was in flight must be sent again."""
+    progress: dict[str, int]
+    """Per domain, a number that changes whenever that pool makes progress: a verdict, a worker that starts."""
 
 
 class Error(_Struct, tag="error"):
-    """Host to client: your last frame was not understood, or was too much."""
+    """Host to client: your last frame was malformed or exceeded a limit."""
 
     detail: str
 
 
-class Job(_Struct):
-    """One question on its way to a worker."""
-
-    number: Id
-    timeout: Seconds
-    question: msgspec.Raw
+# -- processes of one machine -----------------------------------------------------------------------------------------
 
 
-class Work(_Struct, tag="work"):
-    """Host to worker: judge these, in order."""
-
-    jobs: list[Job]
-
-
-class Started(_Struct, tag="started"):
-    """Worker to host, first thing."""
-
-    pid: Id
-
-
-class Ready(_Struct, tag="ready"):
-    """Worker to host: the rewarder is built. Host to the rank that started it: all pools have a worker."""
-
-    style: str = ""
-    """Worker only: `each`, `async` or `batch`."""
-    max_batch: Annotated[int, msgspec.Meta(ge=1)] = BATCH_ITEMS
-    """Worker only: the most questions that it wants at once."""
-
-
-class Failed(_Struct, tag="failed"):
-    """In place of `Ready`: a user's mistake, in one line."""
-
-    detail: str
-
-
-class Done(_Struct, tag="done"):
-    """Worker to host: one verdict, sent before the next job is begun."""
-
-    number: Id
-    verdict: msgspec.Raw
-
-
-class Pool(_Struct):
-    """The workers of one domain."""
+class PoolSpec(_Struct):
+    """What the workers of one domain run."""
 
     target: str
     args: dict[str, Any]
     workers: int
     sandbox: str = "auto"
-    """Which sandbox the rewarder gets if it asks for one."""
+    """The name of the sandbox for a rewarder that asks for one."""
     cpus: list[int] = []
-    """Processors that the workers keep to; none: whatever the host may use."""
+    """The processors that the workers are bound to; if empty, they are not bound."""
     start_seconds: float = 300.0
-    """Until a worker must have built its rewarder."""
+    """The time that a worker may take to build its rewarder."""
     url: str = ""
-    """Of the domain's own server, if the host starts one."""
+    """The address of the domain's own server, if the host starts one."""
+
+
+class ServerSpec(_Struct):
+    """A server that the host starts for one domain, such as a judge."""
+
+    command: list[str]
+    """`{port}` in it is replaced by the port."""
+    devices: str
+    """The value of CUDA_VISIBLE_DEVICES; empty for none."""
+    start_seconds: float
+    """The time that the server may take until it answers."""
+
+
+class StartHost(_Struct, tag="start_host"):
+    """Rank to the host that it starts."""
+
+    parent: int
+    """The process id that the host must not outlive; 0 if the closing socket alone tells."""
+    address: str
+    pools: dict[str, PoolSpec]
+    servers: dict[str, ServerSpec] = {}
+    keys: str = ""
+    """The directory of CURVE keys; empty if only this machine is served."""
+
+
+class StartForkServer(_Struct, tag="start_fork_server"):
+    """Host to the fork server of a pool: import the target, then fork a worker for each socket that follows."""
+
+    parent: int
+    domain: str
+    pool: PoolSpec
+
+
+class StartServer(_Struct, tag="start_server"):
+    """Host to a supervisor: start this server and keep it running."""
+
+    domain: str
+    server: ServerSpec
+    port: int
+
+
+class Started(_Struct, tag="started"):
+    """Worker to host: the first message, which tells the process id."""
+
+    pid: Id
+
+
+class Ready(_Struct, tag="ready"):
+    """Worker to host: the rewarder is built. Supervisor to host: the server answers. Host to rank: all pools work."""
+
+    mode: str = ""
+    """Workers only: `sync`, `async` or `batch`, as `worker.call_mode` says."""
+    max_batch: Annotated[int, msgspec.Meta(ge=1)] = BATCH_ITEMS
+    """Workers only: the most requests that the rewarder wants at once."""
+
+
+class Failed(_Struct, tag="failed"):
+    """Sent in place of `Ready`: a user's mistake, in one line."""
+
+    detail: str
+
+
+# -- worker nodes -----------------------------------------------------------------------------------------------------
 
 
 class Join(_Struct, tag="join"):
-    """Attached node to host: what is there to do in these domains?"""
+    """Worker node to host: the node asks for work in these domains."""
 
-    name: Domain
-    domains: list[Domain]
-
-
-class Offer(_Struct, tag="offer"):
-    """Host to an attached node, in answer: this, of what it named. Its workers, processors, sandbox are its own."""
-
-    host: str
-    pools: dict[str, Pool]
+    name: Name
+    domains: list[Name]
 
 
-class Serve(_Struct, tag="serve"):
-    """Attached node to host, several times a second. Silence means that it is lost."""
+class Welcome(_Struct, tag="welcome"):
+    """Host to worker node: the pools to open. Their workers, cpus and sandbox are for the node to decide."""
 
     host: str
-    """Of the offer. A host that is called otherwise says so in a `Pong`, and is joined anew."""
+    pools: dict[str, PoolSpec]
+
+
+class Heartbeat(_Struct, tag="heartbeat"):
+    """Worker node to host, twice a second. A node that is silent is lost."""
+
+    host: str
+    """The name in the `Welcome`. A host with another name answers with a `Pong`, upon which the node joins again."""
     windows: dict[str, Annotated[int, msgspec.Meta(ge=0, le=WINDOW)]]
-    """By domain: so many questions may be under way here."""
-    under_way: list[Id]
-    """All questions whose verdicts have not been sent. What the host has given and is not here was lost."""
+    """Per domain, the number of requests that the node takes at a time."""
+    running: list[Id]
+    """All requests whose verdicts have not been sent. A request that the host gave and that is not here was lost."""
 
 
-class Leave(_Struct, tag="leave"):
-    """Attached node to host: do not wait for me. Host to attached node: the run is over."""
+class Goodbye(_Struct, tag="goodbye"):
+    """Worker node to host: the node leaves. Host to worker node: the run is over."""
 
 
-class Ask(_Struct, tag="ask"):
-    """Anybody to host: how are you?"""
+# -- the host's status ------------------------------------------------------------------------------------------------
 
 
-class PoolReport(_Struct):
-    """A domain, in `Report`."""
+class GetStatus(_Struct, tag="get_status"):
+    """Anybody to host: a request for a `HostStatus`."""
+
+
+class PoolStatus(_Struct):
+    """The state of one domain."""
 
     target: str
     workers: int
-    """Wanted."""
+    """The number of workers in the settings."""
     ready: int
-    """Have built their rewarder."""
+    """The number of workers that have built their rewarder."""
     running: int
-    """Questions with workers of this host."""
+    """The number of requests given to workers of this host."""
     queued: int
     verdicts: int
-    """Since the host started, those of attached nodes too."""
+    """Since the host started, those of worker nodes included."""
     deaths: int
-    """Workers that died or were killed."""
+    """The number of workers that died or were killed."""
     broken: str = ""
-    """Why there is no worker, if so."""
+    """The reason why there is no worker, if there is none."""
 
 
-class NodeReport(_Struct):
-    """An attached node, in `Report`."""
+class NodeStatus(_Struct):
+    """The state of one worker node."""
 
     name: str
     windows: dict[str, int]
@@ -252,121 +268,74 @@ class NodeReport(_Struct):
     silent_seconds: float
 
 
-class Report(_Struct, tag="report"):
-    """Host, asked for it."""
+class HostStatus(_Struct, tag="host_status"):
+    """The state of a host."""
 
     host: str
     pid: int
     uptime_seconds: float
     clients: int
-    """With questions under way."""
-    under_way: int
+    """The number of clients with requests in flight or replies that they have not read."""
+    in_flight: int
+    """The number of requests without a verdict."""
     held_bytes: int
+    """The bytes of those requests."""
+    unsent_replies: int
+    """The number of verdicts that wait because their client does not read."""
     refused_keys: int
+    """The number of connections that were refused because their key is not listed."""
     draining: bool
-    pools: dict[str, PoolReport]
-    nodes: list[NodeReport]
-
-
-class Server(_Struct):
-    """A server of a domain's own."""
-
-    command: list[str]
-    """`{port}` in it stands for the port."""
-    devices: str
-    """As in CUDA_VISIBLE_DEVICES; empty: none."""
-    start_seconds: float
-    """Until it must answer."""
-
-
-class Keep(_Struct, tag="keep"):
-    """Host to a keeper: start this, and see that it runs."""
-
-    domain: str
-    server: Server
-    port: int
-
-
-class Start(_Struct, tag="start"):
-    """Rank to the host that it starts."""
-
-    parent: int
-    """Pid that the host must not outlive."""
-    address: str
-    pools: dict[str, Pool]
-    servers: dict[str, Server] = {}
-    keys: str = ""
-    """Directory of CURVE keys; none: the address is of this machine."""
-
-
-class Warm(_Struct, tag="warm"):
-    """Host to a zygote: import this, then fork on demand."""
-
-    parent: int
-    domain: str
-    pool: Pool
+    pools: dict[str, PoolStatus]
+    nodes: list[NodeStatus]
 
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct, frame: bytearray | None = None) -> bytearray:
-    """The frame of a message. WireError if a value has no msgpack form or the frame would be too large.
-
-    frame: overwritten and given back; a sender that keeps one keeps the memory that its largest frames took.
-    """
-    frame = bytearray(1) if frame is None else frame
-    frame[:1] = (VERSION,)
-    _sayable(_encoder.encode_into, message, frame, 1)
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a message as a frame. WireError if a value has no msgpack form or the frame would be too large."""
+    frame = bytes((VERSION,)) + pack(message)
     if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} travel")
+        raise WireError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return frame
 
 
 def pack(value: Any) -> msgspec.Raw:
-    """A part of a later frame, encoded once. WireError if it has no msgpack form (an object, a lone surrogate...)."""
-    return msgspec.Raw(_sayable(_encoder.encode, value))
-
-
-def _sayable(encode: Callable[..., Any], *args: Any) -> Any:
-    """What `encode` gives; WireError where a value has no form."""
+    """Encode a part of a later frame. WireError if it has no msgpack form (an object, a lone surrogate...)."""
     try:
-        return encode(*args)
+        return msgspec.Raw(_encoder.encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(f"cannot be sent: {error}") from None
 
 
 class Codec:
-    """Decodes the frames that one kind of receiver understands."""
+    """Decodes the frames that one kind of receiver accepts."""
 
     def __init__(self, *messages: type) -> None:
         self._decoder = msgspec.msgpack.Decoder(reduce(or_, messages))
 
     def decode(self, frame: bytes) -> Any:
-        """The message in a frame. WireError for anything else; never another exception."""
+        """Decode the message in a frame. Anything else raises WireError and never another exception."""
         if not frame or frame[0] != VERSION:
             raise WireError(f"frame version {frame[0] if frame else 'missing'}, ours is {VERSION}")
         if len(frame) > MAX_FRAME_BYTES:
-            raise WireError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} travel")
+            raise WireError(f"a frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
         return self.unpack(memoryview(frame)[1:])
 
     def unpack(self, body: Any) -> Any:
-        """The same for a part packed by `pack`."""
+        """Decode a part that `pack` encoded. WireError as in `decode`."""
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             raise WireError(f"not understood: {error}") from None
 
 
-QUESTION = Codec(Question)
-TO_HOST = Codec(Scores, Drop, Ping, Join, Serve, Verdicts, Leave, Ask)
-TO_CLIENT = Codec(Verdicts, Pong, Error)
-TO_NODE = Codec(Offer, Scores, Pong, Leave, Error)
-TO_ASKER = Codec(Report, Error)
-TO_WORKER = Codec(Work)
-FROM_WORKER = Codec(Started, Ready, Failed, Done)
-TO_ZYGOTE = Codec(Warm)
-TO_KEEPER = Codec(Keep)
-FROM_KEEPER = Codec(Ready, Failed)
-STARTING_HOST = Codec(Start)
-FROM_HOST = Codec(Ready, Failed)
+SCORE_INPUT = Codec(ScoreInput)
+TO_HOST = Codec(ScoreRequests, CancelScores, Ping, Join, Heartbeat, ScoreReplies, Goodbye, GetStatus)
+TO_CLIENT = Codec(ScoreReplies, Pong, Error)
+TO_NODE = Codec(Welcome, ScoreRequests, Pong, Goodbye, Error)
+TO_STATUS = Codec(HostStatus, Error)
+TO_WORKER = Codec(ScoreRequests)
+FROM_WORKER = Codec(Started, Ready, Failed, ScoreReplies)
+TO_CHILD = Codec(StartHost, StartForkServer, StartServer)
+FROM_CHILD = Codec(Ready, Failed)

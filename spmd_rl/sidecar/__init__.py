@@ -1,10 +1,18 @@
-"""Sidecars: rewards in CPU processes of their own, reached over ZMQ. Torch-free.
+"""Sidecars: rewards in CPU processes of their own, reached over ZeroMQ. Torch-free.
 
     with sidecar.connect(cfg.reward, world.node) as scorer:
         verdict = await scorer.score(prompt, answer, info)
 
-`client` is the rank's side, `launcher` starts the node's `host`, which keeps a `pool` of workers per domain; a
-`zygote` imports the rewarder's module and forks each `worker`. `direct` scores in this process, for `debug=true`.
+| | |
+|---|---|
+| `scorer`, `score_client`, `launcher` | the rank's side: connect, ask for verdicts, start the node's host |
+| `local` | scores in this process, for `debug=true` |
+| `host`, `pool`, `event_loop` | the host, which keeps a pool of workers for each domain |
+| `forkserver`, `worker`, `services` | the workers, forked after the rewarder's module has been imported |
+| `reward_server`, `supervisor` | a domain's own server, such as a judge |
+| `worker_node`, `remote_nodes` | machines without ranks that join a host, and the host's view of them |
+| `sockets`, `frames`, `authenticator` | what the bytes travel on (their schema is `spmd_rl.wire`) |
+| `status`, `__main__` | the command line |
 """
 
 from spmd_rl.sidecar.scorer import check_domains, connect

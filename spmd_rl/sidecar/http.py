@@ -1,7 +1,6 @@
-"""HTTP for rewarders: the service behind a constructor parameter named `http` (`Http` in `types.py`), by httpx.
+"""The HTTP service that a rewarder gets as its constructor parameter `http` (`Http` in `types.py`), by httpx.
 
-Leaves out redirects, which are refused, and limits to the rate: a server that is too busy says so, and is asked again
-later.
+Redirects are refused. There is no rate limit: a server that is too busy says so, and the request is sent again later.
 """
 
 import asyncio
@@ -13,22 +12,23 @@ import httpx
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_PAUSE = 30.0
-"""Seconds between two attempts, even if the server asks for more."""
-BUSY = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""The longest pause in seconds between two attempts, even if the server asks for more."""
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""The status codes after which a request is sent again."""
 
 
 class HttpService:
-    """An `Http`. Its connections are kept and belong to the event loop that used it last."""
+    """An `Http` client that keeps its connections. They belong to the event loop that used it last."""
 
     def __init__(self, attempts: int = 4, pause: float = 0.5, seconds: float = 300.0, connections: int = 256) -> None:
-        """`pause`: seconds before the second attempt, doubled for each further one. `seconds`: for one reply."""
+        """`pause` is in seconds before the second attempt and doubles with each further; `seconds` limits one reply."""
         self._attempts, self._pause = attempts, pause
         self._timeout, self._limits = httpx.Timeout(seconds, connect=10.0), httpx.Limits(max_connections=connections)
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def post(self, url: str, body: Any, headers: Mapping[str, str] = {}) -> Any:
-        """See `Http`."""
+        """Post JSON and return the reply's JSON. Errors are those of `Http.post`."""
         failure = ""
         for attempt in range(self._attempts):
             try:
@@ -41,14 +41,14 @@ class HttpService:
                 if status == 200:
                     return _json(url, content)
                 failure = f"{status} {content[:200].decode(errors='replace')}"
-                if status not in BUSY:
+                if status not in RETRIED:
                     raise ValueError(f"{url}: {failure}")
             if attempt + 1 < self._attempts:
                 await asyncio.sleep(min(max(self._pause * 2**attempt, after), MAX_PAUSE))
         raise ConnectionError(f"{url}: {failure} ({self._attempts} attempts)")
 
     async def _once(self, url: str, body: Any, headers: Mapping[str, str]) -> tuple[int, bytes, float]:
-        """Status, content (up to the limit and a little), seconds to wait as the server has it."""
+        """Return the status, the content (cut just beyond the limit) and the `Retry-After` seconds."""
         if self._client is None or self._loop is not asyncio.get_running_loop():
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=self._limits)
             self._loop = asyncio.get_running_loop()

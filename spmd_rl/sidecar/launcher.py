@@ -1,36 +1,46 @@
-"""Starts and restarts the sidecar host of this node: what local rank 0 does for the others."""
+"""Starts the sidecar host of this node and keeps it running: what local rank 0 does for the others."""
 
+import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from spmd_rl import wire
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.sidecar.channel import receive, send
-from spmd_rl.sidecar.host import clean
+from spmd_rl.sidecar.frames import receive_frame, start_child
+from spmd_rl.sidecar.sockets import remove_socket
 
 if TYPE_CHECKING:  # a host starts without Hydra
     from spmd_rl.config.schema import RewardsConfig
 
 START_SECONDS = 30.0
-"""Beyond a domain's own `start_seconds`, until the host must have all servers, and one worker ready in each pool."""
+"""The time beyond a domain's own `start_seconds` until the host must have all servers and a worker in each pool."""
 STOP_SECONDS = 1.0
+WATCH_SECONDS, MAX_WATCH_SECONDS = 0.1, 5.0
+"""The pause between two checks of the process; it doubles while hosts die at once."""
 
 
 class HostProcess:
-    """The host, started now. It ends when we close its socket, when we die, or at the latest by `stop`."""
+    """The host process, which starts at construction. A host that dies is replaced at the same address by a thread.
+
+    The host ends when its socket to us closes, when this process dies, or at the latest in `stop`.
+    """
 
     def __init__(self, address: str, rewards: "RewardsConfig", keys: str = "") -> None:
-        self._address, self._keys = address, keys
+        """UserError for processors or arguments that cannot be."""
+        self.starts = 0
+        """The number of hosts started so far."""
+        self.deaths = 0
+        """The number of hosts that died since it was last set to 0."""
         for domain, reward in rewards.domains.items():
             if missing := set(reward.cpu_numbers) - os.sched_getaffinity(0):
                 raise UserError(f"reward.{domain}.cpus={reward.cpus}: this run may not use processor {min(missing)}")
-        self._lock = threading.Lock()  # the event loop and the client's watch may both find it dead
-        self._pools = {
-            domain: wire.Pool(
+        pools = {
+            domain: wire.PoolSpec(
                 reward.target,
                 dict(reward.args),
                 reward.workers,
@@ -40,70 +50,86 @@ class HostProcess:
             )
             for domain, reward in rewards.domains.items()
         }
-        self._servers = {
-            domain: wire.Server(reward.server_command, reward.devices.replace("cpu", ""), reward.start_seconds)
+        servers = {
+            domain: wire.ServerSpec(reward.server_command, reward.devices.replace("cpu", ""), reward.start_seconds)
             for domain, reward in rewards.domains.items()
             if reward.devices is not None
         }
+        self._start = wire.StartHost(0, address, pools, servers, keys)
         slowest = max((reward.start_seconds for reward in rewards.domains.values()), default=0.0)
-        self._start_seconds = slowest * (2 if self._servers else 1) + START_SECONDS
-        self._start()
+        self._start_seconds = slowest * (2 if servers else 1) + START_SECONDS
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="sidecar watch", daemon=True)
+        try:
+            self._launch()
+        except wire.WireError as error:
+            raise UserError(f"reward.<domain>.args {error}") from None
 
     @property
-    def alive(self) -> bool:
-        """Whether the process runs (it may still be stuck)."""
-        return self._process.poll() is None
+    def pid(self) -> int:
+        """The process id of the present host."""
+        return self._process.pid
 
     def wait_ready(self) -> None:
-        """Block until every pool has a worker. UserError, in one line, if one cannot be had."""
-        self._line.settimeout(self._start_seconds)
+        """Block until every pool has a worker, then watch over the host.
+
+        UserError, in one line, if a pool cannot start; RunFailed if the host dies.
+        """
+        self._socket.settimeout(self._start_seconds)
         try:
-            reply = receive(self._line, wire.FROM_HOST)
+            reply = receive_frame(self._socket, wire.FROM_CHILD)
         except TimeoutError:
             reply = wire.Failed(f"the sidecar was not ready after {self._start_seconds:g} s")
-        if not isinstance(reply, wire.Ready):
-            self._end()
-            if reply is None:
-                raise RunFailed(f"the sidecar host died at its start with code {self._process.returncode}")
-            raise UserError(reply.detail)
+        if isinstance(reply, wire.Ready):
+            self._watcher.start()
+            return
+        self._end()
+        if reply is None:
+            raise RunFailed(f"the sidecar host died at its start with code {self._process.returncode}")
+        raise UserError(reply.detail)
 
-    def restart(self) -> None:
-        """A new host at the same address, whatever became of the old one. Does not wait until it is ready. OSError if
-        there can be no new process."""
-        with self._lock:
-            self._process.kill()
-            self._process.wait()
-            self._line.close()
-            self._start()
+    def kill(self) -> None:
+        """Kill a host that hangs; the watching thread starts the next one."""
+        self._process.kill()
 
     def stop(self) -> None:
         """End the host and its workers, and remove its socket."""
+        with self._lock:
+            self._stopping = True
         self._end()
-        clean(self._address)
+        self._ended.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        remove_socket(self._start.address)
 
-    def _end(self) -> None:
-        self._line.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def _watch(self) -> None:
+        pause = WATCH_SECONDS
+        while not self._ended.wait(pause):
+            if self._process.poll() is None:
+                pause = WATCH_SECONDS
+                continue
+            with self._lock, contextlib.suppress(OSError):  # without memory or processes, tried again later
+                if not self._stopping:
+                    print("sidecar: the host died; starting a new one", file=sys.stderr, flush=True)
+                    self.deaths += 1
+                    self._socket.close()
+                    self._launch()
+            pause = min(2 * pause, MAX_WATCH_SECONDS)
 
-    def _start(self) -> None:
-        self._line, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "spmd_rl.sidecar", str(theirs.fileno())]
+    def _launch(self) -> None:
+        # The parent-death signal follows the thread that forks: it must last as long as the host.
+        lasting = threading.current_thread() in (threading.main_thread(), self._watcher)
+        message = msgspec.structs.replace(self._start, parent=os.getpid() if lasting else 0)
         # what can be imported here can be imported there
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        with theirs:
-            fds = [theirs.fileno()]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
-        # The parent-death signal follows the thread that forks; from a passing one, the closing socket must do.
-        lasting = threading.current_thread() is threading.main_thread()
-        try:
-            parent = os.getpid() if lasting else 0
-            send(self._line, wire.Start(parent, self._address, self._pools, self._servers, self._keys))
-        except wire.WireError as error:
-            self._end()
-            raise UserError(f"reward.<domain>.args {error}") from None
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # dead already: whoever asks finds out
+        self._process, self._socket = start_child("spmd_rl.sidecar", message, environment)
+        self.starts += 1
+
+    def _end(self) -> None:
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)
+        self._process.kill()
+        self._process.wait()

@@ -1,17 +1,17 @@
-"""The workers of one domain, as the host sees them: a queue, processes, deadlines, and who is to blame for a death.
+"""The worker pool of one domain, as the host sees it: a queue, worker processes, deadlines, and blame for a death.
 
-The rules. A question's clock runs only while a worker runs it. A worker past its deadline is killed; the question it
-ran gets `timeout`, the others go back. A question that was being run when its worker died is a suspect: it runs again,
-alone, on a fresh worker, and only if that dies too is it condemned (`error`). Nothing here blocks.
+The rules. A request's clock runs only while a worker runs it. A worker past its deadline is killed; the request that it
+ran gets the verdict `timeout`, the others go back to the queue. A request that was running when its worker died is a
+suspect: it runs again, alone, on a fresh worker, and gets the verdict `error` only if that one dies too. Nothing here
+blocks.
 """
 
 import contextlib
+import itertools
 import os
-import selectors
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,142 +19,141 @@ from dataclasses import dataclass, field
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.sidecar.channel import FORK, Channel, send
+from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 from spmd_rl.types import Verdict
 
 MAX_FAILURES = 3
-"""So many workers in a row (beside one for each place) that never got ready condemn the pool."""
+"""A pool gives up after this many workers in a row (beside one for each place) that never got ready."""
 CHUNK_SECONDS = 0.01
-"""Work handed to a worker at once, going by the mean so far: few frames, and no long wait behind a slow question."""
+"""The work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a slow request."""
 AHEAD_SECONDS = 0.1
-"""Work that an attached node has under way for each worker, going by the mean: longer than a frame takes to and fro."""
+"""The work that a worker node holds for each worker, by the mean so far: longer than a frame's round trip."""
 ASYNC_GRACE = 1.0
-"""An `async` worker keeps its own deadlines; it is killed only when its loop is stuck, so much later."""
+"""An `async` worker keeps its own deadlines; it is killed this much later, when its event loop is stuck."""
+
+_numbers = itertools.count()
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One question at the host, from its arrival to its verdict."""
+    """One request at the host, from its arrival to its verdict. `client` and `id` say whose it is."""
 
     client: bytes
     id: int
     domain: str
     timeout: float
-    question: msgspec.Raw
-    dropped: bool = False
-    lost: int = 0
-    """Attached nodes that were lost with it."""
+    input: msgspec.Raw
+    cancelled: bool = False
+    lost_nodes: int = 0
+    """The number of worker nodes that were lost while they ran it."""
+    number: int = field(default_factory=_numbers.__next__)
+    """Unique in this process: the id under which the job is given to a worker or a node."""
+
+    @property
+    def request(self) -> wire.ScoreRequest:
+        """The job as it is sent to a worker or a node."""
+        return wire.ScoreRequest(self.number, self.domain, self.timeout, self.input)
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
-    """One worker process; `pidfd` is -1 until it has said its pid, `style` empty until it is ready."""
+class WorkerHandle:
+    """One worker process; `pidfd` is -1 until it has told its pid, `mode` is empty until it is ready."""
 
-    channel: Channel
+    frames: FrameSocket
     deadline: float
     pidfd: int = -1
-    style: str = ""
+    mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
     alone: bool = False
-    """Runs a suspect."""
+    """Whether it runs a suspect."""
     running: dict[int, Job] = field(default_factory=dict)
-    """By job number, in the order in which they run."""
+    """By number, in the order in which they run."""
     since: float = 0.0
 
     @property
-    def room(self) -> int:
-        """Questions that may be handed to it now. An `async` worker takes more while others are under way."""
-        if self.style == "async" and not self.alone:
+    def capacity(self) -> int:
+        """The number of requests that it can be given. An `async` worker takes more while others are running."""
+        if self.mode == "async" and not self.alone:
             return wire.BATCH_ITEMS - len(self.running)
-        return self.max_batch if self.style and not self.running else 0
+        return self.max_batch if self.mode and not self.running else 0
 
     def kill(self) -> None:
-        """End the process, whatever it does, and forget it."""
+        """End the process and close its socket."""
         if self.pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             os.close(self.pidfd)
             self.pidfd = -1
-        self.channel.socket.close()
+        self.frames.socket.close()
 
 
 class Pool:
-    """The workers of one domain. The host calls `tick` in every round of its loop, and `heed` when a socket wakes.
+    """The workers of one domain. The host calls `tick` in every round of its event loop.
 
-    Workers' sockets are registered at the host's selector with `(pool, worker)` as data. `resolve(job, verdict)` is
-    called once for each submitted job.
+    `resolve(job, verdict)` is called once for each submitted job.
     """
 
     def __init__(
-        self,
-        domain: str,
-        spec: wire.Pool,
-        resolve: Callable[[Job, msgspec.Raw], None],
-        selector: selectors.BaseSelector,
+        self, domain: str, spec: wire.PoolSpec, resolve: Callable[[Job, Verdict], None], loop: EventLoop
     ) -> None:
         self.domain = domain
         self.broken = ""
-        """Why no worker can be had, if so."""
-        self.beats = 0
+        """The reason why there can be no worker, if so."""
+        self.progress = 0
+        """Changes whenever the pool makes progress."""
         self.verdicts = 0
-        self.deaths = 0
+        self._deaths = 0
         self._spec = spec
         self._resolve = resolve
-        self._selector = selector
+        self._loop = loop
         self._queue: deque[Job] = deque()
         self._suspects: deque[Job] = deque()
-        self._workers: list[Worker] = []
-        self._zygote: subprocess.Popen | None = None
-        self._line: socket.socket | None = None
+        self._workers: list[WorkerHandle] = []
+        self._forkserver: subprocess.Popen | None = None
+        self._forkserver_socket: socket.socket | None = None
         self._failures = 0
-        self._why = ""
+        self._failure = ""
         self._was_ready = False
         self._not_before = 0.0
-        self._next_number = 0
         self._mean_seconds = CHUNK_SECONDS
 
     @property
     def ready(self) -> bool:
         """Whether a worker has built the rewarder."""
-        return any(worker.style for worker in self._workers)
-
-    @property
-    def busy(self) -> bool:
-        """Whether deadlines run or workers are missing."""
-        missing = len(self._workers) < self._spec.workers and not self.broken
-        return missing or any(worker.running or not worker.style for worker in self._workers)
+        return any(worker.mode for worker in self._workers)
 
     @property
     def window(self) -> int:
-        """Questions that these workers should have under way and at hand, where more of them are a way off."""
-        styles = [worker.style for worker in self._workers if worker.style]
-        if not styles or self.broken:
+        """The number of requests that a worker node should hold for these workers."""
+        modes = [worker.mode for worker in self._workers if worker.mode]
+        if not modes or self.broken:
             return 0
-        ahead = int(AHEAD_SECONDS / self._mean_seconds) if styles[0] == "each" else wire.BATCH_ITEMS
+        ahead = int(AHEAD_SECONDS / self._mean_seconds) if modes[0] == "sync" else wire.BATCH_ITEMS
         if not self.verdicts:
             ahead = 0  # nobody knows yet how long one takes
-        return min(wire.WINDOW, len(styles) * max(2, min(ahead, wire.BATCH_ITEMS)))
+        return min(wire.WINDOW, len(modes) * max(2, min(ahead, wire.BATCH_ITEMS)))
 
     def submit(self, job: Job) -> None:
-        """Queue a question, or refuse it if no worker can be had."""
+        """Queue a job, or give it the verdict `error` if there can be no worker."""
         if self.broken:
             self._settle(job, Verdict("error", detail=self.broken))
         else:
             self._queue.append(job)
 
     def take(self, limit: int) -> list[Job]:
-        """The next questions: at most `limit`, and what a frame should hold."""
+        """Take the next jobs off the queue: at most `limit`, and what a frame should hold."""
         jobs, size = [], 0
         while self._queue and len(jobs) < limit and size < wire.BATCH_BYTES:
             job = self._queue.popleft()
-            if not job.dropped:
+            if not job.cancelled:
                 jobs.append(job)
-                size += len(memoryview(job.question))
+                size += len(memoryview(job.input))
         return jobs
 
     def put_back(self, jobs: list[Job], suspect: bool = False) -> None:
-        """Questions that were taken, to be the next again; `suspect`: to run alone on fresh workers."""
+        """Return jobs that were taken to the front of the queue; a `suspect` runs alone on a fresh worker."""
         if self.broken:
             for job in jobs:
                 self.submit(job)
@@ -163,203 +162,192 @@ class Pool:
         else:
             self._queue.extendleft(reversed(jobs))
 
-    def report(self) -> wire.PoolReport:
-        """Where it stands."""
-        ready = sum(bool(worker.style) for worker in self._workers)
+    def status(self) -> wire.PoolStatus:
+        """Return the state of the pool."""
+        ready = sum(bool(worker.mode) for worker in self._workers)
         running = sum(len(worker.running) for worker in self._workers)
         queued = len(self._queue) + len(self._suspects)
-        settled = (self.verdicts, self.deaths, self.broken)
-        return wire.PoolReport(self._spec.target, self._spec.workers, ready, running, queued, *settled)
+        settled = (self.verdicts, self._deaths, self.broken)
+        return wire.PoolStatus(self._spec.target, self._spec.workers, ready, running, queued, *settled)
 
-    def tick(self, now: float) -> None:
-        """Enforce deadlines, replace the dead, hand out work. `now`: seconds of the host's own running time."""
-        for worker in [worker for worker in self._workers if now > worker.deadline]:
-            self._late(worker, now)
-        if not self.broken and now >= self._not_before:
+    def tick(self) -> None:
+        """Enforce deadlines, replace dead workers and hand out work."""
+        for worker in [worker for worker in self._workers if self._loop.now > worker.deadline]:
+            self._on_deadline(worker)
+        if not self.broken and self._loop.now >= self._not_before:
             while len(self._workers) < self._spec.workers:
-                self._spawn(now)
+                self._start_worker()
         if not self.ready:
-            self.beats += 1  # starting is progress; `deadline` bounds it
+            self.progress += 1  # starting is progress; the worker's deadline limits it
         if self._queue or self._suspects:
-            self._dispatch(now)
+            self._dispatch()
 
-    def heed(self, worker: Worker, now: float) -> None:
-        """Take in what a worker has said, and its death; write what it can take."""
-        if worker not in self._workers:
-            return
-        if worker.channel.stuck:
-            worker.channel.flush()
+    def close(self) -> None:
+        """End all workers."""
+        for worker in list(self._workers):
+            self._remove(worker)
+        self._end_forkserver()
+
+    # -- messages of workers --------------------------------------------------------------------------------------
+
+    def _on_ready(self, worker: WorkerHandle) -> None:
+        """Read what a worker has sent, notice its death, and write what it can take."""
+        if worker.frames.has_unsent:
+            worker.frames.flush()
             self._watch(worker)
         try:
-            messages, gone = worker.channel.receive(wire.FROM_WORKER)
+            messages, gone = worker.frames.receive(wire.FROM_WORKER)
         except wire.WireError:
             messages, gone = [], True
         for message in messages:
-            if isinstance(message, wire.Done):
-                self._done(worker, message, now)
+            if isinstance(message, wire.ScoreReplies):
+                for item in message.items:
+                    self._on_verdict(worker, item)
             elif isinstance(message, wire.Started):
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # dead already
                     worker.pidfd = os.pidfd_open(message.pid)
             elif isinstance(message, wire.Ready):
-                worker.style, worker.max_batch, worker.deadline = message.style, message.max_batch, float("inf")
-                self._failures, self._was_ready = 0, True
-                self.beats += 1
-            elif isinstance(message, wire.Failed):
-                self._why = message.detail
+                worker.mode, worker.max_batch = message.mode, message.max_batch
+                worker.deadline = float("inf")
+                self._was_ready = True
+                self._failures = 0
+                self.progress += 1
+            else:
+                self._failure = message.detail
                 if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
-                    self._break(message.detail)
+                    self._give_up(message.detail)
         if gone and worker in self._workers:
-            self._lost(worker, now, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
+            self._on_lost(worker, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
 
-    def close(self) -> None:
-        """Kill all processes of the pool."""
-        for worker in list(self._workers):
-            self._remove(worker)
-        self._end_zygote()
-
-    # -- work -----------------------------------------------------------------------------------------------------
-
-    def _dispatch(self, now: float) -> None:
-        for worker in list(self._workers):
-            if not worker.room:
-                continue
-            if self._suspects and worker.fresh:
-                self._give(worker, [self._suspects.popleft()], now)
-                worker.alone = True
-            elif self._suspects and not any(other.fresh for other in self._workers):
-                if not worker.running:
-                    self._remove(worker)  # its place is taken by a fresh one
-            elif chunk := self._chunk(worker):
-                self._give(worker, chunk, now)
-
-    def _chunk(self, worker: Worker) -> list[Job]:
-        share = -(-len(self._queue) // len(self._workers))
-        limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.style == "each" else wire.BATCH_ITEMS
-        return self.take(max(1, min(share, limit, worker.room)))
-
-    def _give(self, worker: Worker, jobs: list[Job], now: float) -> None:
-        work = []
-        for job in jobs:
-            worker.running[self._next_number] = job
-            work.append(wire.Job(self._next_number, job.timeout, job.question))
-            self._next_number += 1
-        worker.fresh, worker.since = False, now
-        self._set_deadline(worker, now)
-        worker.channel.send(wire.Work(work))
-        if worker.channel.stuck:
-            self._watch(worker)
-
-    def _set_deadline(self, worker: Worker, now: float) -> None:
-        if not worker.running:
-            worker.deadline = float("inf")
-        elif worker.style == "each":
-            worker.deadline = now + next(iter(worker.running.values())).timeout
-        else:
-            grace = ASYNC_GRACE if worker.style == "async" else 0.0
-            worker.deadline = worker.since + max(job.timeout for job in worker.running.values()) + grace
-
-    def _done(self, worker: Worker, message: wire.Done, now: float) -> None:
-        job = worker.running.pop(message.number, None)
+    def _on_verdict(self, worker: WorkerHandle, item: wire.ScoreReply) -> None:
+        job = worker.running.pop(item.id, None)
         if job is None:
             return
-        if worker.style == "each":
+        now = self._loop.now
+        if worker.mode == "sync":
             self._mean_seconds += 0.1 * (max(now - worker.since, 1e-6) - self._mean_seconds)
             worker.since = now
         worker.alone = False
-        self._set_deadline(worker, now)
-        self.beats += 1
-        self._resolve(job, message.verdict)
+        self._set_deadline(worker)
+        self._settle(job, item.verdict)
 
-    # -- trouble --------------------------------------------------------------------------------------------------
+    # -- work -----------------------------------------------------------------------------------------------------
 
-    def _late(self, worker: Worker, now: float) -> None:
-        if not worker.style:
-            if self._was_ready:
-                self._lost(worker, now, Verdict("error"))
-            else:
-                self._break(self._unsaid)
-            return
-        seconds = next(iter(worker.running.values())).timeout
-        self._lost(worker, now, Verdict("timeout", detail=f"no verdict after {seconds:g} s"))
+    def _dispatch(self) -> None:
+        for worker in list(self._workers):
+            if not worker.capacity:
+                continue
+            if self._suspects and worker.fresh:
+                worker.alone = True
+                self._give(worker, [self._suspects.popleft()])
+            elif self._suspects and not any(other.fresh for other in self._workers):
+                if not worker.running:
+                    self._remove(worker)  # a fresh one takes its place
+            elif jobs := self._take_chunk(worker):
+                self._give(worker, jobs)
 
-    def _lost(self, worker: Worker, now: float, verdict: Verdict) -> None:
-        """A worker is dead or must die. `verdict` is for the question that is to blame, once that is certain."""
+    def _take_chunk(self, worker: WorkerHandle) -> list[Job]:
+        share = -(-len(self._queue) // len(self._workers))
+        limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.mode == "sync" else wire.BATCH_ITEMS
+        return self.take(max(1, min(share, limit, worker.capacity)))
+
+    def _give(self, worker: WorkerHandle, jobs: list[Job]) -> None:
+        worker.running |= {job.number: job for job in jobs}
+        worker.fresh, worker.since = False, self._loop.now
+        self._set_deadline(worker)
+        worker.frames.send(wire.ScoreRequests([job.request for job in jobs]))
+        if worker.frames.has_unsent:
+            self._watch(worker)
+
+    def _set_deadline(self, worker: WorkerHandle) -> None:
+        if not worker.running:
+            worker.deadline = float("inf")
+        elif worker.mode == "sync":
+            worker.deadline = self._loop.now + next(iter(worker.running.values())).timeout
+        else:
+            grace = ASYNC_GRACE if worker.mode == "async" else 0.0
+            worker.deadline = worker.since + max(job.timeout for job in worker.running.values()) + grace
+
+    def _settle(self, job: Job, verdict: Verdict) -> None:
+        self.progress += 1
+        self._resolve(job, verdict)
+
+    # -- failures -------------------------------------------------------------------------------------------------
+
+    def _on_deadline(self, worker: WorkerHandle) -> None:
+        if worker.mode:
+            seconds = next(iter(worker.running.values())).timeout
+            self._on_lost(worker, Verdict("timeout", detail=f"no verdict after {seconds:g} s"))
+        elif self._was_ready:
+            self._on_lost(worker, Verdict("error"))
+        else:
+            self._give_up(self._no_worker)
+
+    def _on_lost(self, worker: WorkerHandle, verdict: Verdict) -> None:
+        """Replace a worker that is dead or must die. `verdict` is for the job to blame, once that is certain."""
         jobs, alone = list(worker.running.values()), worker.alone
-        self.deaths += 1
+        self._deaths += 1
         self._remove(worker)
-        if not worker.style:
-            self._lost_at_start(now)
+        if not worker.mode:
+            self._failures += 1
+            self._not_before = self._loop.now + 0.1 * self._failures
+            if self._failures >= MAX_FAILURES + self._spec.workers:
+                self._give_up(self._failure or self._no_worker)
             return
-        at_work = 1 if worker.style == "each" else len(jobs)
-        blamed, innocent = jobs[:at_work], jobs[at_work:]
+        num_running = 1 if worker.mode == "sync" else len(jobs)
+        blamed, innocent = jobs[:num_running], jobs[num_running:]
         if alone or (verdict.status == "timeout" and len(blamed) == 1):
             for job in blamed:
                 self._settle(job, verdict)
         else:
-            self._suspects.extend(job for job in blamed if not job.dropped)
-            for other in self._workers:  # whatever killed this worker may have struck those that wait, unnoticed yet
+            self._suspects.extend(job for job in blamed if not job.cancelled)
+            for other in self._workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
                 other.fresh = False
         self._queue.extendleft(reversed(innocent))
 
-    def _lost_at_start(self, now: float) -> None:
-        self._failures += 1
-        self._not_before = now + 0.1 * self._failures
-        if self._failures >= MAX_FAILURES + self._spec.workers:
-            self._break(self._why or self._unsaid)
-
     @property
-    def _unsaid(self) -> str:
+    def _no_worker(self) -> str:
         what = f"its worker dies, or takes over {self._spec.start_seconds:g} s, while it imports or builds the rewarder"
         return f"reward.{self.domain}.target: {self._spec.target}: {what}"
 
-    def _break(self, why: str) -> None:
-        self.broken = why
-        for worker in list(self._workers):
-            self._suspects.extend(worker.running.values())
-            self._remove(worker)
-        self._end_zygote()
-        for job in [*self._suspects, *self._queue]:
-            self._settle(job, Verdict("error", detail=why))
+    def _give_up(self, reason: str) -> None:
+        self.broken = reason
+        jobs = [job for worker in self._workers for job in worker.running.values()]
+        jobs += [*self._suspects, *self._queue]
+        self.close()
         self._suspects.clear()
         self._queue.clear()
-
-    def _settle(self, job: Job, verdict: Verdict) -> None:
-        self.beats += 1
-        self._resolve(job, wire.pack(verdict))
+        for job in jobs:
+            self._settle(job, Verdict("error", detail=reason))
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def _spawn(self, now: float) -> None:
-        if self._zygote is None or self._zygote.poll() is not None:
-            self._end_zygote()
-            self._start_zygote()
+    def _start_worker(self) -> None:
+        if self._forkserver is None or self._forkserver.poll() is not None:
+            self._end_forkserver()
+            message = wire.StartForkServer(os.getpid(), self.domain, self._spec)
+            self._forkserver, self._forkserver_socket = start_child("spmd_rl.sidecar.forkserver", message)
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead zygote: `ours` reads EOF
-            socket.send_fds(self._line, [FORK], [theirs.fileno()])
-        worker = Worker(Channel(ours), deadline=now + self._spec.start_seconds)
+        with (
+            theirs,
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        ):  # if dead, `ours` reads as closed
+            socket.send_fds(self._forkserver_socket, [FORK], [theirs.fileno()])
+        worker = WorkerHandle(FrameSocket(ours), deadline=self._loop.now + self._spec.start_seconds)
         self._workers.append(worker)
-        self._selector.register(ours, selectors.EVENT_READ, (self, worker))
+        self._watch(worker)
 
-    def _start_zygote(self) -> None:
-        self._line, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "spmd_rl.sidecar.zygote", str(theirs.fileno())]
-        with theirs:
-            self._zygote = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead already: so will be its workers
-            send(self._line, wire.Warm(os.getpid(), self.domain, self._spec))
+    def _end_forkserver(self) -> None:
+        if self._forkserver is not None:
+            self._forkserver.kill()
+            self._forkserver.wait()
+            self._forkserver_socket.close()
+            self._forkserver = self._forkserver_socket = None
 
-    def _end_zygote(self) -> None:
-        if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
-            self._line.close()
-            self._zygote = self._line = None
+    def _watch(self, worker: WorkerHandle) -> None:
+        self._loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
 
-    def _watch(self, worker: Worker) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.stuck else 0)
-        self._selector.modify(worker.channel.socket, events, (self, worker))
-
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: WorkerHandle) -> None:
         self._workers.remove(worker)
-        self._selector.unregister(worker.channel.socket)
+        self._loop.unwatch(worker.frames.socket)
         worker.kill()

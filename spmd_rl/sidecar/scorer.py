@@ -1,49 +1,51 @@
-"""The way to a scorer: settings are checked, the node's host is started or joined, or no sidecar is used at all."""
+"""Connects a rank to its scorer: settings are checked, and the node's host is started or joined."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
-from spmd_rl.curve_keys import ClientKeys, check_bind, from_here
+from spmd_rl.curve_keys import ClientKeys, check_bind, local_address
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.client import Client
-from spmd_rl.sidecar.direct import Direct
 from spmd_rl.sidecar.launcher import HostProcess
+from spmd_rl.sidecar.local import LocalScorer
+from spmd_rl.sidecar.score_client import ScoreClient
 from spmd_rl.types import Node
 
 if TYPE_CHECKING:
     from spmd_rl.config.schema import RewardsConfig
 
 MAX_PATH_BYTES = 107
-"""What the kernel allows for the path of a socket."""
+"""The kernel's limit for the path of a socket."""
 
 
 @contextmanager
 def connect(
     rewards: "RewardsConfig", node: Node, bind: str = "ipc", debug: bool = False, keys: str | None = None
-) -> Iterator[Client | Direct]:
-    """A `Scorer` for this rank. Local rank 0 starts the node's host and waits until it is ready; the others join.
+) -> Iterator[ScoreClient | LocalScorer]:
+    """Yield a `Scorer` for this rank. Local rank 0 starts the node's host and waits until it is ready; the others join.
 
-    `bind`: `ipc` listens at `node.address`, else `tcp://ADDRESS:PORT`. `keys`: a directory of CURVE keys; without it
-    only this machine is served. `debug`: no sidecar, rewards run in this process. UserError, in one line, for a
-    rewarder that cannot be built, an address that is not private and keys that are none. Call it from the main thread:
-    the host lives as long as the thread that started it.
+    `bind` is `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. `keys` is a directory of CURVE keys;
+    without it only this machine is served. With `debug` there is no sidecar, and rewarders run in this process.
+
+    UserError, in one line, for a rewarder that cannot be built, an address that is not private and keys that are none.
+    Call it from the main thread: the host lives as long as the thread that started it.
     """
     if debug:
-        yield Direct(rewards)
+        yield LocalScorer(rewards)
         return
     address = check_address(node.address if bind == "ipc" else bind, keyed=keys is not None)
-    proof = ClientKeys.load(keys) if keys is not None else None
-    host = HostProcess(address, rewards, keys or "") if node.local_rank == 0 else None
-    if host is not None:
-        host.wait_ready()
+    client_keys = ClientKeys.load(keys) if keys is not None else None
     timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in rewards.domains.items()}
-    client = Client(from_here(address), timeouts, host, proof)
-    try:
+    with ExitStack() as stack:
+        host = None
+        if node.local_rank == 0:
+            host = HostProcess(address, rewards, keys or "")
+            host.wait_ready()
+            stack.callback(host.stop)
+        client = ScoreClient(local_address(address), timeouts, host, client_keys)
+        stack.callback(client.close)
         yield client
-    finally:
-        client.close()
 
 
 def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> None:
@@ -54,8 +56,7 @@ def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> N
 
 
 def check_address(address: str, keyed: bool = False) -> str:
-    """The address, if only processes of this machine, or with keys (`keyed`) their holders, can reach it; else
-    UserError."""
+    """Return the address if only this machine can reach it, or with keys (`keyed`) their holders; else UserError."""
     if not address.startswith("ipc:///"):
         try:
             check_bind(address, keyed)

@@ -1,8 +1,8 @@
-"""What a sidecar provides to a rewarder that asks for it by the name of a constructor parameter.
+"""The services that a sidecar provides to a rewarder which names them as constructor parameters.
 
-A service is made in the process that uses it, once for each rewarder, and ends with that process.
+A service is made once for each rewarder, in the process that uses it, and ends with that process.
 
-    build_target("reward.code", target, args, services=services("code", "auto"))
+    build_target("reward.code", target, args, services=service_factories("code", "auto"))
 """
 
 from collections.abc import Callable, Mapping
@@ -12,18 +12,20 @@ from spmd_rl.sandbox import open_sandbox
 from spmd_rl.types import Http
 
 
-def services(domain: str, sandbox: str, url: str = "") -> Mapping[str, Callable[[], Any]]:
-    """By name, how each is made. `sandbox`: the setting `reward.<domain>.sandbox`. `url`: of the domain's own server,
-    if it has one."""
-    made: dict[str, Callable[[], Any]] = {
+def service_factories(domain: str, sandbox: str, url: str = "") -> Mapping[str, Callable[[], Any]]:
+    """Return by name how each service is made.
+
+    `sandbox` is the setting `reward.<domain>.sandbox`, `url` the address of the domain's own server, if it has one.
+    """
+    factories: dict[str, Callable[[], Any]] = {
         "sandbox": lambda: open_sandbox(sandbox, f"reward.{domain}.sandbox"),
         "http": build_http,
     }
-    return made | {"url": lambda: url} if url else made
+    return factories | {"url": lambda: url} if url else factories
 
 
 def build_http() -> Http:
-    """The HTTP client, whose library is loaded by those who use it alone."""
+    """Return an HTTP client. Its library is imported here, only where a rewarder asks for it."""
     from spmd_rl.sidecar.http import HttpService
 
     return HttpService()

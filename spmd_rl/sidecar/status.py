@@ -1,4 +1,4 @@
-"""A look at a running host: its pools, workers, queues, verdicts, deaths and attached nodes. Changes nothing.
+"""The status of a running host: its pools, workers, queues, verdicts, deaths and worker nodes. Changes nothing.
 
 python -m spmd_rl.sidecar --status tcp://10.0.0.1:5555 --keys DIR
 python -m spmd_rl.sidecar --status ipc:///tmp/spmd-rl-.../host --json
@@ -8,25 +8,21 @@ import msgspec
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.curve_keys import ClientKeys, bound
+from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar.sockets import open_dealer
 
-ANSWER_SECONDS = 5.0
+REPLY_SECONDS = 5.0
 
 
-def ask(address: str, keys: ClientKeys | None, seconds: float = ANSWER_SECONDS) -> wire.Report:
-    """The report of the host at `address`. UserError if there is none within `seconds`."""
+def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_SECONDS) -> wire.HostStatus:
+    """Ask the host at `address` for its status. UserError if it does not answer within `seconds`."""
     context = zmq.Context()
     try:
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        dealer = open_dealer(context, address, keys)
         dealer.setsockopt(zmq.RCVTIMEO, int(seconds * 1000))
-        bound(dealer, address)
-        if keys is not None:
-            keys.secure(dealer)
-        dealer.connect(address)
-        dealer.send(wire.encode(wire.Ask()))
-        reply = wire.TO_ASKER.decode(dealer.recv())
+        dealer.send(wire.encode(wire.GetStatus()))
+        reply = wire.TO_STATUS.decode(dealer.recv())
     except zmq.Again:
         why = "nothing listens there, or it " + ("needs keys" if keys is None else "does not list this key")
         raise UserError(f"--status: no answer from {address} within {seconds:g} s: {why}") from None
@@ -39,38 +35,38 @@ def ask(address: str, keys: ClientKeys | None, seconds: float = ANSWER_SECONDS) 
     return reply
 
 
-def to_json(report: wire.Report) -> str:
-    """One JSON object, with the names of `wire.Report`."""
-    pools = {name: _fields(pool) for name, pool in report.pools.items()}
-    nodes = [_fields(node) for node in report.nodes]
-    return msgspec.json.encode(_fields(report) | {"pools": pools, "nodes": nodes}).decode()
+def to_json(status: wire.HostStatus) -> str:
+    """Format a status as one JSON object with the field names of `wire.HostStatus`."""
+    pools = {name: _fields(pool) for name, pool in status.pools.items()}
+    nodes = [_fields(node) for node in status.nodes]
+    return msgspec.json.encode(_fields(status) | {"pools": pools, "nodes": nodes}).decode()
 
 
-def to_table(report: wire.Report) -> str:
-    """For a terminal: the host, its pools, its nodes."""
-    state = "draining" if report.draining else "serving"
+def to_table(status: wire.HostStatus) -> str:
+    """Format a status for a terminal: the host, its pools, its worker nodes."""
+    state = "draining" if status.draining else "serving"
     lines = [
-        f"host {report.host}, pid {report.pid}: {state}, up {report.uptime_seconds:.0f} s",
-        f"{report.under_way} questions of {report.clients} clients under way, {report.held_bytes / 1e6:.1f} MB; "
-        f"{report.refused_keys} connections with other keys refused",
+        f"host {status.host}, pid {status.pid}: {state}, up {status.uptime_seconds:.0f} s",
+        f"{status.in_flight} requests of {status.clients} clients in flight, {status.held_bytes / 1e6:.1f} MB; "
+        f"{status.refused_keys} connections refused for their key",
         "",
     ]
     rows = [("domain", "workers", "running", "queued", "verdicts", "deaths", "target")]
-    for name, pool in report.pools.items():
+    for name, pool in status.pools.items():
         counts = (f"{pool.ready}/{pool.workers}", pool.running, pool.queued, pool.verdicts, pool.deaths)
         rows.append((name, *counts, pool.broken or pool.target))
     lines += _aligned(rows)
-    if report.nodes:
-        rows = [("node", "window", "running", "verdicts", "silent s", "", "domains")]
-        for node in report.nodes:
-            counts = (sum(node.windows.values()), node.running, node.verdicts, f"{node.silent_seconds:.1f}", "")
+    if status.nodes:
+        rows = [("node", "window", "running", "verdicts", "silent s", "domains")]
+        for node in status.nodes:
+            counts = (sum(node.windows.values()), node.running, node.verdicts, f"{node.silent_seconds:.1f}")
             rows.append((node.name, *counts, ", ".join(node.windows)))
         lines += ["", *_aligned(rows)]
     return "\n".join(lines)
 
 
 def _aligned(rows: list[tuple]) -> list[str]:
-    """First and last column to the left, numbers to the right."""
+    """Align the first and the last column to the left, the numbers between to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return [

@@ -1,7 +1,7 @@
-"""A worker process: builds one rewarder and judges the questions that its host sends, one frame at a time.
+"""A worker process: it builds one rewarder and answers the score requests that its host sends.
 
-One of the two places with a broad `except`: whatever a rewarder raises becomes an `error` verdict that says so.
-Deadlines are not kept here: a worker that takes too long is killed from outside.
+Whatever a rewarder raises becomes the verdict `error` with the exception's text; this is one of the few places with a
+broad `except`. Only `async` rewarders are timed here; the host kills a worker that takes too long.
 """
 
 import asyncio
@@ -15,27 +15,27 @@ from typing import Any, get_args
 
 from spmd_rl import wire
 from spmd_rl.errors import UserError, one_line
-from spmd_rl.sidecar.channel import receive, send
-from spmd_rl.sidecar.services import services
+from spmd_rl.sidecar.frames import receive_frame, send_frame
+from spmd_rl.sidecar.services import service_factories
 from spmd_rl.targets import build_target, start_target
 from spmd_rl.types import Rewarder, Verdict, VerdictStatus
 
 MAX_PARTS = 100
 
 
-def style(rewarder: Rewarder) -> str:
-    """How it wants its questions: `each` (one by one), `async` (many at a time) or `batch` (one call for many)."""
+def call_mode(rewarder: Rewarder) -> str:
+    """Return how a rewarder is called: `sync` (one by one), `async` (many at a time) or `batch` (one call for many)."""
     if hasattr(rewarder, "score_batch"):
         return "batch"
-    return "async" if inspect.iscoroutinefunction(rewarder.score) else "each"
+    return "async" if inspect.iscoroutinefunction(rewarder.score) else "sync"
 
 
-async def judge(rewarder: Rewarder, question: wire.Question, timeout: float | None = None) -> Verdict:
-    """The verdict of one question, whatever happens. `timeout` (seconds) bounds an `async def score` alone."""
+async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | None = None) -> Verdict:
+    """Return the verdict on one answer, whatever happens. `timeout` (seconds) limits an `async def score` alone."""
     try:
         if not hasattr(rewarder, "score"):
-            return _checked_batch(rewarder.score_batch([question.prompt], [question.answer], [question.info]), 1)[0]
-        verdict = rewarder.score(question.prompt, question.answer, question.info)
+            return _checked_batch(rewarder.score_batch([given.prompt], [given.answer], [given.info]), 1)[0]
+        verdict = rewarder.score(given.prompt, given.answer, given.info)
         if inspect.isawaitable(verdict):
             verdict = await asyncio.wait_for(verdict, timeout)
         return _checked(verdict)
@@ -47,9 +47,9 @@ async def judge(rewarder: Rewarder, question: wire.Question, timeout: float | No
         return Verdict("error", detail=one_line(error))
 
 
-def judge_now(rewarder: Rewarder, question: wire.Question) -> Verdict:
-    """`judge` without an event loop, for a plain `def score`."""
-    coroutine = judge(rewarder, question)
+def judge_sync(rewarder: Rewarder, given: wire.ScoreInput) -> Verdict:
+    """Call `judge` without an event loop, for a plain `def score`."""
+    coroutine = judge(rewarder, given)
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -58,26 +58,27 @@ def judge_now(rewarder: Rewarder, question: wire.Question) -> Verdict:
     return Verdict("error", detail="score returned an awaitable: declare it `async def`")
 
 
-def judge_batch(rewarder: Any, questions: list[wire.Question]) -> list[Verdict]:
-    """The verdicts of one `score_batch` call; if it raises, of one call for each, so that one cannot spoil the rest."""
-    prompts, answers, infos = ([getattr(q, name) for q in questions] for name in ("prompt", "answer", "info"))
+def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
+    """Return the verdicts of one `score_batch` call. If it raises, each answer is tried alone, so that one cannot spoil
+    the others."""
+    prompts, answers, infos = ([getattr(one, name) for one in given] for name in ("prompt", "answer", "info"))
     try:
-        return _checked_batch(rewarder.score_batch(prompts, answers, infos), len(questions))
+        return _checked_batch(rewarder.score_batch(prompts, answers, infos), len(given))
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
-        if len(questions) == 1:
+        if len(given) == 1:
             return [Verdict("error", detail=one_line(error))]
-        return [judge_batch(rewarder, [question])[0] for question in questions]
+        return [judge_batch(rewarder, [one])[0] for one in given]
 
 
-def _checked_batch(verdicts: Iterable[Verdict], num_questions: int) -> list[Verdict]:
+def _checked_batch(verdicts: Iterable[Verdict], num_answers: int) -> list[Verdict]:
     checked = [_checked(verdict) for verdict in verdicts]
-    if len(checked) != num_questions:
-        raise ValueError(f"score_batch returned {len(checked)} verdicts for {num_questions} answers")
+    if len(checked) != num_answers:
+        raise ValueError(f"score_batch returned {len(checked)} verdicts for {num_answers} answers")
     return checked
 
 
 def _checked(verdict: Any) -> Verdict:
-    """The verdict in plain types, so that NumPy's floats and a NaN do not travel."""
+    """Return the verdict in plain types, so that NumPy's floats and NaN are not sent."""
     if not isinstance(verdict, Verdict):
         raise TypeError(f"score returned {type(verdict).__name__}, not a Verdict")
     if verdict.status not in get_args(VerdictStatus):
@@ -91,48 +92,44 @@ def _checked(verdict: Any) -> Verdict:
     return Verdict(verdict.status, float(verdict.score), parts, one_line(verdict.detail))
 
 
-def serve(sock: socket.socket, domain: str, pool: wire.Pool) -> None:
+def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
     """Be a worker until the host hangs up."""
-    send(sock, wire.Started(os.getpid()))
+    send_frame(sock, wire.Started(os.getpid()))
     try:
-        provided = services(domain, pool.sandbox, pool.url)
-        rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=provided)
+        services = service_factories(domain, pool.sandbox, pool.url)
+        rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=services)
         start_target(f"reward.{domain}", pool.target, rewarder)
     except UserError as error:
-        send(sock, wire.Failed(str(error)))
+        send_frame(sock, wire.Failed(str(error)))
         return
-    how = style(rewarder)
-    send(sock, wire.Ready(how, min(getattr(rewarder, "max_batch", wire.BATCH_ITEMS), wire.BATCH_ITEMS)))
-    if how == "async":
+    mode = call_mode(rewarder)
+    send_frame(sock, wire.Ready(mode, min(getattr(rewarder, "max_batch", wire.BATCH_ITEMS), wire.BATCH_ITEMS)))
+    if mode == "async":
         asyncio.run(_serve_async(sock, rewarder))
         return
-    while (work := receive(sock, wire.TO_WORKER)) is not None:
-        if how == "batch":
-            _serve_batch(sock, rewarder, work)
+    while (requests := receive_frame(sock, wire.TO_WORKER)) is not None:
+        if mode == "batch":
+            verdicts = judge_batch(rewarder, [wire.SCORE_INPUT.unpack(item.input) for item in requests.items])
+            for item, verdict in zip(requests.items, verdicts, strict=True):
+                _reply(sock, item, verdict)
         else:
-            for job in work.jobs:
-                _reply(sock, job, judge_now(rewarder, wire.QUESTION.unpack(job.question)))
+            for item in requests.items:
+                _reply(sock, item, judge_sync(rewarder, wire.SCORE_INPUT.unpack(item.input)))
 
 
 async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
-    """Questions as they come, so that none waits for a slow one."""
+    """Judge requests as they come, so that none waits for a slow one."""
 
-    async def one(job: wire.Job) -> None:
-        _reply(sock, job, await judge(rewarder, wire.QUESTION.unpack(job.question), job.timeout))
+    async def judge_one(item: wire.ScoreRequest) -> None:
+        _reply(sock, item, await judge(rewarder, wire.SCORE_INPUT.unpack(item.input), item.timeout))
 
-    under_way: set[asyncio.Task[None]] = set()
-    while (work := await asyncio.to_thread(receive, sock, wire.TO_WORKER)) is not None:
-        for job in work.jobs:
-            task = asyncio.create_task(one(job))
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
-
-
-def _serve_batch(sock: socket.socket, rewarder: Rewarder, work: wire.Work) -> None:
-    questions = [wire.QUESTION.unpack(job.question) for job in work.jobs]
-    for job, verdict in zip(work.jobs, judge_batch(rewarder, questions), strict=True):
-        _reply(sock, job, verdict)
+    tasks: set[asyncio.Task[None]] = set()
+    while (requests := await asyncio.to_thread(receive_frame, sock, wire.TO_WORKER)) is not None:
+        for item in requests.items:
+            task = asyncio.create_task(judge_one(item))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
 
-def _reply(sock: socket.socket, job: wire.Job, verdict: Verdict) -> None:
-    send(sock, wire.Done(job.number, wire.pack(verdict)))
+def _reply(sock: socket.socket, item: wire.ScoreRequest, verdict: Verdict) -> None:
+    send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, verdict)]))

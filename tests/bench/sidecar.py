@@ -29,8 +29,8 @@ import psutil
 from launch.sidecar_keys import make
 from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
-from spmd_rl.sidecar.client import Client
-from spmd_rl.sidecar.server import free_port
+from spmd_rl.sidecar.reward_server import free_port
+from spmd_rl.sidecar.score_client import ScoreClient
 from spmd_rl.types import AnswerInfo, Node, Verdict
 from tests.bench import show
 from tests.unit.sidecar_helpers import host_of, numbers, prompt, workers_of
@@ -43,7 +43,7 @@ SLICE_SECONDS = 0.25
 
 
 @contextmanager
-def scorer(workers: int, curve: bool = False) -> Iterator[Client]:
+def scorer(workers: int, curve: bool = False) -> Iterator[ScoreClient]:
     """A client of its own host, warm; over ipc, or over TCP on the loopback with CURVE."""
     rewards = RewardsConfig(domains={"toy": RewardConfig(target=TARGET, workers=workers)})
     with tempfile.TemporaryDirectory(prefix="spmd-") as directory:
@@ -53,7 +53,7 @@ def scorer(workers: int, curve: bool = False) -> Iterator[Client]:
             yield client
 
 
-async def ask(client: Client, answers: list[str], landed: Callable[[], Any] = lambda: None) -> list[Verdict]:
+async def ask(client: ScoreClient, answers: list[str], landed: Callable[[], Any] = lambda: None) -> list[Verdict]:
     """The verdicts, asked by `ASKING` coroutines; `landed` is called at each."""
     verdicts: list[Any] = [None] * len(answers)
     places = iter(range(len(answers)))
@@ -67,13 +67,13 @@ async def ask(client: Client, answers: list[str], landed: Callable[[], Any] = la
     return verdicts
 
 
-def cpu_seconds(client: Client) -> dict[str, float]:
+def cpu_seconds(client: ScoreClient) -> dict[str, float]:
     """Of each kind of process so far."""
     times = {"client": [psutil.Process()], "host": [host_of(client)], "workers": workers_of(client)}
     return {name: sum(sum(p.cpu_times()[:2]) for p in processes) for name, processes in times.items()}
 
 
-def rate(client: Client, number: int) -> dict[str, float]:
+def rate(client: ScoreClient, number: int) -> dict[str, float]:
     """Verdicts a second, and milliseconds of processor time that a thousand verdicts take."""
     answers = [str(i % 97) for i in range(number)]
     before, start = cpu_seconds(client), time.perf_counter()
@@ -86,7 +86,7 @@ def rate(client: Client, number: int) -> dict[str, float]:
     return {"per_second": number / seconds, "cpu_ms": sum(parts.values()), **parts, "busiest_share": busiest}
 
 
-def latency(client: Client, load: float, seconds: float) -> dict[str, float]:
+def latency(client: ScoreClient, load: float, seconds: float) -> dict[str, float]:
     """Milliseconds from the moment a question was due to its verdict, at `load` questions a second; and how late the
     client itself was to ask, which no sidecar can make good."""
     waited: list[float] = []
@@ -123,7 +123,7 @@ def latency(client: Client, load: float, seconds: float) -> dict[str, float]:
     }
 
 
-def kill(client: Client, number: int) -> dict[str, Any]:
+def kill(client: ScoreClient, number: int) -> dict[str, Any]:
     """Half the workers die a third of the way: wrong verdicts (0), and verdicts in each slice of time."""
     answers = [str(i % 97) for i in range(number)]
     times: list[float] = []

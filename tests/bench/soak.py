@@ -73,14 +73,14 @@ def finished_steps(run: Running) -> Iterator[int]:
 
 
 def role(process: psutil.Process) -> str | None:
-    """`rank N`, `sidecar host`, `sidecar zygote` or `sidecar worker`; None for what starts or is about to go."""
+    """`rank N`, `sidecar host`, `sidecar fork server` or `sidecar worker`; None for what starts or is about to go."""
     words = process.cmdline()
     if "spmd_rl.rlvr" in words and "torch.distributed.run" not in words:
         return f"rank {process.environ().get('RANK', '0')}"
-    if "spmd_rl.sidecar.zygote" in words:
+    if "spmd_rl.sidecar.forkserver" in words:
         parent = process.parent()
-        forked = parent is not None and "spmd_rl.sidecar.zygote" in parent.cmdline()
-        return "sidecar worker" if forked else "sidecar zygote"
+        forked = parent is not None and "spmd_rl.sidecar.forkserver" in parent.cmdline()
+        return "sidecar worker" if forked else "sidecar fork server"
     return "sidecar host" if "spmd_rl.sidecar" in words else None
 
 

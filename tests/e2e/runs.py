@@ -141,11 +141,11 @@ class Running:
         """The process id of `agent`, `rank-N`, or the sidecar's `host` or `worker`."""
         if victim == "agent":
             return self.process.pid
-        module = {"host": "spmd_rl.sidecar", "worker": "spmd_rl.sidecar.zygote"}.get(victim)
+        module = {"host": "spmd_rl.sidecar", "worker": "spmd_rl.sidecar.forkserver"}.get(victim)
         for process in self.processes():
             words = process.cmdline()
             if victim == "worker" and module in words and module in process.parent().cmdline():
-                return process.pid  # a fork of the zygote
+                return process.pid  # a fork of the fork server
             if victim == "host" and module in words:
                 return process.pid
             if module is None and process.ppid() == self.process.pid and f"rank-{process.environ()['RANK']}" == victim:

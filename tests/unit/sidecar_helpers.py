@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
-from spmd_rl.sidecar.client import Client
+from spmd_rl.sidecar.score_client import ScoreClient
 from spmd_rl.types import AnswerInfo, Message, Node, Prompt, Verdict
 
 HERE = Path(__file__).parent
@@ -39,12 +39,12 @@ def numbers(answers) -> list[Verdict]:
     return [Verdict("ok", sum(answer.encode()) % 97 / 97, {"tokens": 3.0}, "truth") for answer in answers]
 
 
-def host_of(scorer: Client) -> psutil.Process:
-    return psutil.Process(scorer._host._process.pid)
+def host_of(scorer: ScoreClient) -> psutil.Process:
+    return psutil.Process(scorer.host.pid)
 
 
-def workers_of(scorer: Client) -> list[psutil.Process]:
-    return [worker for zygote in host_of(scorer).children() for worker in zygote.children()]
+def workers_of(scorer: ScoreClient) -> list[psutil.Process]:
+    return [worker for forkserver in host_of(scorer).children() for worker in forkserver.children()]
 
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:

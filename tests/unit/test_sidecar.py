@@ -10,15 +10,14 @@ import textwrap
 import time
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
 from spmd_rl import sidecar, wire
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
 from spmd_rl.errors import UserError
-from spmd_rl.types import AnswerInfo, Node, Prompt, Verdict
-from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, prompt, rewards, workers_of
+from spmd_rl.types import Node, Verdict
+from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, rewards, workers_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,39 +37,9 @@ def test_verdicts_come_back_to_their_answers(node):
         assert asyncio.run(ask(scorer, answers[:10])) == numbers(answers[:10])  # another loop
         assert scorer.outstanding == 0
         processes = [host_of(scorer), *host_of(scorer).children(recursive=True)]
-        assert len(processes) == 4  # host, zygote, two workers
+        assert len(processes) == 4  # host, fork server, two workers
     assert gone_within(processes, 2.0)
     assert not Path(node.address.removeprefix("ipc://")).parent.exists()
-
-
-def test_each_answer_is_judged_with_its_own_prompt(node):
-    """Prompts are packed once for all their answers; those dropped on the way leave their identity to others."""
-
-    async def all_of_them(scorer) -> list[Verdict]:
-        async def one(number: int) -> list[Verdict]:
-            mine = msgspec.structs.replace(prompt(), ground_truth=str(number))
-            first = await scorer.score(mine, "a", AnswerInfo(3, "stop"))
-            return [first, await scorer.score(mine, "b", AnswerInfo(3, "stop"))]
-
-        return [verdict for some in await asyncio.gather(*map(one, range(600))) for verdict in some]
-
-    with sidecar.connect(rewards("Number"), node) as scorer:
-        verdicts = asyncio.run(all_of_them(scorer))
-    assert [verdict.detail for verdict in verdicts] == [str(number // 2) for number in range(1200)]
-
-
-def test_a_prompt_is_packed_once_for_its_answers(node, monkeypatch):
-    packed, pack = [], wire.pack
-    monkeypatch.setattr(wire, "pack", lambda value: packed.append(type(value)) or pack(value))
-    one = prompt()
-
-    async def group(scorer) -> list[Verdict]:
-        return await asyncio.gather(*(scorer.score(one, answer, AnswerInfo(3, "stop")) for answer in "abcdefgh"))
-
-    with sidecar.connect(rewards("Number"), node) as scorer:
-        for _ in range(2):  # nothing is kept while nothing is outstanding
-            assert asyncio.run(group(scorer)) == numbers("abcdefgh")
-    assert packed.count(Prompt) == 2 and packed.count(wire.RawQuestion) == 16
 
 
 def test_ranks_of_a_node_share_a_host(node):
@@ -194,7 +163,7 @@ def test_a_sample_is_condemned_only_if_it_kills_a_fresh_worker_too(node, tmp_pat
 
 def test_what_is_too_large_or_has_no_form_is_said_so(node):
     with sidecar.connect(rewards("Moody"), node) as scorer:
-        large, surrogate, fine = asyncio.run(ask(scorer, ["x" * wire.MAX_QUESTION_BYTES, "\ud800", "x" * 1_000_000]))
+        large, surrogate, fine = asyncio.run(ask(scorer, ["x" * wire.MAX_INPUT_BYTES, "\ud800", "x" * 1_000_000]))
         (unknown,) = asyncio.run(ask(scorer, ["a"], domain="other"))
     assert (large.status, surrogate.status, fine.status, unknown.status) == ("rejected", "error", "ok", "error")
     assert "reward.other" in unknown.detail
@@ -314,7 +283,7 @@ def test_your_own_reward_in_one_file(tmp_path, monkeypatch, node):
 
 
 def test_nothing_here_imports_torch():
-    modules = "spmd_rl.wire, spmd_rl.sidecar, spmd_rl.sidecar.__main__, spmd_rl.sidecar.zygote, launch.sidecar_keys"
+    modules = "spmd_rl.wire, spmd_rl.sidecar, spmd_rl.sidecar.__main__, spmd_rl.sidecar.forkserver, launch.sidecar_keys"
     check = f"import sys, {modules}, rewards.math_verify, rewards.reasoning_gym; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl import sidecar, wire
-from spmd_rl.sidecar import client as client_module
+from spmd_rl.sidecar import score_client as client_module
 from spmd_rl.types import AnswerInfo, Node, Verdict
 from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, prompt, rewards, workers_of
 
@@ -122,7 +122,7 @@ def test_killed_workers_change_no_verdict(node):
             for worker in workers_of(scorer)[:2]:
                 worker.kill()
             await asyncio.sleep(0.3)
-            host_of(scorer).children()[0].kill()  # the zygote, and with it all the others
+            host_of(scorer).children()[0].kill()  # the fork server, and with it all the others
             await asyncio.sleep(0.3)
 
         assert asyncio.run(ask_while(scorer, answers, kill)) == numbers(answers)
@@ -164,7 +164,7 @@ def stranger(address: str):
 
 
 def test_garbage_does_not_hurt_a_host(node):
-    question = wire.pack(wire.Question(prompt(), "a", AnswerInfo(1, "stop")))
+    question = wire.pack(wire.ScoreInput(prompt(), "a", AnswerInfo(1, "stop")))
     with sidecar.connect(rewards("Number"), node) as scorer, stranger(node.address) as dealer:
         host = host_of(scorer)
         for frame in [b"garbage", b"", b"\x02\x91", bytes(1 << 20), b"\x01" + b"\x91" * 100_000]:
@@ -172,10 +172,12 @@ def test_garbage_does_not_hurt_a_host(node):
             assert isinstance(wire.TO_CLIENT.decode(dealer.recv()), wire.Error)
         dealer.send_multipart([b"a", b"b", b""])
         assert isinstance(wire.TO_CLIENT.decode(dealer.recv()), wire.Error)
-        dealer.send(wire.encode(wire.Scores([wire.Score(0, "toy", 1.0, wire.pack(["not", "a question"]))])))
+        dealer.send(
+            wire.encode(wire.ScoreRequests([wire.ScoreRequest(0, "toy", 1.0, wire.pack(["not", "a question"]))]))
+        )
         assert isinstance(wire.TO_CLIENT.decode(dealer.recv()), wire.Error)
-        items = [wire.Score(i, "nowhere", 1.0, question) for i in range(2)]
-        dealer.send(wire.encode(wire.Scores(items)))
+        items = [wire.ScoreRequest(i, "nowhere", 1.0, question) for i in range(2)]
+        dealer.send(wire.encode(wire.ScoreRequests(items)))
         assert [item.verdict.status for item in wire.TO_CLIENT.decode(dealer.recv()).items] == ["error"] * 2
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as raw:  # not even ZMQ
             raw.connect(node.address.removeprefix("ipc://"))
@@ -201,10 +203,14 @@ def test_a_huge_message_does_not_hurt_a_host(node):
 
 
 def test_a_client_that_asks_too_much_is_told(node):
-    question = wire.pack(wire.Question(prompt(), "a", AnswerInfo(1, "stop")))
+    question = wire.pack(wire.ScoreInput(prompt(), "a", AnswerInfo(1, "stop")))
     with sidecar.connect(rewards("Number", args={"seconds": 5.0}), node), stranger(node.address) as dealer:
-        dealer.send(wire.encode(wire.Scores([wire.Score(i, "toy", 9.0, question) for i in range(2 * wire.WINDOW + 1)])))
-        assert "under way" in wire.TO_CLIENT.decode(dealer.recv()).detail
+        dealer.send(
+            wire.encode(
+                wire.ScoreRequests([wire.ScoreRequest(i, "toy", 9.0, question) for i in range(2 * wire.WINDOW + 1)])
+            )
+        )
+        assert "in flight" in wire.TO_CLIENT.decode(dealer.recv()).detail
 
 
 # -- the end of it ----------------------------------------------------------------------------------------------------

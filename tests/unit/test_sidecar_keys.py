@@ -16,7 +16,7 @@ from spmd_rl.config.checks import check_sidecar
 from spmd_rl.config.sections.run import SidecarConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.status import ask as ask_status
+from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.types import AnswerInfo
 from tests.unit.sidecar_helpers import ask, free_address, host_of, numbers, private_node, prompt, rewards
 
@@ -99,7 +99,8 @@ def test_loopback_is_this_machine():
     assert not any(
         curve_keys.on_loopback(a) for a in ("tcp://*:1", "tcp://[::]:1", "tcp://127.0.0.1.evil:1", "tcp://1.2.3.4:1")
     )
-    assert [curve_keys.from_here(a) for a in ("tcp://*:1", "tcp://0.0.0.0:12", "tcp://[::]:1", "tcp://10.0.0.1:1")] == [
+    binds = ("tcp://*:1", "tcp://0.0.0.0:12", "tcp://[::]:1", "tcp://10.0.0.1:1")
+    assert [curve_keys.local_address(bind) for bind in binds] == [
         "tcp://127.0.0.1:1", "tcp://127.0.0.1:12", "tcp://[::1]:1", "tcp://10.0.0.1:1",
     ]  # fmt: skip
 
@@ -116,9 +117,9 @@ def stranger(address: str, keys: ClientKeys | None):
     if keys is not None:
         keys.secure(dealer)
     dealer.connect(address)
-    question = wire.pack(wire.Question(prompt(), "a", AnswerInfo(1, "stop")))
+    question = wire.pack(wire.ScoreInput(prompt(), "a", AnswerInfo(1, "stop")))
     dealer.send(wire.encode(wire.Ping()))
-    dealer.send(wire.encode(wire.Scores([wire.Score(0, "toy", 1.0, question)])))
+    dealer.send(wire.encode(wire.ScoreRequests([wire.ScoreRequest(0, "toy", 1.0, question)])))
     yield dealer
     context.destroy(linger=0)
 
@@ -139,9 +140,9 @@ def test_only_listed_keys_are_served(node, keys, bind):
             stranger(address, ClientKeys(other[0], mine.secret)) as deceived,
             stranger(address, mine) as listed,
         ):
-            assert listed.poll(5000) and isinstance(wire.TO_CLIENT.decode(listed.recv()), wire.Pong | wire.Verdicts)
+            assert listed.poll(5000) and isinstance(wire.TO_CLIENT.decode(listed.recv()), wire.Pong | wire.ScoreReplies)
             assert not any(dealer.poll(200) for dealer in (without, unlisted, deceived))
-        assert ask_status(address, mine).refused_keys > 0
+        assert fetch_status(address, mine).refused_keys > 0
         assert asyncio.run(ask(scorer, ["c"])) == numbers(["c"])
         assert host_of(scorer) == host and host.memory_info().rss - before < 16 << 20
 
@@ -174,7 +175,7 @@ def test_a_key_that_is_struck_off_is_refused_by_the_next_host(node, keys):
     other = ClientKeys.load(keys / "cpu7")
     bind = free_address()
     with sidecar.connect(rewards("Number"), node, bind=bind, keys=str(keys)) as scorer:
-        assert ask_status(bind, other).pools["toy"].ready == 1
+        assert fetch_status(bind, other).pools["toy"].ready == 1
         lines = (keys / "allowed").read_text().splitlines()
         (keys / "allowed").write_text("\n".join(line for line in lines if not line.endswith("cpu7")) + "\n")
         host = host_of(scorer)
@@ -182,7 +183,7 @@ def test_a_key_that_is_struck_off_is_refused_by_the_next_host(node, keys):
         host.wait(5)
         assert asyncio.run(ask(scorer, ["a"])) == numbers(["a"])
         with pytest.raises(UserError, match="does not list this key"):
-            ask_status(bind, other, seconds=0.5)
+            fetch_status(bind, other, seconds=0.5)
 
 
 def test_a_rank_without_the_hosts_key_is_told_at_the_start(node, keys):

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import selectors
+import os
 import socket
 import threading
 import time
@@ -13,19 +13,21 @@ import zmq
 
 from spmd_rl import sidecar, wire
 from spmd_rl.sidecar import host as host_module
-from spmd_rl.sidecar import nodes as nodes_module
-from spmd_rl.sidecar.channel import receive
+from spmd_rl.sidecar import remote_nodes as nodes_module
+from spmd_rl.sidecar import sockets as sockets_module
+from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
-from spmd_rl.sidecar.nodes import Nodes
 from spmd_rl.sidecar.pool import Job, Pool
-from spmd_rl.sidecar.status import ask as ask_status
+from spmd_rl.sidecar.remote_nodes import RemoteNodes
+from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.types import AnswerInfo, Verdict
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 
 @pytest.fixture
 def node(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[2]))))
     yield from private_node(monkeypatch)
 
 
@@ -33,7 +35,7 @@ def node(monkeypatch):
 def hosted(address: str, target: str = "Moody"):
     """A host on a thread of this process, so that a test can look into it, and a DEALER."""
     ours, theirs = socket.socketpair()
-    host = Host(wire.Start(0, address, {"toy": wire.Pool(f"sidecar_toys:{target}", {}, 1)}), theirs)
+    host = Host(wire.StartHost(0, address, {"toy": wire.PoolSpec(f"sidecar_toys:{target}", {}, 1)}), theirs)
     thread = threading.Thread(target=host.run)
     with ours, theirs, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         thread.start()
@@ -42,7 +44,7 @@ def hosted(address: str, target: str = "Moody"):
         dealer.setsockopt(zmq.RCVHWM, 10)
         dealer.connect(address)
         try:
-            assert receive(ours, wire.FROM_HOST) == wire.Ready()
+            assert receive_frame(ours, wire.FROM_CHILD) == wire.Ready()
             yield host, thread, dealer
         finally:
             ours.close()
@@ -50,8 +52,8 @@ def hosted(address: str, target: str = "Moody"):
             assert not thread.is_alive()
 
 
-def score(id_: int, answer: str, domain: str = "toy") -> wire.Score:
-    return wire.Score(id_, domain, 60.0, wire.pack(wire.Question(prompt(), answer, AnswerInfo(1, "stop"))))
+def score(id_: int, answer: str, domain: str = "toy") -> wire.ScoreRequest:
+    return wire.ScoreRequest(id_, domain, 60.0, wire.pack(wire.ScoreInput(prompt(), answer, AnswerInfo(1, "stop"))))
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -60,36 +62,42 @@ def score(id_: int, answer: str, domain: str = "toy") -> wire.Score:
 def test_bytes_under_way_are_bounded(node, monkeypatch):
     monkeypatch.setattr(wire, "WINDOW_BYTES", 1 << 20)
     with hosted(node.address) as (host, _, dealer):
-        dealer.send(wire.encode(wire.Scores([score(0, "sleep 60"), *(score(i, "x" * 500_000) for i in range(1, 9))])))
-        assert "bytes of questions" in wire.TO_CLIENT.decode(dealer.recv()).detail
-        assert len(host._jobs) == 5 and host._held_bytes == sum(host._bytes.values()) < 2 << 20
-        dealer.send(wire.encode(wire.Drop(list(range(9)))))
-        dealer.send(wire.encode(wire.Scores([score(9, "x" * 500_000)])))
+        dealer.send(
+            wire.encode(wire.ScoreRequests([score(0, "sleep 60"), *(score(i, "x" * 500_000) for i in range(1, 9))]))
+        )
+        assert "bytes of requests" in wire.TO_CLIENT.decode(dealer.recv()).detail
+        status = fetch_status(node.address, None)
+        assert status.in_flight == 5 and 2_000_000 < status.held_bytes < 2 << 20
+        dealer.send(wire.encode(wire.CancelScores(list(range(9)))))
+        dealer.send(wire.encode(wire.ScoreRequests([score(9, "x" * 500_000)])))
         dealer.send(wire.encode(wire.Ping()))
         assert isinstance(wire.TO_CLIENT.decode(dealer.recv()), wire.Pong)
-        assert list(host._jobs) == [(next(iter(host._load)), 9)] and 500_000 < host._held_bytes < 501_000
+        status = fetch_status(node.address, None)
+        assert (status.clients, status.in_flight) == (1, 1) and 500_000 < status.held_bytes < 501_000
 
 
 def test_bytes_of_all_clients_together_are_bounded(node, monkeypatch):
     monkeypatch.setattr(wire, "HELD_BYTES", 1 << 20)
     with hosted(node.address) as (host, _, dealer):
-        dealer.send(wire.encode(wire.Scores([score(0, "sleep 60"), *(score(i, "x" * 500_000) for i in range(1, 9))])))
+        dealer.send(
+            wire.encode(wire.ScoreRequests([score(0, "sleep 60"), *(score(i, "x" * 500_000) for i in range(1, 9))]))
+        )
         assert "in all" in wire.TO_CLIENT.decode(dealer.recv()).detail
-        assert len(host._jobs) == 3
+        assert fetch_status(node.address, None).in_flight == 3
 
 
 def test_a_client_that_never_reads_is_not_written_to_for_ever(node, monkeypatch):
-    monkeypatch.setattr(host_module, "SOCKET_FRAMES", 10)
+    monkeypatch.setattr(sockets_module, "HOST_QUEUE_FRAMES", 10)
     with hosted(node.address) as (host, _, dealer):
         for i in range(20_000):
-            dealer.send(wire.encode(wire.Scores([score(i, "a", "nowhere" * 28)])))
+            dealer.send(wire.encode(wire.ScoreRequests([score(i, "a", "nowhere" * 28)])))
         time.sleep(0.5)
-        (waiting,) = map(len, host._replies.copy().values())
+        waiting = fetch_status(node.address, None).unsent_replies
         assert 0 < waiting <= 2 * wire.WINDOW
         seen = 0
         while dealer.poll(500):
             seen += len(getattr(wire.TO_CLIENT.decode(dealer.recv()), "items", ()))
-        assert seen > waiting and not host._replies
+        assert seen > waiting and fetch_status(node.address, None).unsent_replies == 0
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
@@ -108,7 +116,7 @@ def test_a_host_that_is_asked_to_end_answers_what_is_under_way(node):
         assert [verdict.status for verdict in asyncio.run(run())] == ["ok"] * 3
         assert host.wait(5) == 0
         assert asyncio.run(ask(scorer, ["b"]))[0].status == "ok"
-        report = ask_status(node.address, None)
+        report = fetch_status(node.address, None)
         assert report.pid == host_of(scorer).pid != host.pid
         assert report.pools["toy"].verdicts == 1  # of the others, none was asked twice
 
@@ -131,8 +139,8 @@ def test_what_is_asked_of_a_host_that_ends_is_answered_by_the_next(node):
 def test_a_drain_has_an_end(node, monkeypatch):
     monkeypatch.setattr(host_module, "DRAIN_SECONDS", 0.5)
     with hosted(node.address) as (host, thread, dealer):
-        dealer.send(wire.encode(wire.Scores([score(0, "sleep 60"), score(1, "a")])))
-        while not host._jobs:
+        dealer.send(wire.encode(wire.ScoreRequests([score(0, "sleep 60"), score(1, "a")])))
+        while not fetch_status(node.address, None).in_flight:
             time.sleep(0.01)
         host.drain()
         start = time.monotonic()
@@ -146,14 +154,15 @@ def test_a_drain_has_an_end(node, monkeypatch):
 class Peers:
     """Nodes over a pool whose workers never start, and what was sent to each."""
 
-    def __init__(self, **specs: wire.Pool) -> None:
-        specs = specs or {"toy": wire.Pool("a:B", {}, 1)}
-        self.pool = Pool("toy", specs["toy"], lambda job, verdict: None, selectors.DefaultSelector())
+    def __init__(self, **specs: wire.PoolSpec) -> None:
+        specs = specs or {"toy": wire.PoolSpec("a:B", {}, 1)}
+        self.loop = EventLoop()
+        self.pool = Pool("toy", specs["toy"], lambda job, verdict: None, self.loop)
         self.sent: list[tuple[bytes, object]] = []
         self.verdicts: dict[int, Verdict] = {}
         self.full = False
         self.gone: set[bytes] = set()
-        self.nodes = Nodes("me", {"toy": self.pool}, specs, self.send, self.resolve)
+        self.nodes = RemoteNodes("me", {"toy": self.pool}, specs, self.send, self.resolve, self.loop)
 
     def send(self, peer, message) -> bool:
         if peer in self.gone:
@@ -164,29 +173,39 @@ class Peers:
         return not self.full
 
     def resolve(self, job, verdict) -> None:
-        self.verdicts[job.id] = wire.Codec(Verdict).unpack(verdict)
+        self.verdicts[job.id] = verdict
 
-    def join(self, peer: bytes, window: int, now: float = 0.0) -> None:
-        self.nodes.heed(peer, wire.Join(peer.decode(), ["toy"]), now)
-        self.nodes.heed(peer, wire.Serve("me", {"toy": window}, []), now)
+    def heed(self, peer: bytes, message, now: float) -> None:
+        self.loop.now = now
+        self.nodes.on_message(peer, message)
+
+    def tick(self, now: float) -> None:
+        self.loop.now = now
+        self.nodes.tick()
+
+    def join(self, peer: bytes, window: int) -> None:
+        self.heed(peer, wire.Join(peer.decode(), ["toy"]), 0.0)
+        self.heed(peer, wire.Heartbeat("me", {"toy": window}, []), 0.0)
 
     def ask(self, number: int) -> None:
         for id_ in range(number):
-            self.pool.submit(Job(b"c", id_, "toy", 1.0, wire.pack(0)))
+            self.pool.submit(Job(b"c", id_, "toy", 1.0, wire.pack(0), number=id_))
 
     def given(self, peer: bytes) -> list[int]:
-        return [i.id for to, m in self.sent if to == peer and isinstance(m, wire.Scores) for i in m.items]
+        return [i.id for to, m in self.sent if to == peer and isinstance(m, wire.ScoreRequests) for i in m.items]
 
 
 def test_a_node_gets_what_its_window_allows_and_what_it_leaves_goes_back_in_order():
     peers = Peers()
     peers.ask(10)
     peers.join(b"x", 4)
-    peers.nodes.tick(0.0)
+    peers.tick(0.0)
     assert len(peers.given(b"x")) == 4
-    peers.nodes.heed(b"x", wire.Verdicts([wire.Judged(1, Verdict("ok", 1.0)), wire.Judged(99, Verdict("ok"))]), 0.1)
+    peers.heed(
+        b"x", wire.ScoreReplies([wire.ScoreReply(1, Verdict("ok", 1.0)), wire.ScoreReply(99, Verdict("ok"))]), 0.1
+    )
     assert peers.verdicts == {1: Verdict("ok", 1.0)}
-    peers.nodes.heed(b"x", wire.Leave(), 0.2)
+    peers.heed(b"x", wire.Goodbye(), 0.2)
     assert [job.id for job in peers.pool.take(99)] == [0, 2, 3, 4, 5, 6, 7, 8, 9] and len(peers.nodes) == 0
 
 
@@ -194,13 +213,13 @@ def test_what_was_lost_on_the_way_is_taken_back_and_a_late_verdict_means_nothing
     peers = Peers()
     peers.ask(3)
     peers.join(b"x", 3)
-    peers.nodes.tick(0.0)
+    peers.tick(0.0)
     later = nodes_module.SETTLE_SECONDS + 0.1
-    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 0}, [0, 2]), later / 2)
+    peers.heed(b"x", wire.Heartbeat("me", {"toy": 0}, [0, 2]), later / 2)
     assert not peers.pool.take(9)  # it may be on its way
-    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 0}, [0, 2]), later)
+    peers.heed(b"x", wire.Heartbeat("me", {"toy": 0}, [0, 2]), later)
     assert [job.id for job in peers.pool.take(9)] == [1]
-    peers.nodes.heed(b"x", wire.Verdicts([wire.Judged(1, Verdict("ok"))]), later)
+    peers.heed(b"x", wire.ScoreReplies([wire.ScoreReply(1, Verdict("ok"))]), later)
     assert peers.verdicts == {}
 
 
@@ -208,19 +227,19 @@ def test_what_was_lost_on_the_way_is_taken_back_and_a_late_verdict_means_nothing
 def test_a_question_with_which_two_nodes_were_lost_runs_here_alone(end):
     peers = Peers()
     peers.ask(1)
-    for turn, peer in enumerate((b"x", b"y"), 1):
+    for peer in (b"x", b"y"):
         peers.join(peer, 2)
-        peers.nodes.tick(0.0)
-        assert peers.given(peer) == [turn - 1]
+        peers.tick(0.0)
+        assert peers.given(peer) == [0]
         if end == "gone":
             peers.gone.add(peer)
-        peers.nodes.tick(nodes_module.QUIET_SECONDS + 0.1)
+        peers.tick(nodes_module.QUIET_SECONDS + 0.1)
         assert (len(peers.nodes) == 0) == (end == "gone")
-        peers.nodes.tick(nodes_module.LEASE_SECONDS + 0.1)
+        peers.tick(nodes_module.LEASE_SECONDS + 0.1)
         assert len(peers.nodes) == 0
     peers.join(b"z", 2)
-    peers.nodes.tick(0.0)
-    assert peers.given(b"z") == [] and [job.id for job in peers.pool._suspects] == [0]
+    peers.tick(0.0)
+    assert peers.given(b"z") == [] and peers.pool.take(9) == [] and peers.pool.status().queued == 1
 
 
 def test_a_node_that_cannot_be_written_to_now_keeps_nothing():
@@ -228,20 +247,20 @@ def test_a_node_that_cannot_be_written_to_now_keeps_nothing():
     peers.ask(3)
     peers.join(b"x", 9)
     peers.full = True
-    peers.nodes.tick(0.0)
+    peers.tick(0.0)
     assert [job.id for job in peers.pool.take(9)] == [0, 1, 2]
-    assert peers.nodes.report(0.0)[0].running == 0
+    assert peers.nodes.status()[0].running == 0
 
 
 def test_strangers_and_servers_of_our_own():
-    spec = wire.Pool("a:B", {}, 1)
-    peers = Peers(toy=spec, judge=wire.Pool("a:Judge", {}, 1, url="http://127.0.0.1:1/v1"))
-    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 5}, []), 0.0)
+    spec = wire.PoolSpec("a:B", {}, 1)
+    peers = Peers(toy=spec, judge=wire.PoolSpec("a:Judge", {}, 1, url="http://127.0.0.1:1/v1"))
+    peers.heed(b"x", wire.Heartbeat("me", {"toy": 5}, []), 0.0)
     assert peers.sent == [(b"x", wire.Pong("", {}))] and len(peers.nodes) == 0
-    peers.nodes.heed(b"x", wire.Join("x", ["toy", "judge", "other"]), 0.0)
-    assert peers.sent[-1] == (b"x", wire.Offer("me", {"toy": spec}))
-    peers.nodes.heed(b"x", wire.Serve("me", {"toy": 5, "judge": 5}, []), 0.0)
-    assert peers.nodes.report(0.0)[0].windows == {"toy": 5}
+    peers.heed(b"x", wire.Join("x", ["toy", "judge", "other"]), 0.0)
+    assert peers.sent[-1] == (b"x", wire.Welcome("me", {"toy": spec}))
+    peers.heed(b"x", wire.Heartbeat("me", {"toy": 5, "judge": 5}, []), 0.0)
+    assert peers.nodes.status()[0].windows == {"toy": 5}
 
 
 def test_so_many_nodes_and_no_more(monkeypatch):
@@ -249,5 +268,5 @@ def test_so_many_nodes_and_no_more(monkeypatch):
     peers = Peers()
     peers.join(b"x", 1)
     peers.join(b"y", 1)
-    with pytest.raises(wire.WireError, match="2 nodes"):
-        peers.nodes.heed(b"z", wire.Join("z", ["toy"]), 0.0)
+    with pytest.raises(wire.WireError, match="2 worker nodes"):
+        peers.heed(b"z", wire.Join("z", ["toy"]), 0.0)

@@ -16,8 +16,8 @@ import pytest
 from spmd_rl import sidecar, wire
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.channel import receive, send
-from spmd_rl.sidecar.server import free_port
+from spmd_rl.sidecar.frames import receive_frame, send_frame
+from spmd_rl.sidecar.reward_server import free_port
 from spmd_rl.types import Verdict
 from tests.engines import VLLM_SIZES
 from tests.models import tiny
@@ -123,9 +123,9 @@ def test_a_crash_is_an_error_and_the_server_comes_back(node, tmp_path):
 
 IMPATIENT = """
     import sys
-    from spmd_rl.sidecar import keeper
-    keeper.HEALTHY_SECONDS = keeper.REPLY_SECONDS = keeper.PAUSE_SECONDS = 0.2
-    keeper.main(int(sys.argv[1]))
+    from spmd_rl.sidecar import supervisor
+    supervisor.HEALTHY_SECONDS = supervisor.REPLY_SECONDS = supervisor.PAUSE_SECONDS = 0.2
+    supervisor.main(int(sys.argv[1]))
 """
 
 
@@ -135,17 +135,17 @@ def test_a_server_that_no_longer_answers_is_replaced(tmp_path):
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
-        keeper = subprocess.Popen([sys.executable, "-c", textwrap.dedent(IMPATIENT), str(fd)], pass_fds=[fd])
+        supervisor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(IMPATIENT), str(fd)], pass_fds=[fd])
     with ours:
-        send(ours, wire.Keep("toy", wire.Server(command, "", 10.0), free_port()))
-        assert receive(ours, wire.FROM_KEEPER) == wire.Ready()
+        send_frame(ours, wire.StartServer("toy", wire.ServerSpec(command, "", 10.0), free_port()))
+        assert receive_frame(ours, wire.FROM_CHILD) == wire.Ready()
         stuck, helper = processes(notes)
         stuck.suspend()
         wait_for(notes, 2)
         assert gone_within([stuck, helper], 1.0)
         assert receive_nothing(ours)  # the host was told once
         new = processes(notes)
-    assert keeper.wait(5.0) == 0
+    assert supervisor.wait(5.0) == 0
     assert gone_within(new, 1.0)
 
 

@@ -15,7 +15,7 @@ from spmd_rl.types import AnswerInfo, Verdict
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
-REPLIES = wire.Codec(wire.Verdicts, wire.Pong, wire.Error, wire.Offer, wire.Scores, wire.Report)
+REPLIES = wire.Codec(wire.ScoreReplies, wire.Pong, wire.Error, wire.Welcome, wire.ScoreRequests, wire.HostStatus)
 FRAMES = 100_000
 GROWTH = 16 << 20
 
@@ -26,25 +26,31 @@ def node(monkeypatch):
 
 
 def valid_frames() -> list[bytes]:
-    question = wire.pack(wire.Question(prompt(), "answer", AnswerInfo(3, "stop")))
+    question = wire.pack(wire.ScoreInput(prompt(), "answer", AnswerInfo(3, "stop")))
     verdict = Verdict("ok", 0.5, {"a": 1.0}, "d")
-    pool = wire.Pool("a:B", {"x": [1, {"y": None}]}, 2)
+    pool = wire.PoolSpec("a:B", {"x": [1, {"y": None}]}, 2)
     messages = [
         *(
             wire.Ping(),
             wire.Pong("h", {"a": 1}),
-            wire.Drop([1, 2]),
+            wire.CancelScores([1, 2]),
             wire.Error("e"),
             wire.Started(1),
             wire.Ready("each"),
         ),
-        *(wire.Failed("f"), wire.Start(1, "ipc://x", {"a": pool}), wire.Warm(1, "a", pool)),
-        wire.Scores([wire.Score(1, "toy", 1.0, question)] * 3),
-        wire.Verdicts([wire.Judged(1, verdict)]),
-        wire.Work([wire.Job(1, 1.0, question)]),
-        wire.Done(1, wire.pack(verdict)),
-        *(wire.Join("n", ["toy"]), wire.Offer("h", {"toy": pool}), wire.Serve("h", {"toy": 3}, [1]), wire.Leave()),
-        *(wire.Ask(), wire.Report("h", 1, 1.0, 0, 0, 0, 0, False, {}, [wire.NodeReport("n", {"toy": 1}, 0, 0, 1.0)])),
+        *(wire.Failed("f"), wire.StartHost(1, "ipc://x", {"a": pool}), wire.StartForkServer(1, "a", pool)),
+        wire.ScoreRequests([wire.ScoreRequest(1, "toy", 1.0, question)] * 3),
+        wire.ScoreReplies([wire.ScoreReply(1, verdict)]),
+        *(
+            wire.Join("n", ["toy"]),
+            wire.Welcome("h", {"toy": pool}),
+            wire.Heartbeat("h", {"toy": 3}, [1]),
+            wire.Goodbye(),
+        ),
+        *(
+            wire.GetStatus(),
+            wire.HostStatus("h", 1, 1.0, 0, 0, 0, 0, 0, False, {}, [wire.NodeStatus("n", {"toy": 1}, 0, 0, 1.0)]),
+        ),
     ]
     return [wire.encode(message) for message in messages]
 

@@ -19,8 +19,8 @@ from spmd_rl import sidecar, wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.__main__ import main
-from spmd_rl.sidecar.attach import Allowed
-from spmd_rl.sidecar.status import ask as ask_status
+from spmd_rl.sidecar.status import fetch_status
+from spmd_rl.sidecar.worker_node import AllowList
 from tests.unit.sidecar_helpers import ask, free_address, gone_within, host_of, numbers, private_node, rewards
 
 HERE = Path(__file__).parent
@@ -54,7 +54,7 @@ def attached(address: str, keys: Path, *words: str, allow: str = "toy=sidecar_to
 
 def until_serving(address: str, keys: Path, num_nodes: int = 1) -> None:
     deadline = time.monotonic() + 30
-    while sum(any(n.windows.values()) for n in ask_status(address, ClientKeys.load(keys)).nodes) < num_nodes:
+    while sum(any(n.windows.values()) for n in fetch_status(address, ClientKeys.load(keys)).nodes) < num_nodes:
         assert time.monotonic() < deadline, "no node came"
         time.sleep(0.1)
 
@@ -75,10 +75,10 @@ def test_a_node_takes_its_share(node, keys):
     with sidecar.connect(SLOW, node, bind=bind, keys=str(keys)) as scorer, attached(bind, keys) as remote:
         until_serving(bind, keys)
         family = [psutil.Process(remote.pid), *psutil.Process(remote.pid).children(recursive=True)]
-        assert len(family) == 4  # node, zygote, two workers
+        assert len(family) == 4  # node, fork server, two workers
         assert asyncio.run(ask(scorer, ANSWERS)) == numbers(ANSWERS)
-        report = ask_status(bind, ClientKeys.load(keys))
-        assert report.pools["toy"].verdicts == 300 and report.under_way == 0 == report.held_bytes
+        report = fetch_status(bind, ClientKeys.load(keys))
+        assert report.pools["toy"].verdicts == 300 and report.in_flight == 0 == report.held_bytes
         assert report.nodes[0].verdicts > 100 and report.nodes[0].running == 0
     assert remote.returncode == 0 or gone_within(family, 2.0)
 
@@ -105,7 +105,7 @@ def test_a_node_that_is_lost_loses_nothing(node, keys, how):
         assert asyncio.run(ask_while(scorer, ANSWERS, lambda: remote.send_signal(how))) == numbers(ANSWERS)
         print(f"\n{how.name}: {time.monotonic() - start:.1f} s")
         assert time.monotonic() - start < 20
-        report = ask_status(bind, ClientKeys.load(keys))
+        report = fetch_status(bind, ClientKeys.load(keys))
         assert report.pools["toy"].verdicts >= 300 and report.nodes == []
         assert host_of(scorer) == host
         if how == signal.SIGTERM:
@@ -119,7 +119,7 @@ def test_a_node_joins_the_host_that_follows(node, keys):
         assert asyncio.run(ask_while(scorer, ANSWERS, host_of(scorer).kill)) == numbers(ANSWERS)
         until_serving(bind, keys)
         assert asyncio.run(ask(scorer, ANSWERS)) == numbers(ANSWERS)
-        assert ask_status(bind, ClientKeys.load(keys)).nodes[0].verdicts > 50
+        assert fetch_status(bind, ClientKeys.load(keys)).nodes[0].verdicts > 50
         assert remote.poll() is None
 
 
@@ -156,13 +156,13 @@ def test_a_node_imports_what_it_allows_and_nothing_else(node, keys, allow, line)
 
 def test_what_arguments_name_is_imported_too():
     parts = {"parts": {"a": {"target": "os:System", "weight": 1}, "b": [{"target": "rewards.format:FormatReward"}]}}
-    spec = wire.Pool("rewards.composite:CompositeReward", parts | {"url": "http://host:80/v1"}, 1)
+    spec = wire.PoolSpec("rewards.composite:CompositeReward", parts | {"url": "http://host:80/v1"}, 1)
     known = "m=rewards.composite:CompositeReward,rewards.format:FormatReward"
     with pytest.raises(UserError, match=r"reward\.m\.args name os:System"):
-        Allowed([known]).check("m", spec)
-    Allowed([f"{known},os:System"]).check("m", spec)
+        AllowList([known]).check("m", spec)
+    AllowList([f"{known},os:System"]).check("m", spec)
     with pytest.raises(UserError, match=r"target is rewards\.composite"):
-        Allowed(["m=os:System,rewards.composite:CompositeReward"]).check("m", spec)
+        AllowList(["m=os:System,rewards.composite:CompositeReward"]).check("m", spec)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,14 @@ def test_nobody_serves_a_host_without_keys(node):
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RCVTIMEO, 5000)
         dealer.connect(node.address)
-        for frame in (wire.Join("x", ["toy"]), wire.Serve("x", {"toy": 9}, []), wire.Leave(), wire.Verdicts([])):
+        for frame in (
+            wire.Join("x", ["toy"]),
+            wire.Heartbeat("x", {"toy": 9}, []),
+            wire.Goodbye(),
+            wire.ScoreReplies([]),
+        ):
             dealer.send(wire.encode(frame))
-            assert "nodes attach only" in wire.TO_CLIENT.decode(dealer.recv()).detail
+            assert "worker nodes join only" in wire.TO_CLIENT.decode(dealer.recv()).detail
 
 
 # -- the status -------------------------------------------------------------------------------------------------------

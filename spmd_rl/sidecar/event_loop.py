@@ -1,0 +1,44 @@
+"""The event loop of a host and of a worker node: one thread that waits for ZeroMQ sockets and plain sockets alike."""
+
+import socket
+import time
+from collections.abc import Callable
+
+import zmq
+
+POLL_SECONDS = 0.02
+"""The longest wait of a round, after which deadlines are checked."""
+MAX_GAP = 0.25
+"""A longer pause (a stopped process, an overloaded machine) counts as this many seconds of every deadline."""
+
+
+class EventLoop:
+    """Calls the callback of each socket that is ready. Callbacks must not block."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """The seconds in which this loop ran: the clock of all deadlines, so that a pause of the loop is no timeout."""
+        self._last = time.monotonic()
+        self._poller = zmq.Poller()
+        self._callbacks: dict[zmq.Socket | int, Callable[[], None]] = {}
+
+    def watch(self, sock: zmq.Socket | socket.socket, callback: Callable[[], None], write: bool = False) -> None:
+        """Call `callback` whenever the socket can be read, and with `write` whenever it can be written."""
+        key = sock if isinstance(sock, zmq.Socket) else sock.fileno()
+        self._callbacks[key] = callback
+        self._poller.register(key, zmq.POLLIN | (zmq.POLLOUT if write else 0))
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """Forget a plain socket. Call it before the socket is closed."""
+        del self._callbacks[sock.fileno()]
+        self._poller.unregister(sock.fileno())
+
+    def run_once(self) -> None:
+        """Wait for a ready socket or for `POLL_SECONDS`, advance the clock and call the callbacks."""
+        ready = self._poller.poll(1000 * POLL_SECONDS)
+        now = time.monotonic()
+        self.now += min(now - self._last, MAX_GAP)
+        self._last = now
+        for key, _ in ready:
+            if callback := self._callbacks.get(key):  # an earlier callback may have closed it
+                callback()

@@ -1,0 +1,68 @@
+"""The fork server of a pool: it imports the rewarder's module once, then forks a worker for each socket it is sent.
+
+A worker that was killed is thus replaced in milliseconds, however slow the import. Each worker builds its own rewarder
+after the fork, so that no connection, thread or random state is shared. The fork server ends when the host closes its
+socket.
+
+    python -m spmd_rl.sidecar.forkserver <fd of a socket to the host>
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+
+from spmd_rl import wire
+from spmd_rl.errors import UserError
+from spmd_rl.process import die_with_parent
+from spmd_rl.sidecar.frames import receive_frame
+from spmd_rl.sidecar.worker import serve
+from spmd_rl.targets import import_target
+
+
+def main(fd: int) -> None:
+    """Import the target, then fork a worker on demand until the host is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    with socket.socket(fileno=fd) as host:
+        start = receive_frame(host, wire.TO_CHILD)
+        if start is None:
+            return
+        die_with_parent(start.parent)
+        if start.pool.cpus:
+            os.sched_setaffinity(0, start.pool.cpus)
+        with contextlib.suppress(UserError):  # the worker reports it
+            import_target(start.domain, start.pool.target)
+        gc.freeze()  # keep shared pages shared
+        pid = os.getpid()
+        while True:
+            order, fds, _, _ = socket.recv_fds(host, 1, 1)
+            if not order:
+                return
+            if os.fork() == 0:
+                _run_worker(host, fds[0], pid, start)
+            os.close(fds[0])
+
+
+def _run_worker(host: socket.socket, fd: int, parent: int, start: wire.StartForkServer) -> None:
+    """Run a worker in the forked child. Never returns, since the parent's stack is not ours to unwind."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        host.close()
+        with socket.socket(fileno=fd) as sock:
+            serve(sock, start.domain, start.pool)
+        code = 0
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the host hung up first
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

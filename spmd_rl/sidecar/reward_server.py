@@ -1,0 +1,72 @@
+"""A domain's own server (a judge, say) as the host sees it: a supervisor process that is started and replaced.
+
+The supervisor looks after the server itself (`supervisor.py`).
+"""
+
+import contextlib
+import socket
+import subprocess
+
+from spmd_rl import wire
+from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.frames import FrameSocket, start_child
+
+RESTART_SECONDS = 1.0
+"""The pause before a supervisor that died is replaced."""
+STOP_SECONDS = 2.0
+"""The time that a supervisor may take to end its server."""
+
+
+class RewardServer:
+    """The host calls `tick` in every round of its event loop."""
+
+    def __init__(self, domain: str, spec: wire.ServerSpec, loop: EventLoop) -> None:
+        self.ready = False
+        """Whether the server has ever answered. That it is down later shows in the verdicts."""
+        self.broken = ""
+        """The reason why it could not be started, if so."""
+        self._loop = loop
+        self._message = wire.StartServer(domain, spec, free_port())
+        self._process: subprocess.Popen | None = None
+        self._not_before = 0.0
+
+    @property
+    def url(self) -> str:
+        """The base URL of the server's OpenAI-compatible API, which stays the same after a restart."""
+        return f"http://127.0.0.1:{self._message.port}/v1"
+
+    def tick(self) -> None:
+        """Start a supervisor if there is none."""
+        if self._process is None and not self.broken and self._loop.now >= self._not_before:
+            self._process, sock = start_child("spmd_rl.sidecar.supervisor", self._message)
+            self._frames = FrameSocket(sock)
+            self._loop.watch(sock, self._receive)
+
+    def close(self) -> None:
+        """Hang up, upon which the supervisor ends the server, and wait until it has."""
+        if self._process is not None:
+            self._loop.unwatch(self._frames.socket)
+            self._frames.socket.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _receive(self) -> None:
+        messages, gone = self._frames.receive(wire.FROM_CHILD)
+        for message in messages:
+            if isinstance(message, wire.Ready):
+                self.ready = True
+            elif not self.ready:
+                self.broken = message.detail
+        if gone:
+            self.close()
+            self._not_before = self._loop.now + RESTART_SECONDS
+
+
+def free_port() -> int:
+    """Return a loopback port at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

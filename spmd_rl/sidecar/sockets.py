@@ -1,0 +1,104 @@
+"""The ZeroMQ sockets of a sidecar, with their limits and keys, and the private directory of an `ipc://` address."""
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from spmd_rl import wire
+from spmd_rl.curve_keys import ClientKeys, HostKeys, limit_connection
+from spmd_rl.errors import UserError
+
+HOST_QUEUE_FRAMES = 1_000
+"""The host's high-water mark in either direction for each peer, in frames."""
+FRAMES_PER_ROUND = 64
+"""The number of frames that are read before the other sockets get their turn."""
+
+
+def open_dealer(
+    context: zmq.Context, address: str, keys: ClientKeys | None, only_connected: bool = False
+) -> zmq.Socket:
+    """Connect a DEALER to the host at `address`. ZMQError if the address is malformed.
+
+    With `only_connected`, nothing is queued for a host that is not there, and reconnecting is less eager.
+    """
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))  # the same peer after every reconnect
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.IMMEDIATE, int(only_connected))
+    dealer.setsockopt(zmq.SNDHWM, wire.WINDOW)
+    dealer.setsockopt(zmq.RCVHWM, 4 * wire.WINDOW)
+    dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 100 if only_connected else 20)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000 if only_connected else 200)
+    limit_connection(dealer, address)
+    if keys is not None:
+        keys.secure(dealer)
+    dealer.connect(address)
+    return dealer
+
+
+def open_router(context: zmq.Context, address: str, keys: HostKeys | None) -> zmq.Socket:
+    """Bind a ROUTER at `address`. UserError if it is taken or its directory is not ours alone."""
+    if path := socket_path(address):
+        claim_directory(path.parent)
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.SNDHWM, HOST_QUEUE_FRAMES)
+    router.setsockopt(zmq.RCVHWM, HOST_QUEUE_FRAMES)
+    router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects again is the same client
+    limit_connection(router, address)
+    if keys is not None:
+        keys.secure(router)
+    try:
+        router.bind(address)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise UserError(f"the sidecar cannot listen on {address}: {error}") from None
+    return router
+
+
+def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:
+    """Send a message without blocking; False if the socket's queue is full."""
+    try:
+        dealer.send(wire.encode(message), zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
+
+
+def received(sock: zmq.Socket, limit: int = FRAMES_PER_ROUND) -> Iterator[list[bytes]]:
+    """Yield the multipart messages that have arrived, without blocking, at most `limit` of them."""
+    for _ in range(limit):
+        try:
+            yield sock.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+
+def socket_path(address: str) -> Path | None:
+    """Return the path of an `ipc://` address, None for any other."""
+    return Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+
+
+def claim_directory(path: Path) -> None:
+    """Create a directory that only we can enter. UserError if there is one that others own or can enter."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UserError(f"the sidecar's directory {path} must be a directory of your own with mode 0700")
+
+
+def remove_socket(address: str) -> None:
+    """Remove the socket file of a host that has ended, and its directory if nothing else is in it."""
+    if path := socket_path(address):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
