@@ -1,10 +1,10 @@
-"""Make the CURVE keys with which ranks and CPU nodes reach sidecar hosts beyond one machine. Torch-free.
+"""Makes the CURVE keys with which ranks and worker nodes reach sidecar hosts beyond one machine. Torch-free.
 
     python -m launch.sidecar_keys DIR                  keys of the hosts and the ranks: sidecar.keys=DIR
-    python -m launch.sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a node that attaches
+    python -m launch.sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a worker node
 
-What there is already is kept; only the owner can read it. `DIR/allowed` lists the public keys that are served: remove
-a line to shut one out. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
+Existing keys are kept, and only the owner can read them. `DIR/allowed` lists the public keys that are served; remove a
+line to revoke one. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from spmd_rl.errors import UserError
 
 
 def make(directory: Path, node: str | None = None) -> Path:
-    """Whatever is missing of a directory of keys, and of `node`'s. Returns what to name in `sidecar.keys` or `--keys`.
+    """Make what is missing of a directory of keys, and of `node`'s; return the value for `sidecar.keys` or `--keys`.
 
-    UserError for a name that is none, a directory that is not ours alone, and files that are no keys.
+    UserError for an invalid name, a directory that is not ours alone, and files that are no keys.
     """
     if node is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", node):
         raise UserError(f"--node: {node!r} is no name of letters, digits, dots, dashes")
@@ -64,10 +64,10 @@ def _write(path: Path, line: bytes, how: int = os.O_EXCL) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Exit code 2 for a user's mistake."""
+    """Run the command line and return the exit code, 2 for a user's mistake."""
     parser = argparse.ArgumentParser("python -m launch.sidecar_keys", description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("--node", metavar="NAME", help="a CPU node that will attach")
+    parser.add_argument("--node", metavar="NAME", help="a worker node that will join")
     asked = parser.parse_args(argv)
     try:
         place = make(asked.directory, asked.node)

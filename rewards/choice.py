@@ -1,8 +1,8 @@
-"""Multiple choice: is the letter the right one? `ground_truth` is a letter, or several (`AC`, `A, C`).
+"""Multiple choice: whether the answer names the right letter. `ground_truth` is one letter or several (`AC`, `A, C`).
 
-The letter stands in the last box, or after `answer is`, `answer:`, `option` or `choice`, or alone at the start of the
-last line; only capitals count outside a box. With `extra["choices"]`, a list of texts, the right text alone is as good.
-Leaves out guesses: an answer in which no letter is the answer is `wrong_format`.
+The letter is taken from the last box, from after `answer is`, `answer:`, `option` or `choice`, or from the start of
+the last line; only capitals count outside a box. With `extra["choices"]`, a list of texts, the right text counts too.
+An answer that names no letter is `wrong_format`; nothing is guessed.
 
     reward.choice.target=rewards.choice:ChoiceReward
 """
@@ -14,7 +14,7 @@ from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 LETTERS = "ABCDEFGHIJ"
 ONE = r"\(?\b(?:[B-HJ]|[AI](?! (?!and\b|or\b|because\b|since\b|as\b|is\b)[a-z]))\b(?!')\)?"
-"""`A city` and `I think` are not letters."""
+"""One letter, but not the words in `A city` and `I think`."""
 SEVERAL = rf"{ONE}(?:(?: ?, ?| ?& ?|,? and |,? or ){ONE})*"
 NAMED = r"(?i:answer|option|choice)(?i:s?)(?: (?i:letters?))?(?: (?i:is|are|would be))?"
 SAID = re.compile(rf"\b{NAMED}\s*[:=]?[\s*\"'$\\(]*(?:(?i:option|choice) )?({SEVERAL})")
@@ -37,7 +37,7 @@ class ChoiceReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores."""
+        """Yield gold and wrong answers with their scores."""
         for truth, answer, score in (
             ("B", "\\boxed{B}", 1.0),
             ("(B)", "Not A. So \\boxed{\\text{(B) Paris}}.", 1.0),
@@ -54,7 +54,7 @@ class ChoiceReward:
 
 
 def letters(answer: str, choices: tuple[str, ...] = ()) -> set[str]:
-    """The letters an answer gives; empty if thinking never ended or none is given."""
+    """Return the letters that an answer gives; empty if its thinking never ended or it gives none."""
     *_, text = answer.rpartition("</think>")
     if "<think>" in text:
         return set()

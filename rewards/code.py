@@ -1,4 +1,4 @@
-"""Code: does the program in the answer pass the problem's tests? It runs in the sandbox, never in this process.
+"""Code: whether the program in the answer passes the problem's tests. It runs in the sandbox, never in this process.
 
 The program is the last fenced Python block after the last think block. `prompt.extra` says what is tested:
 
@@ -11,8 +11,8 @@ The program is the last fenced Python block after the last think block. `prompt.
 | function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
 
 A program that runs too long, prints too much or crashes is wrong: 0.0. One that waits without end while it hardly uses
-the processor is a `timeout`, since a crowded machine looks the same. Leaves out other languages, and libraries beyond
-Python's own.
+the processor is a `timeout`, since a crowded machine looks the same. Only Python and its
+standard library are supported.
 
     reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto
 """
@@ -39,14 +39,14 @@ class CodeReward:
         total_seconds: float = 9.0,
         memory_mb: int = 512,
     ) -> None:
-        """`seconds`: processor time for one program (all its tests, or one input). `total_seconds`: wall time for the
-        answer; `reward.<domain>.timeout` must be longer."""
+        """`seconds` limits the processor time of one program (all its tests, or one input), `total_seconds` the wall
+        time of the answer; `reward.<domain>.timeout` must be longer."""
         self._sandbox = sandbox
         self._partial = partial
         self._limits = RunLimits(cpu_seconds=seconds, wall_seconds=total_seconds, memory_bytes=memory_mb << 20)
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Run the program against its tests. An error if the row has none, or if they are at fault."""
+        """Run the program against its tests. Raises if the row has none or they are at fault."""
         if (code := program(answer)) is None:
             return Verdict("wrong_format", 0.0, {"passed": 0.0})
         if pairs := stdin_cases(prompt.extra):
@@ -60,7 +60,7 @@ class CodeReward:
         return Verdict("ok", share if self._partial else float(share == 1.0), {"passed": share})
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> list[bool]:
-        """Which inputs give the right output; those after the first endless one count as wrong. Empty: no time left."""
+        """Return which inputs give the right output, none after the first endless one. Empty if time ran out."""
         passed, end = [False] * len(pairs), time.monotonic() + self._limits.wall_seconds
         for i, (stdin, expected) in enumerate(pairs):
             limits = replace(self._limits, wall_seconds=max(0.1, end - time.monotonic()))
@@ -74,7 +74,7 @@ class CodeReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores, in each shape."""
+        """Yield gold and wrong answers with their scores, in each shape."""
         right, wrong = (f"Here:\n```python\ndef add(a, b):\n    return a {sign} b\n```" for sign in "+-")
         echo = "<think>```python\n1\n```</think>\n```python\nprint(sum(map(int, input().split())))\n```"
         calls = [{"stdin": "[1]\n[2]", "expected_stdout": "[1, 2]"}, {"stdin": "1\n2", "expected_stdout": "3"}]
@@ -93,7 +93,7 @@ class CodeReward:
 
 
 def program(answer: str) -> str | None:
-    """The last block fenced as Python after the last think block, or else the last without a language."""
+    """Return the last block fenced as Python after the last think block, or else the last without a language."""
     parts = answer.rpartition("</think>")[2].split("```")
     blocks = [part.partition("\n") for part in parts[1:-1:2]]
     for languages in (("python", "py", "python3"), ("",)):
@@ -108,7 +108,7 @@ def _cases(extra: Mapping[str, Any]) -> tuple[list[Any], str]:
 
 
 def stdin_cases(extra: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(input, output) pairs, if the row is of that shape."""
+    """Return the (input, output) pairs of a row of that shape, else an empty list."""
     cases, function = _cases(extra)
     if "test" in extra or function or extra.get("case_type", "input") in ("assert", "pytest", "check_based"):
         return []
@@ -116,7 +116,7 @@ def stdin_cases(extra: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_sources(extra: Mapping[str, Any], code: str) -> tuple[list[str], str, str]:
-    """(tests, prelude, entry) as `Sandbox.check` takes them."""
+    """Return (tests, prelude, entry) as `Sandbox.check` takes them."""
     cases, function = _cases(extra)
     if "test" in extra:
         cases, prelude = [extra], extra.get("prompt", "") if extra.get("entry_point") else ""
@@ -139,7 +139,7 @@ def test_sources(extra: Mapping[str, Any], code: str) -> tuple[list[str], str, s
 
 
 def same_output(actual: str, expected: str) -> bool:
-    """Line by line equal but for space at the ends; numbers may be written otherwise (`3.0` for `3`)."""
+    """Return whether two outputs are equal line by line, up to spaces and the spelling of numbers (`3.0` for `3`)."""
     left, right = ([line.split() for line in text.strip().split("\n")] for text in (actual, expected))
     return len(left) == len(right) and all(
         len(a) == len(b) and all(x == y or _number(x) == _number(y) is not None for x, y in zip(a, b, strict=True))

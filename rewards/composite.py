@@ -1,8 +1,9 @@
 """Several rewarders as one: the weighted sum of their scores.
 
-A part is any rewarder, with `target`, `args` and `weight` (default 1). Its score becomes `parts["<part>"]`, and its own
-parts `parts["<part>.<term>"]`. If a part fails (`timeout`, `error`, `rejected`), the whole is that failure and never a
-lower score. Parts are asked in their order, and none after one that failed: put a costly one last.
+A part is any rewarder with a `score`, given by `target`, `args` and `weight` (default 1). Its score becomes
+`parts["<part>"]`, and its own parts `parts["<part>.<term>"]`. If a part fails (`timeout`, `error`, `rejected`), the
+whole is that failure and never a lower score. Parts run in their order, and none after one that failed, so put a costly
+one last.
 
     reward.math.target=rewards.composite:CompositeReward
     reward.math.args.parts.correct={target: rewards.math_verify:MathReward}
@@ -23,22 +24,22 @@ class CompositeReward:
     def __init__(
         self, parts: Mapping[str, Mapping[str, Any]], services: Mapping[str, Callable[[], Any]] | None = None
     ) -> None:
-        """`parts`: by name, `{target: module:Class, args: {...}, weight: 1.0}`. `services`: made for parts that ask."""
+        """`parts` holds `{target: module:Class, args: {...}, weight: 1.0}` by name, `services` a factory for each."""
         if not parts:
             raise ValueError("parts: there must be at least one")
         self._parts = {name: build(name, part, services or {}) for name, part in parts.items()}
         self._weights = {name: float(part.get("weight", 1.0)) for name, part in parts.items()}
         if not any(inspect.iscoroutinefunction(part.score) for part in self._parts.values()):
-            self.score = self._score_now  # without one that waits, answers are better judged one by one
+            self.score = self._score_now  # a plain `def` keeps its own deadline for each answer
 
     def start(self) -> None:
-        """Let parts load what is heavy."""
+        """Call `start` of the parts that have one."""
         for part in self._parts.values():
             if hasattr(part, "start"):
                 part.start()
 
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Ask the parts, each with the same answer."""
+        """Score the answer with each part."""
         verdicts = {}
         for name, part in self._parts.items():
             verdict = part.score(prompt, answer, info)
@@ -48,7 +49,7 @@ class CompositeReward:
         return self._sum(verdicts)
 
     def _score_now(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """The same where no part is `async`."""
+        """Score the answer where no part is `async`."""
         verdicts = {}
         for name, part in self._parts.items():
             verdicts[name] = part.score(prompt, answer, info)
@@ -67,13 +68,13 @@ class CompositeReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """For the parts at the top of this file."""
+        """Yield answers for the parts at the top of this file, with their scores."""
         for answer, score in (("\\boxed{4}", 1.1), ("4", 1.0), ("\\boxed{5}", 0.1), ("5", 0.0)):
             yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "composite", "4"), answer, score
 
 
 def build(name: str, part: Mapping[str, Any], services: Mapping[str, Callable[[], Any]]) -> Any:
-    """The rewarder of a part. ValueError for a key that means nothing, a target that cannot be had or cannot score."""
+    """Build the rewarder of a part. ValueError for an unknown key and for a target that is missing or cannot score."""
     if unknown := set(part) - {"target", "args", "weight"}:
         raise ValueError(f"parts.{name}.{min(unknown)}: known are target, args and weight")
     module, _, class_name = str(part.get("target", "")).partition(":")

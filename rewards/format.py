@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 TEXT = r"(?:(?!</?think>|</?answer>).)*"
-"""Anything but another tag."""
+"""Matches anything but another tag."""
 FORMS = {
     "boxed": r".*\\boxed\s*\{.+\}.*",
     "think": rf"\s*<think>{TEXT}</think>\s*\S{TEXT}",
@@ -21,22 +21,22 @@ FORMS = {
 
 
 class FormatReward:
-    """1.0 or 0.0; both are `ok`, since the form is all that is asked about."""
+    """1.0 or 0.0. The status is `ok` for both, since only the form is judged."""
 
     def __init__(self, form: str = "think_answer", pattern: str | None = None) -> None:
-        """`form`: a name in `FORMS`. `pattern`: a regular expression instead, in which `.` is any character."""
+        """`form` is a name in `FORMS`; `pattern` is a regular expression instead, whose `.` matches any character."""
         if pattern is None and form not in FORMS:
             raise ValueError(f"form={form}: known are {', '.join(FORMS)}")
         self._pattern = re.compile(FORMS[form] if pattern is None else pattern, re.DOTALL)
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Match the whole answer."""
+        """Match the whole answer with the pattern."""
         score = float(self._pattern.fullmatch(answer) is not None)
         return Verdict("ok", score, {"well_formed": score})
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores."""
+        """Yield gold and wrong answers with their scores."""
         for answer, score in (
             ("<think>2 + 2</think>\n<answer>4</answer>", 1.0),
             ("<think>2 + 2</think>4", 0.0),

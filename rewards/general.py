@@ -1,4 +1,4 @@
-"""Short open answers: is the final one the ground truth, word for word or nearly?
+"""Short open answers: whether the final answer is the ground truth, word for word or nearly.
 
 The final answer is the last box, `<answer>` tag or what follows the last `answer is`, after the last think block, or
 else the last line. `match` says how it is compared: `exact`, `normalised` (case, punctuation and articles aside), `f1`
@@ -13,7 +13,7 @@ else the last line. `match` says how it is compared: `exact`, `normalised` (case
 
 Right is a match of at least `threshold`, marked an answer in a box, a tag or after `answer is`. Normalisation and F1:
 Rajpurkar et al. 2016 (SQuAD), section 6.1; ROUGE-L: Lin 2004, section 3.1; grades in the manner of CrossThink.
-Leaves out meaning: for that there is `judge`.
+Meaning is not compared; `judge` does that.
 
     reward.general.target=rewards.general:GeneralReward reward.general.args.match=f1
 """
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 MAX_WORDS = 500
-"""Of a longer text only so many words at the end are compared."""
+"""Of a longer text, only this many words at the end are compared."""
 MARKED = re.compile(
     r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}|<answer>(.*?)</answer>|\banswer\s*(?:is|:)[\s:*]*([^\n]+)",
     re.DOTALL | re.IGNORECASE,
@@ -37,7 +37,7 @@ class GeneralReward:
     """How well the final answer matches the ground truth; `wrong_format` if there is no final answer."""
 
     def __init__(self, match: str = "normalised", grade: str = "match", threshold: float = 1.0) -> None:
-        """`match`: a name in `MATCHES`. `grade`: `match`, or a name in `GRADES`, where `threshold` makes it right."""
+        """`match` is a name in `MATCHES`, `grade` is `match` or a name in `GRADES`, `threshold` makes a match right."""
         if match not in MATCHES:
             raise ValueError(f"match={match}: known are {', '.join(MATCHES)}")
         if grade != "match" and grade not in GRADES:
@@ -45,7 +45,7 @@ class GeneralReward:
         self._match, self._grade, self._threshold = MATCHES[match], grade, threshold
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Compare with `prompt.ground_truth`."""
+        """Compare the final answer with `prompt.ground_truth`."""
         final, marked = final_answer(answer)
         match = self._match(prompt.ground_truth, final) if final else 0.0
         score = match
@@ -55,7 +55,7 @@ class GeneralReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores."""
+        """Yield gold and wrong answers with their scores."""
         for truth, answer, score in (
             ("Western blot", "Therefore, the answer is the western blot.", 1.0),
             ("Western blot", "<think>Western blot?</think> \\boxed{ELISA}", 0.0),
@@ -67,7 +67,7 @@ class GeneralReward:
 
 
 def final_answer(answer: str) -> tuple[str, bool]:
-    """What counts of an answer, and whether it was marked. Empty if thinking never ended."""
+    """Return the final answer and whether it was marked. It is empty if the thinking never ended."""
     *_, text = answer.rpartition("</think>")
     if "<think>" in text:
         return "", False
@@ -78,30 +78,30 @@ def final_answer(answer: str) -> tuple[str, bool]:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words, without LaTeX's text commands, punctuation and articles."""
+    """Return the lower-case words of a text without LaTeX's text commands, punctuation and articles."""
     text = re.sub(r"\\(?:text|textbf|mathrm)\b", " ", text).casefold()
     found = re.findall(r"\w+", text)
     return [word for word in found if word not in ("a", "an", "the")][-MAX_WORDS:] or found[-MAX_WORDS:]
 
 
 def exact(truth: str, final: str) -> float:
-    """1.0 for the same text, space around it aside."""
+    """Return 1.0 for the same text, up to the space around it."""
     return float(truth.strip() == final.strip())
 
 
 def normalised(truth: str, final: str) -> float:
-    """1.0 for the same words; of texts without any, for the same text."""
+    """Return 1.0 for the same words, or for the same text if it has none."""
     return float(words(truth) == words(final)) if words(truth) else exact(truth, final)
 
 
 def f1(truth: str, final: str) -> float:
-    """Harmonic mean of the shares of the one's words that the other has."""
+    """Return the harmonic mean of precision and recall of the words."""
     gold, mine = words(truth), words(final)
     return _harmonic(sum((Counter(gold) & Counter(mine)).values()), len(gold), len(mine))
 
 
 def rouge_l(truth: str, final: str) -> float:
-    """The same of their longest common subsequence."""
+    """Return the harmonic mean of precision and recall of the longest common subsequence of words."""
     gold, mine = words(truth), words(final)
     lengths = [0] * (len(mine) + 1)
     for word in gold:

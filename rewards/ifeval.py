@@ -1,4 +1,4 @@
-"""Instruction following as in IFEval: does the answer keep to each instruction that a program can check?
+"""Instruction following as in IFEval: whether the answer follows each instruction that a program can check.
 
 `prompt.extra` holds the data set's own `instruction_id_list` (of the 25 names in `CHECKERS`) and `kwargs`, one mapping
 an instruction. Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", section 2 and table 1;
@@ -6,7 +6,7 @@ an instruction. Zhou et al. 2023, "Instruction-Following Evaluation for Large La
 line, both or neither, each with or without asterisks. What the paper leaves to NLTK, nupunkt's sentences and our own
 words decide here, so counts may differ by a little where abbreviations abound.
 
-Only what follows a think block is checked. Leaves out other families of checks (RLVR-IFEval's functions).
+Only what follows a think block is checked. Other families of checks (RLVR-IFEval's functions) are not supported.
 
     pip install 'spmd-rl[ifeval]'
     reward.ifeval.target=rewards.ifeval:IfevalReward
@@ -22,7 +22,7 @@ from nupunkt import sent_tokenize
 
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
-DetectorFactory.seed = 0  # it draws lots, else
+DetectorFactory.seed = 0  # otherwise its result is random
 RELATIONS: dict[str, Callable[[int, int], bool]] = {"less than": int.__lt__, "at least": int.__ge__}
 
 
@@ -30,7 +30,7 @@ class IfevalReward:
     """1.0 if all instructions are followed, else 0.0, or with `partial` the share that is."""
 
     def __init__(self, loose: bool = False, partial: bool = False) -> None:
-        """`loose`: an instruction is followed if it is in any of the eight forms of the answer."""
+        """With `loose`, an instruction is followed if any of the eight forms of the answer follows it."""
         self._loose, self._partial = loose, partial
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
@@ -47,7 +47,7 @@ class IfevalReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores."""
+        """Yield gold and wrong answers with their scores."""
         no_comma = ("punctuation:no_comma", {})
         words = ("length_constraints:number_words", {"relation": "at least", "num_words": 3})
         for asked, answer, score in (
@@ -63,7 +63,7 @@ class IfevalReward:
 
 
 def instructions(extra: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The checks a row asks for, with what each needs (a null means that it does not)."""
+    """Return the checks that a row asks for, each with its arguments; those that are null are left out."""
     names, kwargs = extra.get("instruction_id_list"), extra.get("kwargs")
     if not names or not isinstance(kwargs, Sequence) or len(names) != len(kwargs):
         raise ValueError("needs `instruction_id_list` and `kwargs`, lists of the same length")
@@ -76,7 +76,7 @@ def instructions(extra: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def check(name: str, text: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a text follows an instruction. ValueError for missing or wrong `kwargs`."""
+    """Return whether a text follows an instruction. ValueError for missing or wrong `kwargs`."""
     try:
         return bool(CHECKERS[name](text, **kwargs))
     except (TypeError, KeyError) as error:
@@ -84,7 +84,7 @@ def check(name: str, text: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def forms(text: str) -> list[str]:
-    """The eight forms of the loose criterion."""
+    """Return the eight forms of the loose criterion."""
     lines = text.split("\n")
     cuts = ["\n".join(part).strip() for part in (lines, lines[1:], lines[:-1], lines[1:-1])]
     return [text, *cuts[1:], *(cut.replace("*", "") for cut in cuts)]
@@ -98,7 +98,7 @@ def _language(text: str, language: str) -> bool:
 
 
 def _parts(text: str, separator: str) -> list[str] | None:
-    """The parts between separators, empty ones at the ends left out; None if there is an empty one elsewhere."""
+    """Return the parts between separators without empty ones at the ends; None if there is an empty one elsewhere."""
     parts = [part.strip() for part in re.split(separator, text)]
     return [part for part in parts if part] if all(parts[1:-1]) else None
 

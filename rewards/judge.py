@@ -1,12 +1,12 @@
 """A language model as the judge, at any endpoint that speaks OpenAI's chat completions (vLLM, SGLang, a provider).
 
-It is asked whether the answer agrees with the ground truth (`scale: yes_no`, 1.0 or 0.0), or for points from 0 to
-`points` (`scale: points`, as their share). Of its reply the last word counts, after its own thinking. A reply that says
-neither, an endpoint that fails, or a spent budget is an `error`, one that never answers a `timeout`; never a zero. The
-same question is asked once. Calls are repeated where that may help (`Http` in `spmd_rl/types.py`).
+The judge is asked whether the answer agrees with the ground truth (`scale: yes_no`, 1.0 or 0.0), or for points from 0
+to `points` (`scale: points`, as their share). The last word of its reply counts, after its own thinking. A reply that
+says neither, an endpoint that fails, or a spent budget is an `error`, one that never answers a `timeout`; never a zero.
+The same question is asked once. Calls are repeated where that may help (`Http` in `spmd_rl/types.py`).
 
-Budget and cache are those of one worker process: `reward.<domain>.workers=1` is enough, since it has many calls under
-way at once, and makes the budget the node's. Leaves out the server (`vllm serve` starts one) and votes of several.
+Budget and cache are those of one worker process: `reward.<domain>.workers=1` is enough, since it has many calls in
+flight at once, and makes the budget the node's. The server and votes of several judges are not part of this.
 
     reward.general.target=rewards.judge:JudgeReward reward.general.timeout=120
     reward.general.args={url: "http://10.0.0.7:8000/v1", model: Qwen/Qwen2.5-7B-Instruct, max_requests: 100000}
@@ -76,14 +76,14 @@ class JudgeReward:
         return Verdict("ok", score, {"judge": score})
 
     async def _reply(self, text: str) -> float:
-        """What the judge said to this text before, says now, or is asked now. Failures are not kept."""
+        """Return the judge's score from the cache, a call in flight or a new call. Failures are not cached."""
         if text in self._replies:
             return self._replies[text]
         if text not in self._pending:
             task = asyncio.create_task(self._ask(text))
             task.add_done_callback(lambda done: (self._pending.pop(text, None), done.cancelled() or done.exception()))
             self._pending[text] = task
-        return await asyncio.shield(self._pending[text])  # one who gives up leaves the others their reply
+        return await asyncio.shield(self._pending[text])  # a caller that is cancelled leaves the call to the others
 
     async def _ask(self, text: str) -> float:
         for what, limit in self._budget.items():
@@ -105,19 +105,19 @@ class JudgeReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """For a judge that looks for the ground truth in the answer."""
+        """Yield answers for a judge that looks for the ground truth in the answer, with their scores."""
         for answer, score in (("It is 4.", 1.0), ("It is 5.", 0.0), ("<think>4", 0.0)):
             yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "general", "4"), answer, score
 
 
 def question(prompt: Prompt) -> str:
-    """What the user asked: all messages but the system's, the roles named where there are several."""
+    """Return what the user asked: all messages but the system's, with their roles if there are several."""
     asked = [message for message in prompt.messages if message.role != "system"]
     return asked[0].content if len(asked) == 1 else "\n\n".join(f"{m.role}: {m.content}" for m in asked)
 
 
 def yes_or_no(said: str, points: int) -> float:
-    """1.0 or 0.0 for the last yes or no. ValueError if there is none."""
+    """Return 1.0 or 0.0 for the last yes or no. ValueError if there is none."""
     found = re.findall(r"\b(yes|no)\b", said.rpartition("</think>")[2].lower())
     if not found:
         raise ValueError(f"the judge said neither YES nor NO: {said[-100:]!r}")
@@ -125,7 +125,7 @@ def yes_or_no(said: str, points: int) -> float:
 
 
 def share(said: str, points: int) -> float:
-    """The last number (`7`, `7/10`) as a share of `points`. ValueError if there is none from 0 to that."""
+    """Return the last number (`7`, `7/10`) as a share of `points`. ValueError if there is none in that range."""
     found = re.findall(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?", said.rpartition("</think>")[2])
     if not found or not 0 <= float(found[-1]) <= points:
         raise ValueError(f"the judge gave no number from 0 to {points}: {said[-100:]!r}")

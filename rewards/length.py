@@ -14,18 +14,18 @@ class LengthReward:
     """0.0 up to `max_tokens - buffer` tokens, from there linear in the length, -1.0 at `max_tokens` and beyond."""
 
     def __init__(self, max_tokens: int = 1024, buffer: int = 256) -> None:
-        """Both in tokens of the answer as the policy sampled them."""
+        """Both are numbers of tokens of the answer, as the policy sampled them."""
         if not 0 < buffer <= max_tokens:
             raise ValueError(f"buffer={buffer}: must be from 1 to max_tokens={max_tokens}")
         self._max_tokens, self._buffer = max_tokens, buffer
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """By `info.num_tokens` alone."""
+        """Score by `info.num_tokens` alone."""
         over = info.num_tokens - (self._max_tokens - self._buffer)
         return Verdict("ok", -min(max(over / self._buffer, 0.0), 1.0), {"num_tokens": float(info.num_tokens)})
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Answers of so many words; the test counts words for tokens."""
+        """Yield answers of various lengths with their scores; the test counts words for tokens."""
         for num_words, score in ((1, 0.0), (768, 0.0), (896, -0.5), (1024, -1.0), (2000, -1.0)):
             yield Prompt("0" * 32, (Message("user", "?"),), "length", ""), "word " * num_words, score

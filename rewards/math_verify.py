@@ -1,9 +1,9 @@
-"""Mathematics: is the final answer equal to the ground truth? Compared symbolically by the math-verify library.
+"""Mathematics: whether the final answer equals the ground truth, compared symbolically by the math-verify library.
 
 The final answer is the last `\\boxed{...}` after the last think block, or else the last line (`#### 18`, `so x = 3/4`).
 Integers, decimals, fractions, percentages, expressions, equations, sets, intervals, yes and no. A unit, or a word after
 a number, may be missing on one side, but two units must be the same; none is converted. Plain numbers and equal texts
-are compared at once, what the library cannot read (`\\mathbb{Z}_8`) as text. Leaves out partial credit.
+are compared at once, what the library cannot read (`\\mathbb{Z}_8`) as text. There is no partial credit.
 
     reward.math.target=rewards.math_verify:MathReward
 """
@@ -34,7 +34,7 @@ PLAIN = NormalizationConfig(True, units=False, malformed_operators=True, nits=Tr
 BARE = (LatexExtractionConfig(boxed_match_priority=0, normalization_config=PLAIN),)
 
 MAX_CHARS = 500
-"""Longer than this, and than twice the truth, is no final answer, and would take too long to read."""
+"""A final answer that is longer than this and than twice the truth is not parsed, since that would take too long."""
 WORDS = frozenset({"yes", "no", "true", "false"})
 NO_UNITS = re.compile(
     r"\b(and|or|if|mod|where|when|for|with|is|to|pi|sin|cos|tan|cot|sec|csc|log|exp|sqrt|choose|times|over|percent|"
@@ -66,12 +66,12 @@ class MathReward:
     """1.0 for an answer equal to the ground truth, else 0.0; `wrong_format` (0.0) if no mathematics is found in it."""
 
     def __init__(self, seconds: float = 5.0) -> None:
-        """`seconds`: limit of one comparison, some of which would never end; beyond it the verdict is `timeout`."""
+        """`seconds` limits one comparison, since some would never end; beyond it the verdict is `timeout`."""
         self._seconds = seconds
         self._read = lru_cache(maxsize=4096)(read)  # the answers of a group share their truth, and often more
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """Compare the final answer with `prompt.ground_truth`. An error if that holds nothing to compare with."""
+        """Compare the final answer with `prompt.ground_truth`. ValueError if that holds no mathematics."""
         truth = prompt.ground_truth
         if not re.search(r"\w|\\", truth):
             raise ValueError(f"ground truth {truth!r} is not mathematics")
@@ -89,7 +89,7 @@ class MathReward:
         return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts)
 
     def _compare(self, truth: str, final: str, boxed: bool) -> bool | None:
-        """By the library; None if there is no mathematics in the answer."""
+        """Compare with the library; None if there is no mathematics in the answer."""
         (truth, unit), (bare, other) = split_unit(tidy(truth)), split_unit(tidy(final))
         gold = self._read(truth, True)
         mine = gold and (boxed or not PROSE.search(bare)) and self._read(bare, True)
@@ -103,7 +103,7 @@ class MathReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores."""
+        """Yield gold and wrong answers with their scores."""
         for truth, answer, score in (
             ("18", "She makes 9 * 2 = 18 dollars.\n#### 18", 1.0),
             ("2,125", "The total is $2125", 1.0),
@@ -123,7 +123,7 @@ class MathReward:
 
 
 def final_answer(text: str) -> tuple[str, bool]:
-    """The part of an answer that counts, and whether it stood in a box. Empty if thinking or the box never ended."""
+    """Return the final answer and whether it stood in a box. Empty if the thinking or the box never ended."""
     *_, text = text.rpartition("</think>")
     if "<think>" in text:
         return "", False
@@ -142,7 +142,7 @@ def final_answer(text: str) -> tuple[str, bool]:
 
 
 def quick(truth: str, final: str) -> bool | None:
-    """The verdict where it is plain to see: one text, yes or no, two numbers. None: it takes mathematics."""
+    """Compare equal texts, yes and no, and plain numbers without the library; None if it takes mathematics."""
     truth, final = tidy(truth), tidy(final)
     if not final:
         return None
@@ -169,7 +169,7 @@ def quick(truth: str, final: str) -> bool | None:
 
 
 def differ(gold: Any, mine: Any) -> bool:
-    """Whether two expressions differ in value at a point: proof enough, and cheaper than failing to simplify."""
+    """Return whether two expressions differ in value at a point, which is cheaper than failing to simplify them."""
     for part in (gold, mine):
         if not isinstance(part, Expr) or isinstance(part, Symbol) or part.has(AppliedUndef, ExprWithLimits, Derivative):
             return False
@@ -183,7 +183,7 @@ def differ(gold: Any, mine: Any) -> bool:
 
 
 def number(text: str) -> Fraction | None:
-    """An integer, decimal or simple fraction as it stands."""
+    """Return the value of an integer, decimal or simple fraction; None for any other text."""
     if not (match := SIMPLE.fullmatch(text)):
         return None
     plain, sign, above, below = match.groups()
@@ -195,7 +195,7 @@ def number(text: str) -> Fraction | None:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """A tidy text without its unit, and that in one spelling; "" if there is none."""
+    """Return a tidy text without its unit, and the unit in one spelling ("" if there is none)."""
     if text.endswith("%"):
         return text[:-1], "%"
     match = WORD_UNIT.fullmatch(text) or TEXT_UNIT.fullmatch(text)
@@ -206,12 +206,12 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def fit(unit: str, other: str) -> bool:
-    """Whether one of the units is missing or both are the same."""
+    """Return whether one of the units is missing or both are the same."""
     return not unit or not other or unit == other
 
 
 def tidy(text: str) -> str:
-    """The same mathematics without delimiters, spaces and commas that mean nothing, and in one spelling."""
+    """Return the same mathematics in one spelling, without delimiters, spaces and commas that mean nothing."""
     text = DELIMITERS.sub("", text.strip().replace("\N{MINUS SIGN}", "-"))
     text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text).replace("{,}", ",").replace("\\%", "%")
     text = re.sub(r"([\^_])\{(\w|\\circ)\}", r"\1\2", SPACES.sub(" ", text))
@@ -221,12 +221,12 @@ def tidy(text: str) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """A tidy text without `\\text{...}` and the like."""
+    """Return a tidy text without `\\text{...}` and the like."""
     return " ".join(WRAP.sub(r" \1 ", text).split())
 
 
 def read(text: str, bare: bool) -> list:
-    """What math-verify makes of a bare expression (a box's content, a ground truth) or of a line of prose."""
+    """Parse a bare expression (a box's content, a ground truth) or a line of prose with math-verify."""
     text = re.sub(r"(?<=\d)i\b", " i", text)  # else 2i is twice a variable, and 2 i imaginary
     if bare:
         return parse(f"\\boxed{{{text}}}", BARE, fallback_mode="no_fallback", parsing_timeout=None)
@@ -234,20 +234,20 @@ def read(text: str, bare: bool) -> list:
 
 
 class TimeUp(BaseException):
-    """Not an `Exception`, since the libraries below catch those."""
+    """Raised when the time is up. It is no `Exception`, since the libraries below catch those."""
 
 
-def _ring(signum: int, frame: object) -> None:
+def _on_alarm(signum: int, frame: object) -> None:
     raise TimeUp
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeUp after so many seconds, in the main thread; elsewhere only the sidecar's own deadline holds."""
+    """Raise TimeUp after `seconds` in the main thread; in others, only the sidecar's own deadline holds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _ring)
+    before = signal.signal(signal.SIGALRM, _on_alarm)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

@@ -21,18 +21,18 @@ ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def whole(answer: str) -> str:
-    """The answer without the space around it."""
+    """Return the answer without the space around it."""
     return answer.strip()
 
 
 def last_number(answer: str) -> str:
-    """The last number in the answer, without thousands separators."""
+    """Return the last number in the answer, without thousands separators."""
     numbers = NUMBER.findall(answer.replace("\N{MINUS SIGN}", "-"))
     return numbers[-1].replace(",", "") if numbers else ""
 
 
 def answer_tag(answer: str) -> str:
-    """What stands in the last `<answer>...</answer>`."""
+    """Return the content of the last `<answer>...</answer>`."""
     found = ANSWER_TAG.findall(answer)
     return found[-1].strip() if found else ""
 
@@ -44,7 +44,7 @@ class ReasoningGymReward:
     """The task's own score, 0 to 1; `wrong_format` (0.0) if there is nothing to score."""
 
     def __init__(self, extract: str = "whole", strict: bool = True) -> None:
-        """`extract`: which part of the answer is scored, a name in `EXTRACT`. `strict`: 1.0 or 0.0, nothing between."""
+        """`extract`, a name in `EXTRACT`, is the part that is scored; `strict` gives 1.0 or 0.0 and nothing between."""
         if extract not in EXTRACT:
             raise ValueError(f"extract={extract}: known are {', '.join(EXTRACT)}")
         self._extract = EXTRACT[extract]
@@ -62,7 +62,7 @@ class ReasoningGymReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """Gold and wrong answers with their scores."""
+        """Yield gold and wrong answers with their scores."""
         for task, question, gold, wrong in [
             ("chain_sum", "State the final answer to the following arithmetic problem: 0 - 4 =", "-4", "4"),
             ("chain_sum", "State the final answer to the following arithmetic problem: 1 + 5 =", "6", "1 + 5 = 6?"),

@@ -1,4 +1,4 @@
-"""A rewarder of your own behind HTTP: each answer is sent as JSON, and the verdict comes back as JSON.
+"""A rewarder behind your own HTTP server: each answer is sent as JSON, and the verdict comes back as JSON.
 
     POST <url>
     {"prompt": {"id": "9f..", "messages": [{"role": "user", "content": "2 + 2?"}], "domain": "math",
@@ -8,10 +8,10 @@
     200
     {"status": "ok", "score": 1.0, "parts": {"correct": 1.0}, "detail": ""}
 
-Of the reply only `score` is needed; for `timeout`, `error` and `rejected`, which carry none, `status` and `detail`.
-Calls are repeated where that may help (`Http` in `spmd_rl/types.py`). A server that cannot be reached or that talks
-nonsense is an `error`, one that does not answer a `timeout`; never a zero. Leaves out batches: many calls are under way
-at once anyway.
+The reply needs only `score`, or `status` and `detail` for `timeout`, `error` and `rejected`, which have no score. Calls
+are repeated where that may help (`Http` in `spmd_rl/types.py`). A server that cannot be reached or that talks
+nonsense is an `error`, one that does not answer a `timeout`; never a zero. Answers are not batched: many
+calls are in flight at once anyway.
 
     reward.math.target=rewards.remote:RemoteReward reward.math.args.url=http://10.0.0.7:8000/score
 """
@@ -26,10 +26,10 @@ from spmd_rl.types import AnswerInfo, Http, Message, Prompt, Verdict, VerdictSta
 
 
 class RemoteReward:
-    """Whatever verdict the server gives."""
+    """Returns the verdict that the server gives."""
 
     def __init__(self, url: str, http: Http, token_env: str | None = None) -> None:
-        """`token_env`: the environment variable that holds a bearer token, which settings never do."""
+        """`token_env` names the environment variable that holds a bearer token; settings never hold one."""
         self._url, self._http = url, http
         self._headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
 
@@ -53,6 +53,6 @@ class RemoteReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """For a server that gives 1.0 where the ground truth stands in the answer."""
+        """Yield answers for a server that looks for the ground truth in the answer, with their scores."""
         for answer, score in (("It is 4.", 1.0), ("It is 5.", 0.0)):
             yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "remote", "4"), answer, score

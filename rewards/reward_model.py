@@ -1,11 +1,11 @@
-"""A reward model: a Hugging Face sequence classification model with one output, which scores the conversation.
+"""A reward model: a Hugging Face sequence classification model with one output scores the conversation.
 
 Prompt and answer are rendered with the model's own chat template. Its output is the score, as it is or through a
 sigmoid. What is longer than the model reads is `rejected`, never cut. Answers that wait are scored together; since a
 batch changes the last digits of a score, `max_batch: 1` where runs must repeat exactly.
 
-Each worker holds the model: `reward.<domain>.workers` copies. Leaves out models with code of their own, and those that
-speak their verdict: those are judges.
+Each worker holds the model: `reward.<domain>.workers` copies. Models with remote code are not supported; models that
+generate their verdict are judges (`judge.py`).
 
     reward.general.target=rewards.reward_model:ModelReward reward.general.timeout=120
     reward.general.args={model: /models/Skywork-Reward-V2-Qwen3-0.6B, device: "cuda:3"}
@@ -23,7 +23,7 @@ TRANSFORMS = {"none": lambda x: x, "sigmoid": lambda x: 1 / (1 + math.exp(-x)) i
 
 
 class ModelReward:
-    """The model's output, as it is or through a sigmoid."""
+    """The score is the model's output, as it is or through a sigmoid."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class ModelReward:
         max_tokens: int | None = None,
         max_batch: int = 16,
     ) -> None:
-        """`model`: a directory. `device`, `dtype`: as torch names them; `auto`: as stored. `max_tokens`: of prompt and
-        answer, by default what the model reads. `max_batch`: answers scored at once, padded to the longest."""
+        """`model` is a directory; `device` and `dtype` are torch's names (`auto`: as stored). `max_tokens` limits
+        prompt and answer (default: what the model reads), `max_batch` the answers scored at once."""
         if transform not in TRANSFORMS:
             raise ValueError(f"transform={transform}: known are {', '.join(TRANSFORMS)}")
         if max_batch < 1:
@@ -66,13 +66,13 @@ class ModelReward:
         self._model = model.to(self._device).eval()
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
-        """One answer."""
+        """Score one answer."""
         return self.score_batch([prompt], [answer], [info])[0]
 
     def score_batch(
         self, prompts: Sequence[Prompt], answers: Sequence[str], infos: Sequence[AnswerInfo]
     ) -> list[Verdict]:
-        """All of them, those of like length together."""
+        """Score all answers, those of similar length together."""
         if self._model is None:
             self.start()
         texts = [self._render(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -89,7 +89,7 @@ class ModelReward:
         return [verdicts[place] for place in range(len(texts))]
 
     def _render(self, prompt: Prompt, answer: str) -> list[int]:
-        """Token ids of the conversation that ends with the answer."""
+        """Return the token ids of the conversation that ends with the answer."""
         messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
         messages.append({"role": "assistant", "content": answer})
         return self._tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
@@ -105,6 +105,6 @@ class ModelReward:
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
-        """For a model that looks for a 4 at the end."""
+        """Yield answers for a model that looks for a 4 at the end, with their scores."""
         for answer, score in (("It is 4", 1.0), ("It is 5", 0.0)):
             yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "general", "4"), answer, score

@@ -1,4 +1,4 @@
-"""Plug-ins that settings name as `module:Class` or `module:function`: imported, checked and built. Standard library only.
+"""Plug-ins that settings name as `module:Class` or `module:function`: imported, checked, built. Standard library only.
 
 Our own packages are never imported by name; a user's file on PYTHONPATH plugs in the same way. The settings' checks
 build each plug-in once to find mistakes early; a worker builds those that do the work.

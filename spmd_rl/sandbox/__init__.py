@@ -1,13 +1,13 @@
-"""The sandbox: where code from answers runs. Nothing it does reaches the host, or the verdict on itself.
+"""The sandbox: the place where code from answers runs. Nothing that it does reaches the host or the verdict on itself.
 
-| | |
+| module | what it is |
 |---|---|
-| `boxes` | runs jobs in boxes, two at a time, and says how they went |
-| `forkserver`, `zygote` | a box by fork, user id, empty root, Landlock and seccomp; needs root |
-| `bwrap` | a box by bubblewrap |
-| `bare` | no box at all, for those who say so |
+| `base` | starts jobs in confined processes, at most two at a time, and reports how they ended |
+| `forkserver`, `forkserver_main` | confinement by fork, user id, empty root, Landlock and seccomp; needs root |
+| `bwrap` | confinement by bubblewrap |
+| `unconfined` | no confinement, for those who ask for it |
 | `confine` | the system calls |
-| `guest/` | what runs inside: the program, or the tested code, or its tests |
+| `guest/` | what runs inside: a program, or tested code, or its tests |
 
     sandbox = open_sandbox("auto", "reward.code.sandbox")
     sandbox.run("print(input())", "hello").stdout
@@ -16,19 +16,19 @@
 from collections.abc import Callable
 
 from spmd_rl.errors import UserError
-from spmd_rl.sandbox.bare import Bare
-from spmd_rl.sandbox.boxes import Boxes
+from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.bwrap import Bubblewrap
 from spmd_rl.sandbox.forkserver import ForkServer
+from spmd_rl.sandbox.unconfined import Unconfined
 
-SANDBOXES: dict[str, Callable[[], Boxes]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Bare}
+SANDBOXES: dict[str, Callable[[], BaseSandbox]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Unconfined}
 AUTO = ("bwrap", "forkserver")
 
 
-def open_sandbox(name: str, key: str) -> Boxes:
-    """The sandbox of that name, or the first that works here if it is `auto`; a program has been run in it.
+def open_sandbox(name: str, key: str) -> BaseSandbox:
+    """Open the sandbox of that name, or for `auto` the first that works here, and run a program in it.
 
-    UserError that names the setting `key` if there is none: nothing runs unprotected unless `none` was asked for.
+    UserError, which names the setting `key`, if there is none: nothing runs unconfined unless `none` was asked for.
     """
     reasons = []
     for candidate in AUTO if name == "auto" else (name,):

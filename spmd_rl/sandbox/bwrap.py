@@ -1,8 +1,8 @@
-"""A sandbox by bubblewrap, with the system's Python: 10 ms a run and up. Works for root and for others.
+"""A sandbox by bubblewrap, with the system's Python, at 10 ms a run and up. It works for root and for other users.
 
-What keeps the code in: namespaces of its own for everything, of the host's files `/usr` alone (read-only), an empty
-environment, the same seccomp list as the fork server where the machine is x86-64 (elsewhere none, and `processes: 1` is
-64), hard limits; and where we are root, a user id that nobody has, since bubblewrap as root is weaker than as others.
+The code is confined by namespaces of its own for everything, `/usr` as the only part of the host's files (read-only),
+an empty environment, hard limits and, on x86-64, the same seccomp list as the fork server's (elsewhere there is none,
+and `processes: 1` means 64). For root it also gets a user id that nobody else has, since bubblewrap is weaker as root.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ import subprocess
 from pathlib import Path
 
 from spmd_rl.sandbox import confine
-from spmd_rl.sandbox.boxes import Boxes, Descriptors
-from spmd_rl.sandbox.forkserver import own_uids
+from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
+from spmd_rl.sandbox.forkserver import reserve_uids
 from spmd_rl.types import RunLimits
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
-"""Interpreters beneath `/usr`; one in somebody's home could not be run under another user id."""
+"""Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
 GUEST = "spmd_rl/sandbox/guest"
 COMPILE = """
 import importlib.util, json, marshal, sys, zipfile
@@ -30,7 +30,7 @@ with zipfile.ZipFile(sys.stdout.buffer, "w") as archive:
         code = marshal.dumps(compile(source, name, "exec"))
         archive.writestr(name + "c", importlib.util.MAGIC_NUMBER + bytes([1]) + bytes(11) + code)
 """
-"""Makes, with the system's Python, an archive of our guest's modules that it can import without compiling them."""
+"""Run by the system's Python: makes an archive of the guest's modules that it can import without compiling."""
 FILES = [
     "--ro-bind",
     "/usr",
@@ -44,8 +44,8 @@ FILES = [
 ]
 
 
-class Bubblewrap(Boxes):
-    """Starts one `bwrap` a box. RuntimeError at construction where it cannot work."""
+class Bubblewrap(BaseSandbox):
+    """Starts one `bwrap` for each job. RuntimeError at construction where it cannot work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,19 +56,19 @@ class Bubblewrap(Boxes):
         self._python = next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
         if self._python is None:
             raise RuntimeError(f"there is no {' or '.join(PYTHONS)} to run in it")
-        self._user = own_uids() if os.geteuid() == 0 else None
+        self.first_uid = reserve_uids() if os.geteuid() == 0 else None
         self._guest = _compiled_guest(self._python)
         self._layout = list(FILES)
-        for name in ("lib", "lib32", "lib64", "bin"):  # links on a merged /usr
+        for name in ("lib", "lib32", "lib64", "bin"):  # sockets on a merged /usr
             path = f"/{name}"
             if os.path.islink(path):
                 self._layout += ["--symlink", os.readlink(path), path]
             elif os.path.isdir(path):
                 self._layout += ["--ro-bind", path, path]
 
-    def start(self, slot: int, limits: RunLimits, files: Descriptors) -> "Spawned":
-        """As `Boxes.start`."""
-        code = f"from spmd_rl.sandbox.guest.main import main; main({files.job}, {files.report}, {files.link})"
+    def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> "Spawned":
+        """Start a job, as `BaseSandbox.start` says."""
+        code = f"from spmd_rl.sandbox.guest.main import main; main({files.job}, {files.report}, {files.rpc})"
         guest = memory_file(self._guest)
         filters = []
         if confine.seccomp_supported():
@@ -90,13 +90,13 @@ class Bubblewrap(Boxes):
         command += ["--info-fd", str(theirs_info)]
         command += [word for fd in filters for word in ("--seccomp", str(fd))]
         command += ["--", self._python, "-s", "-S", "-B", "-X", "utf8", "-c", code]
-        theirs = [files.job, files.report, guest, theirs_info, *filters] + [files.link][: files.link >= 0]
+        theirs = [files.job, files.report, guest, theirs_info, *filters] + [files.rpc][: files.rpc >= 0]
         as_nobody = (
             {}
-            if self._user is None
+            if self.first_uid is None
             else {
-                "user": self._user + slot,
-                "group": self._user + slot,
+                "user": self.first_uid + slot,
+                "group": self.first_uid + slot,
                 "extra_groups": [],
             }
         )
@@ -118,23 +118,23 @@ class Bubblewrap(Boxes):
 
 
 class Spawned:
-    """A box that is a process of ours."""
+    """A confined process that is a child of ours."""
 
     def __init__(self, process: subprocess.Popen) -> None:
         self._process = process
         self._pidfd = os.pidfd_open(process.pid)
 
     def fileno(self) -> int:
-        """As `Process.fileno`."""
+        """Return a descriptor that is readable once the process has ended."""
         return self._pidfd
 
     def kill(self) -> None:
-        """As `Process.kill`: what it has started is in its namespace, and ends with it."""
+        """Kill the process. What it has started is in its namespace and ends with it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def wait(self) -> tuple[int, float]:
-        """As `Process.wait`."""
+        """Return the wait status and the seconds of processor time."""
         _, status, usage = os.wait4(self._process.pid, 0)
         self._process.returncode = os.waitstatus_to_exitcode(status)
         os.close(self._pidfd)
@@ -142,14 +142,14 @@ class Spawned:
 
 
 class _Bwrapped(Spawned):
-    """bwrap may end a moment before the first process of its namespace, which is then ours to reap."""
+    """A `bwrap`, which may end a moment before the first process of its namespace; that is then ours to reap."""
 
     def __init__(self, process: subprocess.Popen, info: int) -> None:
         super().__init__(process)
         self._info = info
 
     def wait(self) -> tuple[int, float]:
-        """As `Process.wait`; in the namespace, nothing is alive any more."""
+        """Return the wait status and the seconds of processor time; nothing in the namespace is alive any more."""
         status, seconds = super().wait()
         with open(self._info) as file:
             first = re.search(r'"child-pid": (\d+)', file.read())
@@ -160,7 +160,7 @@ class _Bwrapped(Spawned):
 
 
 def memory_file(content: bytes) -> int:
-    """A descriptor of a file that is nowhere, at its beginning."""
+    """Return a descriptor of an unnamed file in memory, at its beginning."""
     fd = os.memfd_create("file", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -171,7 +171,7 @@ def memory_file(content: bytes) -> int:
 def _compiled_guest(python: str) -> bytes:
     here = Path(__file__).parent / "guest"
     sources = {f"{GUEST}/{path.name}": path.read_text() for path in here.glob("*.py")}
-    for depth in range(1, GUEST.count("/") + 1):  # our packages' own `__init__` loads more than a box should hold
+    for depth in range(1, GUEST.count("/") + 1):  # our own `__init__` files load too much
         sources["/".join(GUEST.split("/")[:depth]) + "/__init__.py"] = ""
     command = [python, "-I", "-S", "-c", COMPILE]
     done = subprocess.run(command, input=json.dumps(sources).encode(), capture_output=True, env={}, timeout=60)

@@ -1,12 +1,10 @@
-"""What Linux offers to confine a process, by plain system calls: Landlock, seccomp, private mounts.
-
-Standard library only.
+"""Confinement of a process on Linux by plain system calls: Landlock, seccomp and private mounts. Standard library only.
 
     program = seccomp_program(processes=False, execute=False)   # in the parent, once
     landlock({"/box": WRITE})                                   # in the child; cannot be undone
     install_seccomp(program)                                    # last, since it allows none of the above
 
-Numbers are those of the kernel's headers (linux/seccomp.h, filter.h, landlock.h, asm/unistd_64.h).
+The numbers are those of the kernel's headers (linux/seccomp.h, filter.h, landlock.h, asm/unistd_64.h).
 """
 
 import ctypes
@@ -23,7 +21,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 38, 22, 36
 
 
 def call(name: str, *args: int | bytes | None) -> int:
-    """A function of libc, or `OSError` with its name."""
+    """Call a function of libc. OSError with its name if it fails."""
     result = getattr(LIBC, name)(*(ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args))
     if result < 0:
         error = ctypes.get_errno()
@@ -32,7 +30,7 @@ def call(name: str, *args: int | bytes | None) -> int:
 
 
 def mount_tmpfs(target: str, num_bytes: int, mode: int) -> None:
-    """A file system in memory of so many bytes. OSError without CAP_SYS_ADMIN."""
+    """Mount a file system in memory of `num_bytes`. OSError without CAP_SYS_ADMIN."""
     options = f"size={num_bytes},nr_inodes=1024,mode={mode:o}".encode()
     call("mount", b"tmpfs", target.encode(), b"tmpfs", MS_NOSUID, options)
 
@@ -41,17 +39,17 @@ def mount_tmpfs(target: str, num_bytes: int, mode: int) -> None:
 
 READ, WRITE = 1, 2
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REFER, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 13, 1 << 14
-_CHANGE = _WRITE_FILE | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12  # remove and make files, directories, links
+_CHANGE = _WRITE_FILE | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12  # remove and make files, directories, sockets
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock ABI, 0 if it has none."""
+    """Return the version of the kernel's Landlock ABI, 0 if it has none."""
     return max(0, LIBC.syscall(_CREATE_RULESET, None, ctypes.c_long(0), ctypes.c_long(1)))
 
 
 def landlock(paths: dict[str, int]) -> None:
-    """Deny this process, for good, all files but those beneath `paths`, and all of TCP. OSError without Landlock.
+    """Deny this process for ever all files except those below `paths`, and all of TCP. OSError without Landlock.
 
     Call with PR_SET_NO_NEW_PRIVS set. A path that is a file takes READ and WRITE too.
     """
@@ -105,14 +103,14 @@ _CLONE_NEW = 0x7E020080  # any namespace
 
 
 def seccomp_supported() -> bool:
-    """Whether the numbers above are this machine's."""
+    """Return whether the numbers above are those of this machine."""
     return platform.machine() == "x86_64" and struct.calcsize("P") == 8
 
 
 def seccomp_program(processes: bool, execute: bool) -> bytes:
-    """A filter that lets pass what a Python program needs; the rest gets EPERM, another machine's ABI its death.
+    """Return a filter that allows what a Python program needs. Other calls fail with EPERM; calls of another ABI kill.
 
-    `processes`: whether others may be forked; threads always may. `execute`: whether execve is allowed.
+    `processes` allows to fork (threads are always allowed), `execute` allows execve.
     """
     steps = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _X86_64), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NR)]
     steps += [(_GREATER, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
@@ -138,7 +136,7 @@ def seccomp_program(processes: bool, execute: bool) -> bytes:
 
 
 def install_seccomp(program: bytes) -> None:
-    """Filter this process's system calls from now on. OSError if the kernel cannot."""
+    """Filter the system calls of this process for ever. OSError if the kernel cannot."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", PR_SET_SECCOMP, 2, header, 0, 0)

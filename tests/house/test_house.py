@@ -16,10 +16,10 @@ BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
     "spmd_rl/targets.py": "the sidecar worker again: a plug-in's import and constructor, which the checks run first",
     "spmd_rl/config/main.py": "the rank's main",
-    "spmd_rl/sandbox/guest/main.py": "inside a box: untrusted code, or tests, may raise anything",
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",
-    "spmd_rl/sandbox/guest/link.py": "inside a box: what was raised travels to the other side",
-    "spmd_rl/sandbox/guest/probe.py": "inside a box: a test may fail in any way",
+    "spmd_rl/sandbox/guest/main.py": "inside the sandbox: untrusted code, or tests, may raise anything",
+    "spmd_rl/sandbox/guest/rpc.py": "inside the sandbox: what was raised travels to the other side",
+    "spmd_rl/sandbox/guest/testing.py": "inside the sandbox: a test may fail in any way",
 }
 """Files that may catch everything, because they record what they caught"""
 

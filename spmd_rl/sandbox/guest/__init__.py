@@ -1,4 +1,4 @@
-"""What runs inside a sandbox beside untrusted code. Standard library only, and Python 3.8 up: it may be the system's.
+"""What runs in a confined process beside untrusted code. Standard library only, and Python 3.8 or later (the system's).
 
-`main` is the first line in the box, `link` how the tests reach the code that they test, `probe` how they are run.
+`main` reads the job, `testing` runs tests, `rpc` lets the tests call the code that they test.
 """

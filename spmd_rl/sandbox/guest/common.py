@@ -1,6 +1,6 @@
 """Names that answers and tests use without importing them, as most collections of problems allow.
 
-Tests get the modules and the names of types alone: a function that an answer was to write must not be there already.
+Tests get only modules and the names of types: a function that an answer was to write must not exist already.
 """
 
 import importlib
@@ -22,7 +22,7 @@ NAMES = {
 
 
 def common(source, functions=False):
-    """Those that `source` mentions, by name."""
+    """Return the objects that `source` mentions, by name; with `functions`, functions of modules too."""
     words = set(re.findall(r"\w+", source))
     found = {}
     for module, names in NAMES.items():

@@ -1,12 +1,13 @@
-"""The first line in a box: reads the job, then becomes the program, the tested code or its tests.
+"""The entry point of a confined process: it reads the job, then becomes the program, the tested code or its tests.
 
-Three descriptors beside the program's own 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the box
-is ready, then what the tests found; `link`, between tested code and its tests.
+It has three descriptors beside the program's 0, 1 and 2: `job`, JSON to read; `report`, which gets one byte when the
+process is ready, then what the tests found; `rpc`, a socket between tested code and its tests.
 
-`run` executes the job's code as `__main__`; `serve` executes it as the module `solution` and lets the tests call it;
-`test` never executes it. The report descriptor is closed before untrusted code runs, so it can only be ours.
+In mode `run` it executes the job's code as `__main__`; in mode `serve` it executes it as the module `solution` and lets
+the tests call it; in mode `test` it never executes it. The report descriptor is closed before untrusted code runs, so
+that only trusted code can write it.
 
-    main(job=3, report=4, link=5)  # in a process of its own, which it ends
+    main(job=3, report=4, rpc=5)  # in a process of its own, which it ends
 """
 
 import atexit
@@ -21,16 +22,16 @@ import threading
 import types
 
 from spmd_rl.sandbox.guest.common import common
-from spmd_rl.sandbox.guest.link import Gone, Peer
+from spmd_rl.sandbox.guest.rpc import Disconnected, Peer
 
 MAX_DIGITS = 100_000
-"""Of a number that tested code may return: to read one takes time that grows with the square."""
+"""The longest number that tested code may return: the time to parse one grows with the square of its length."""
 THREADS = 64
-"""That a program may have if it may not have processes."""
+"""The number of threads that a program may have if it may not fork."""
 
 
-def main(job, report, link):
-    """Do the job and end the process. Three descriptors; `link` may be -1."""
+def main(job, report, rpc):
+    """Do the job and end the process. The arguments are descriptors; `rpc` may be -1."""
     with open(job, "rb") as file:
         job = json.load(file)
     set_limits(job["limits"])
@@ -38,15 +39,15 @@ def main(job, report, link):
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0 if job["mode"] == "run" else MAX_DIGITS)
     if job["mode"] == "test":
-        _test(job, report, link)
+        _test(job, report, rpc)
         os._exit(0)
     os.write(report, b"r")
     os.close(report)
-    _leave(_run(job) if job["mode"] == "run" else _serve(job, link))
+    _leave(_run(job) if job["mode"] == "run" else _serve(job, rpc))
 
 
 def set_limits(limits):
-    """Limits that cannot be raised again. `processes` 0: as many as the user may have anyway."""
+    """Set limits that cannot be raised again. `processes` 0 leaves the user's own limit."""
     processes = THREADS if limits["processes"] == 1 else limits["processes"]
     for name, soft, hard in [
         ("CPU", limits["cpu"], limits["cpu"] + 1),
@@ -63,7 +64,7 @@ def set_limits(limits):
 
 
 def _execute(job, name):
-    """The module that the code has filled, and what was in it before."""
+    """Execute the code as a module; return its names, and those that it had before."""
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
     namespace.update(common(job["prelude"] + job["code"], functions=True))
@@ -74,7 +75,7 @@ def _execute(job, name):
 
 
 def _run(job):
-    """The program's exit status."""
+    """Run the program and return its exit status."""
     try:
         _execute(job, "__main__")
     except SystemExit as end:
@@ -88,9 +89,9 @@ def _run(job):
     return 0
 
 
-def _serve(job, link):
-    """Execute the code, say what it defines, then answer its tests until they hang up."""
-    peer = Peer(link, trusted=False)
+def _serve(job, rpc):
+    """Execute the code, send what it defines, then answer its tests until they hang up."""
+    peer = Peer(rpc, trusted=False)
     try:
         namespace, before = _execute(job, "solution")
     except BaseException as error:  # noqa: BLE001 - untrusted code
@@ -106,7 +107,7 @@ def _serve(job, link):
         while True:
             _, number, verb, packed = peer.receive()
             peer.answer(number, verb, packed)
-    except Gone:
+    except Disconnected:
         return 0
 
 
@@ -119,12 +120,12 @@ def _sort(name, value, peer):
     return ["object", peer.pack(value)]
 
 
-def _test(job, report, link):
-    """Run the tests against the code on the link, and report."""
-    probe = importlib.import_module("spmd_rl.sandbox.guest.probe")  # slow, and no program needs it
+def _test(job, report, rpc):
+    """Run the tests against the code at the other end of `rpc`, and report."""
+    testing = importlib.import_module("spmd_rl.sandbox.guest.testing")  # slow, and no program needs it
 
     found = {"passed": [], "detail": "", "error": ""}
-    peer, exports = Peer(link, trusted=True), {}
+    peer, exports = Peer(rpc, trusted=True), {}
     sys.stdin = io.StringIO()
     os.write(report, b"r")
     try:
@@ -132,19 +133,19 @@ def _test(job, report, link):
         peer.gone = kind != "names"
         why = str(what) if peer.gone else ""
         exports = {} if peer.gone else dict(what)
-    except (Gone, TypeError, ValueError):
+    except (Disconnected, TypeError, ValueError):
         peer.gone, why = True, "the code ended before its tests began"
     try:
-        found["passed"], detail = probe.run_tests(job["tests"], job["prelude"], job["entry"], peer, exports)
+        found["passed"], detail = testing.run_tests(job["tests"], job["prelude"], job["entry"], peer, exports)
         found["detail"] = why or detail
-    except BaseException as error:  # noqa: BLE001 - whatever is wrong with the tests, it is told
+    except BaseException as error:  # noqa: BLE001 - whatever is wrong with the tests, it is reported
         found["error"] = f"{type(error).__name__}: {error}"[:1000]
     with open(report, "wb") as file:
         file.write(json.dumps(found).encode())
 
 
 def _leave(code):
-    """End as an interpreter would: threads, exit hooks, buffers."""
+    """End the process as an interpreter would, with its threads, exit hooks and buffers."""
     try:
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -30,7 +30,7 @@ def prompt(truth: str, question: str = "?", domain: str = "math", **extra: Any) 
 
 def verdict(rewarder: Any, asked: Prompt, answer: str, timeout: float | None = None) -> Verdict:
     """As the sidecar's worker has it: whatever is raised is a verdict too."""
-    return asyncio.run(worker.judge(rewarder, wire.Question(asked, answer, INFO), timeout))
+    return asyncio.run(worker.judge(rewarder, wire.ScoreInput(asked, answer, INFO), timeout))
 
 
 async def score(rewarder: Any, asked: Prompt, answer: str, info: AnswerInfo = INFO) -> Verdict:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.services import services
+from spmd_rl.sidecar.services import service_factories
 from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo
 from tests.unit.rewards.helpers import ROOT, score, server
@@ -57,7 +57,7 @@ def test_examples(path, args):
     scores = set()
     try:
         target, given = f"rewards.{path.stem}:{cls.__name__}", args.get(path.stem, {})
-        rewarder = build_target("reward.x", target, given, services=services("x", "auto"))
+        rewarder = build_target("reward.x", target, given, services=service_factories("x", "auto"))
     except UserError as error:
         pytest.skip(str(error)) if ".sandbox" in str(error) else pytest.fail(str(error))
     for prompt, answer, expected in cls.examples():

@@ -10,7 +10,7 @@ from rewards.format import FORMS, FormatReward
 from rewards.length import LengthReward
 from rewards.repetition import RepetitionReward
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.worker import style
+from spmd_rl.sidecar.worker import call_mode
 from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo, Verdict
 from tests.unit.rewards.helpers import INFO, prompt, score, verdict
@@ -109,13 +109,13 @@ def test_composite_weighs_and_names_its_parts():
     assert verdict(both, prompt("4"), "\\boxed{4}") == Verdict(
         "ok", 1.5, {"math": 1.0, "math.correct": 1.0, "math.boxed": 1.0, "form": 1.0, "form.well_formed": 1.0}
     )
-    assert style(both) == "each" and not inspect.isawaitable(both.score(prompt("4"), "4", INFO))
+    assert call_mode(both) == "sync" and not inspect.isawaitable(both.score(prompt("4"), "4", INFO))
     assert both.score(prompt("4"), "no idea", INFO).status == "wrong_format"
 
 
 def test_composite_waits_for_parts_that_wait_and_hands_them_their_service():
     both = composite(form=FORM, judge={"target": f"{HERE}:Waiting", "weight": 2})
-    assert style(both) == "async"
+    assert call_mode(both) == "async"
     found = asyncio.run(score(both, prompt("4"), "\\boxed{4}"))
     assert found == Verdict("wrong_format", 1.0, {"form": 1.0, "form.well_formed": 1.0, "judge": 0.25, "judge.http": 7})
 

@@ -37,7 +37,7 @@ def nothing_is_left(request):
     yield
     if "sandbox" in request.fixturenames:
         made = request.getfixturevalue("sandbox")
-        first = getattr(made, "_first_uid", None) or getattr(made, "_user", None)
+        first = getattr(made, "first_uid", None)
         assert not [pid for pid, uid in processes() if uid in (first, first + 1)]
         made.prove()
 

@@ -43,7 +43,7 @@ def test_fork_bomb_without_leave_to_fork(sandbox):
 @pytest.mark.parametrize("body", ["while True: os.fork()", "while True:\n try: os.fork()\n except OSError: pass"])
 def test_fork_bomb_with_leave_to_fork_stays_within_its_number(sandbox, body):
     most, done = [0], threading.Event()
-    uids = {getattr(sandbox, "_first_uid", None) or sandbox._user}
+    uids = {sandbox.first_uid}
 
     def count():
         while not done.wait(0.02):
@@ -273,13 +273,13 @@ attempt("chroot", chroot_again)
 
 
 def test_signals(sandbox):
-    zygote = getattr(sandbox, "_zygote", None)
+    forkserver = getattr(sandbox, "process", None)
     program = f"""
 import signal
 def cautious(pid):
     os.kill(pid, 0)
     os.kill(pid, signal.SIGKILL)
-for pid in {{os.getppid(), {os.getpid()}, {zygote.pid if zygote else os.getppid()}}} - {{0, 1, os.getpid()}}:
+for pid in {{os.getppid(), {os.getpid()}, {forkserver.pid if forkserver else os.getppid()}}} - {{0, 1, os.getpid()}}:
     attempt(pid, lambda: cautious(pid))
 print("alive")
 """
@@ -288,10 +288,10 @@ print("alive")
 
 
 def test_kill_everybody(sandbox):
-    zygote = getattr(sandbox, "_zygote", None)
+    forkserver = getattr(sandbox, "process", None)
     result = sandbox.run("import os, signal\nos.kill(-1, signal.SIGKILL)\nprint('alive')", limits=TIGHT)
     assert result.end in ("exit", "signal"), result
-    assert zygote is None or zygote.poll() is None
+    assert forkserver is None or forkserver.poll() is None
 
 
 def test_environment_and_identity(sandbox, monkeypatch):

@@ -19,16 +19,16 @@ class Absent:
         raise RuntimeError("it is not installed")
 
 
-class Broken(package.Bare):
+class Broken(package.Unconfined):
     def start(self, *args):
         raise RuntimeError("it does not start")
 
 
 def test_auto_takes_the_first_that_works(monkeypatch):
     monkeypatch.setitem(package.SANDBOXES, "bwrap", Absent)
-    monkeypatch.setitem(package.SANDBOXES, "forkserver", package.Bare)
+    monkeypatch.setitem(package.SANDBOXES, "forkserver", package.Unconfined)
     found = open_sandbox("auto", "reward.code.sandbox")
-    assert type(found) is package.Bare
+    assert type(found) is package.Unconfined
     found.close()
 
 
@@ -102,10 +102,10 @@ def test_the_parent_keeps_its_own_limits():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the fork server needs root")
-def test_a_zygote_that_was_killed_is_replaced():
+def test_a_forkserver_that_was_killed_is_replaced():
     server = ForkServer()
-    server._zygote.kill()
-    server._zygote.wait()
+    server.process.kill()
+    server.process.wait()
     assert server.run("print(1)").stdout == "1\n"
     server.close()
 

@@ -1,8 +1,8 @@
-"""Runs jobs in boxes and waits for them: what both sandboxes have in common.
+"""What all sandboxes have in common: they start confined processes and wait for them.
 
-A box is a process that some `start` confines. It gets its job and stdin as sealed files in memory, writes to pipes that
-are read here, up to a limit, and is killed here when its time is up. The verdict of tests comes from a box in which
-no untrusted code runs (see `guest/link.py`).
+A confined process gets its job and its standard input as sealed files in memory and writes to pipes, which are read
+here up to a limit. It is killed here when its time is up. Tests run in a process of their own, in which there is no
+untrusted code (see `guest/rpc.py`).
 """
 
 import contextlib
@@ -25,43 +25,43 @@ from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
 DRAIN_SECONDS = 1.0
-"""For what is still in the pipes of a box that has ended."""
+"""The time to read what is left in the pipes of a process that has ended."""
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
 _CHUNK = 1 << 16
 
 
-class Process(Protocol):
-    """A box's process, as the one who waits for it sees it."""
+class SandboxProcess(Protocol):
+    """A confined process, as its owner sees it."""
 
     def fileno(self) -> int:
-        """Readable when it has ended."""
+        """Return a descriptor that is readable once the process has ended."""
         ...
 
     def kill(self) -> None:
-        """End it and all that it has started."""
+        """Kill the process and all that it has started."""
         ...
 
     def wait(self) -> tuple[int, float]:
-        """(wait status, seconds of processor time) once it has ended. RuntimeError if it never began."""
+        """Return the wait status and the seconds of processor time after its end. RuntimeError if it never began."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Descriptors:
-    """What a box has open. The starter passes them on and does not close them."""
+class ChildFiles:
+    """The descriptors that a confined process has open. `BaseSandbox.start` passes them on and does not close them."""
 
     stdin: int
     stdout: int
     stderr: int
     job: int
     report: int
-    link: int = -1
+    rpc: int = -1
 
 
-class _Box:
-    """One box under way. `readers`: by name, the ends of its pipes that are ours."""
+class _Run:
+    """One process that runs. `readers` holds our ends of its pipes, by name."""
 
-    def __init__(self, process: Process, limits: RunLimits, readers: dict[str, int]) -> None:
+    def __init__(self, process: SandboxProcess, limits: RunLimits, readers: dict[str, int]) -> None:
         self.process = process
         self.limits = limits
         self.readers = readers
@@ -73,14 +73,14 @@ class _Box:
         self.result: RunResult | None = None
 
     def kill(self, end: RunEnd) -> None:
-        """End it, and say why."""
+        """Kill the process for the reason `end`."""
         self.end = self.end or end
         self.deadline = float("inf")
         if not self.waited_for:
             self.process.kill()
 
     def read(self, name: str) -> bool:
-        """Take in what one pipe holds; whether there may be more later."""
+        """Read what one pipe holds, and return whether there may be more later."""
         try:
             chunk = os.read(self.readers[name], _CHUNK)
         except BlockingIOError:
@@ -92,7 +92,7 @@ class _Box:
         return bool(chunk)
 
     def finish(self) -> None:
-        """The process has ended: how, and what is left in its pipes."""
+        """Set `result` once the process has ended, with what is left in its pipes. RuntimeError if it never began."""
         self.waited_for = True
         status, cpu_seconds = self.process.wait()
         seconds = time.monotonic() - self.started
@@ -108,7 +108,7 @@ class _Box:
 
 
 def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
-    """What a wait status means. `all_used`: whether its processor time was used up."""
+    """Return what a wait status means. `all_used` says whether the processor time was used up."""
     code = os.waitstatus_to_exitcode(status)
     signal = -code if code < 0 else code - 128  # shells and bwrap add 128
     if signal == SIGXCPU or (signal == SIGKILL and all_used):
@@ -116,31 +116,31 @@ def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
     return ("signal", -code) if code < 0 else ("exit", code)
 
 
-class Boxes(ABC):
-    """A `Sandbox`, but for how a box is started. One call at a time; others wait."""
+class BaseSandbox(ABC):
+    """A `Sandbox` without `start`, which the subclasses have. One call runs at a time; calls of other threads wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @abstractmethod
-    def start(self, slot: int, limits: RunLimits, files: Descriptors) -> Process:
-        """Begin a job in a confined process. `slot`: 0 or 1, unlike for boxes that run at once."""
+    def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> SandboxProcess:
+        """Start a job in a confined process. `slot` is 0 or 1 and differs for processes that run at once."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Give back what the sandbox holds."""
+        """Release what the sandbox holds."""
 
     def prove(self) -> None:
-        """RuntimeError if the sandbox does not work here."""
+        """Run a program. RuntimeError if the sandbox does not work here."""
         if (result := self.run("print(6 * 7)")).stdout != "42\n":
             raise RuntimeError(result.stderr.strip() or f"it ended by {result.end} {result.code}")
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = LIMITS) -> RunResult:
-        """As `Sandbox.run`."""
+        """Run a program, as `Sandbox.run` says."""
         job = {"mode": "run", "code": code, "prelude": ""}
         with self._lock, ExitStack() as stack:
-            (box,) = self._open(stack, [job], limits, stdin)
-            _watch([box])
-        return box.result
+            (run,) = self._open(stack, [job], limits, stdin)
+            _watch([run])
+        return run.result
 
     def check(
         self,
@@ -150,7 +150,7 @@ class Boxes(ABC):
         entry: str = "",
         limits: RunLimits = LIMITS,
     ) -> CheckResult:
-        """As `Sandbox.check`."""
+        """Test code, as `Sandbox.check` says."""
         shared = {"prelude": prelude, "entry": entry}
         jobs = [{"mode": "test", "tests": list(tests), **shared}, {"mode": "serve", "code": code, **shared}]
         with self._lock, ExitStack() as stack:
@@ -169,13 +169,13 @@ class Boxes(ABC):
             raise RuntimeError("there are no tests")
         return CheckResult(code_result.end, tuple(report["passed"]), report["detail"])
 
-    def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Box]:
-        """Boxes that have been started, two of them with a link between; `stack` ends them and closes what is ours."""
+    def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
+        """Start a process for each job, two with a socket pair between. `stack` ends them and our descriptors."""
         kernel = {"cpu": limits.cpu_seconds, "memory": limits.memory_bytes, "disk": limits.disk_bytes}
         kernel["processes"] = limits.processes
-        boxes = []
+        runs = []
         with ExitStack() as theirs:
-            links = [theirs.enter_context(end).fileno() for end in socket.socketpair()] if len(jobs) == 2 else [-1]
+            sockets = [theirs.enter_context(end).fileno() for end in socket.socketpair()] if len(jobs) == 2 else [-1]
             for slot, job in enumerate(jobs):
                 files, readers = {}, {}
                 for name in ("stdout", "stderr", "report"):
@@ -186,46 +186,46 @@ class Boxes(ABC):
                 files["job"] = _sealed(json.dumps({**job, "limits": kernel}))
                 for fd in files.values():
                     theirs.callback(os.close, fd)
-                process = self.start(slot, limits, Descriptors(**files, link=links[slot]))
-                boxes.append(_Box(process, limits, readers))
-                stack.callback(_give_up, boxes[-1])
-        return boxes
+                process = self.start(slot, limits, ChildFiles(**files, rpc=sockets[slot]))
+                runs.append(_Run(process, limits, readers))
+                stack.callback(_give_up, runs[-1])
+        return runs
 
 
-def _give_up(box: _Box) -> None:
-    if not box.waited_for:
-        box.process.kill()
+def _give_up(run: _Run) -> None:
+    if not run.waited_for:
+        run.process.kill()
         with contextlib.suppress(RuntimeError):
-            box.process.wait()
+            run.process.wait()
 
 
-def _watch(boxes: list[_Box]) -> None:
-    """Until all have ended. The first is the one that matters: when it has ended, so have the others."""
+def _watch(runs: list[_Run]) -> None:
+    """Wait until all have ended. When the first ends, the others are killed."""
     with selectors.DefaultSelector() as selector:
-        for box in boxes:
-            for name, fd in box.readers.items():
-                selector.register(fd, selectors.EVENT_READ, (box, name))
-            selector.register(box.process.fileno(), selectors.EVENT_READ, (box, ""))
-        while running := [box for box in boxes if box.result is None]:
-            patience = min(box.deadline for box in running) - time.monotonic()
+        for run in runs:
+            for name, fd in run.readers.items():
+                selector.register(fd, selectors.EVENT_READ, (run, name))
+            selector.register(run.process.fileno(), selectors.EVENT_READ, (run, ""))
+        while running := [run for run in runs if run.result is None]:
+            patience = min(run.deadline for run in running) - time.monotonic()
             for key, _ in selector.select(min(max(patience, 0), 3600)):
-                box, name = key.data
+                run, name = key.data
                 if not name:
                     selector.unregister(key.fileobj)
-                    box.finish()
-                    if box is boxes[0]:
+                    run.finish()
+                    if run is runs[0]:
                         for other in running:
                             if other.result is None:
                                 other.kill("exit")
-                elif box.result is not None or not box.read(name):
+                elif run.result is not None or not run.read(name):
                     selector.unregister(key.fileobj)
-            for box in running:
-                if box.result is None and time.monotonic() > box.deadline:
-                    box.kill("wall")
+            for run in running:
+                if run.result is None and time.monotonic() > run.deadline:
+                    run.kill("wall")
 
 
 def _sealed(text: str) -> int:
-    """A descriptor from which the text can be read, and nothing else done."""
+    """Return a descriptor from which the text can be read and nothing else done."""
     fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(text.encode(errors="replace"))

@@ -1,7 +1,7 @@
-"""Runs tests in a box that holds no untrusted code: each source, or each pytest-style function of it, is one test.
+"""Runs tests in a process without untrusted code: each source, or each pytest-style function of it, is one test.
 
-A stand-in for the part of pytest that test rows use: `raises`, `approx`, `fixture`, `mark.parametrize`; other marks
-are passed over. `unittest.TestCase` classes work too. Leaves out plug-ins, and the fixtures that pytest brings along.
+A stand-in for pytest offers what test rows use: `raises`, `approx`, `fixture`, `mark.parametrize`; other marks are
+ignored. `unittest.TestCase` classes work too. Plug-ins and pytest's own fixtures do not.
 """
 
 import builtins
@@ -15,16 +15,19 @@ import sys
 import types
 
 from spmd_rl.sandbox.guest.common import common
-from spmd_rl.sandbox.guest.link import CannotTravel, Remote
+from spmd_rl.sandbox.guest.rpc import NotSerializable, RemoteObject
 
 
-class _TestsAreWrong(Exception):
+class _BadTests(Exception):
     pass
 
 
 def run_tests(tests, prelude, entry, peer, exports):
-    """(passed, why the first failed) of all tests. `exports`: by name, what sort of object the code defines."""
-    outside = _Outside(peer, exports)
+    """Run all tests; return whether each passed, and why the first failed.
+
+    `exports` says by name what kind of object the code defines.
+    """
+    outside = _Solution(peer, exports)
     sys.modules["solution"] = outside
     sys.modules["pytest"] = _pytest()
     base = {"__name__": "tests", "same": same, **common("\n".join([prelude, *tests]))}
@@ -39,7 +42,7 @@ def run_tests(tests, prelude, entry, peer, exports):
 
 
 def same(left, right):
-    """Equal, where tuples and lists are one, and floats may differ in the ninth digit."""
+    """Return whether two values are equal. Tuples equal lists, and floats may differ in the ninth digit."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
@@ -49,7 +52,7 @@ def same(left, right):
     return bool(left == right)
 
 
-class _Outside(types.ModuleType):
+class _Solution(types.ModuleType):
     """The module `solution` as the tests see it."""
 
     def __init__(self, peer, exports):
@@ -71,7 +74,7 @@ class _Outside(types.ModuleType):
         if name in self._peer.errors:
             return self._peer.errors[name]
         if self._peer.gone:
-            return Remote(self._peer, 0)
+            return RemoteObject(self._peer, 0)
         if name not in self._exports:
             raise AttributeError(f"the code defines no {name}")
         sort, *rest = self._exports[name]
@@ -81,11 +84,11 @@ class _Outside(types.ModuleType):
 
 
 def _each(source, namespace, entry, outside):
-    """(name, a function that says why it failed) of each test of a source."""
+    """Yield each test of a source: its name, and a function that returns why it failed."""
     try:
         code = compile(source, "<tests>", "exec")
     except (SyntaxError, ValueError) as error:
-        raise _TestsAreWrong(f"the tests do not compile: {error}") from None
+        raise _BadTests(f"the tests do not compile: {error}") from None
     for name in sorted(_names(code)):
         if name == entry:
             namespace[name] = _entry(outside, name)
@@ -100,7 +103,7 @@ def _each(source, namespace, entry, outside):
 
 
 def _entry(outside, name):
-    """The code's own, whatever else has that name: a builtin, or the prelude's."""
+    """Return the code's own object of that name, even if a builtin or the prelude has the name too."""
     try:
         return outside._resolve(name)
     except AttributeError as error:
@@ -120,24 +123,24 @@ def _names(code):
 
 
 def _why(call, *args):
-    """Why a test failed, or nothing."""
+    """Return why a test failed, or an empty string."""
     try:
         call(*args)
-    except _TestsAreWrong:
+    except _BadTests:
         raise
     except ImportError as error:
         if error.name not in (None, "solution"):
-            raise _TestsAreWrong(f"the tests need {error.name}, which is not here") from None
+            raise _BadTests(f"the tests need {error.name}, which is not here") from None
         return str(error)
-    except CannotTravel as error:
-        raise _TestsAreWrong(str(error)) from None
+    except NotSerializable as error:
+        raise _BadTests(str(error)) from None
     except BaseException as error:  # noqa: BLE001 - a test may fail in any way
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _functions(namespace, code):
-    """(name, call) of the pytest-style tests that a source has defined."""
+    """Yield name and call of each pytest-style test that a source has defined."""
     for name in code.co_names:
         thing = namespace.get(name)
         if isinstance(thing, types.FunctionType) and name.startswith("test"):
@@ -174,7 +177,7 @@ def _arguments(function, values, namespace, stack, made):
             if name not in made:
                 fixture = namespace.get(name)
                 if not getattr(fixture, "_is_fixture", False):
-                    raise _TestsAreWrong(f"the tests need the fixture {name}, which is not here")
+                    raise _BadTests(f"the tests need the fixture {name}, which is not here")
                 value = fixture(**_arguments(fixture, {}, namespace, stack, made))
                 if isinstance(value, types.GeneratorType):
                     generator, value = value, next(value)
@@ -185,7 +188,7 @@ def _arguments(function, values, namespace, stack, made):
 
 
 def _needed(function):
-    """Names of the arguments without a default (`inspect` would know, and takes long to import)."""
+    """Return the names of the arguments without a default (`inspect` takes long to import)."""
     code, first = function.__code__, 1 if hasattr(function, "__self__") else 0
     return code.co_varnames[first : code.co_argcount - len(function.__defaults__ or ())]
 
@@ -259,7 +262,7 @@ class _Marks:
 
     @staticmethod
     def parametrize(names, cases, **_):
-        """`pytest.mark.parametrize`."""
+        """Stand in for `pytest.mark.parametrize`."""
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
         def mark(function):

@@ -1,10 +1,11 @@
-"""How tests in one box use the names that untrusted code defines in another: calls over a socket, plain data back.
+"""Remote procedure calls by which tests in one process use the names that untrusted code defines in another.
 
-The two never share an interpreter, so nothing that the code does to its own can make a test pass. What comes back is
-rebuilt from JSON as an object of a builtin type, and compared on the tests' side. What has no such form stays where it
-is and is represented by a `Remote`, which is equal to no plain value: an answer of its own cannot say what it equals.
+The two never share an interpreter, so that nothing the code does to its own can make a test pass. A value that comes
+back is rebuilt from JSON as an object of a builtin type and compared on the tests' side. A value without such a form
+stays where it is and is represented by a `RemoteObject`, which equals no plain value: an object of the answer's own
+cannot decide what it equals.
 
-Leaves out: tests that reach into the code's interpreter (its standard output, its modules, its frames).
+Tests that reach into the code's interpreter (its standard output, modules or frames) are not supported.
 """
 
 import builtins
@@ -34,25 +35,25 @@ _VALUES = {
     "datetime.datetime": (str, lambda kind, text: kind.fromisoformat(text)),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, parts: kind(*parts)),
 }
-"""By type: its plain form, and back."""
+"""By type: the function to its plain form, and the function back."""
 _ITEMS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 
 
 OPERATORS = "lt le gt ge add sub mul truediv floordiv mod pow matmul and or xor radd rsub rmul rtruediv neg"
-"""Forwarded among objects of the code, and where an object of a class that the tests made stands on the left."""
+"""Operators forwarded among objects of the code, and from an instance that the tests created on the left."""
 
 
-class Gone(BaseException):
-    """The other side is there no more. Not an `Exception`, since a test may expect one of those."""
+class Disconnected(BaseException):
+    """Raised when the other side is gone. It is no `Exception`, since a test may expect one of those."""
 
 
-class CannotTravel(BaseException):
-    """The tests hand over something that has no form here: their fault, not the code's."""
+class NotSerializable(BaseException):
+    """Raised when the tests pass a value that has no JSON form: a mistake of the tests, not of the code."""
 
 
-class Remote:
-    """An object of the other side: its attributes, items and text are the other side's.
+class RemoteObject:
+    """Stands for an object of the other side, which answers for its attributes, items and text.
 
     What a test would believe without comparing plain data is not: an operator that meets a value of ours is refused,
     since an answer may return an object that is equal to, greater than or a container of everything.
@@ -71,10 +72,10 @@ class Remote:
         _ask(self, "set", name, value)
 
     def __instancecheck__(self, instance):
-        return isinstance(instance, Remote) and _ask(self, "isinstance", instance) is True
+        return isinstance(instance, RemoteObject) and _ask(self, "isinstance", instance) is True
 
     def __eq__(self, other):
-        return self is other or (isinstance(other, Remote) and _ask(self, "eq", other) is True)
+        return self is other or (isinstance(other, RemoteObject) and _ask(self, "eq", other) is True)
 
     def __hash__(self):
         return self._at[1]
@@ -92,8 +93,8 @@ class Remote:
         return _ask(self, "op", "__exit__", None, None, None)
 
 
-class Made(Remote):
-    """An object of a class that the tests themselves have called by its name: it may say what its operators do."""
+class RemoteInstance(RemoteObject):
+    """An instance of a class that the tests themselves called by its name: its operators are the other side's."""
 
     def __contains__(self, item):
         return _ask(self, "contains", item) is True
@@ -108,19 +109,19 @@ def _forward(name):
 
 def _forward_among_its_own(name):
     def operate(self, *args):
-        if not isinstance(self, Made) and not all(isinstance(arg, Remote) for arg in args):
+        if not isinstance(self, RemoteInstance) and not all(isinstance(arg, RemoteObject) for arg in args):
             return NotImplemented
         value = _ask(self, "op", name, *args)
-        return Made(*value._at) if isinstance(value, Remote) else value
+        return RemoteInstance(*value._at) if isinstance(value, RemoteObject) else value
 
     return operate
 
 
 for _name in ("iter", "next", "len", "str", "repr", "getitem", "setitem", "delitem"):
-    setattr(Remote, f"__{_name}__", _forward(f"__{_name}__"))
+    setattr(RemoteObject, f"__{_name}__", _forward(f"__{_name}__"))
 for _name in OPERATORS.split():
-    setattr(Remote, f"__{_name}__", _forward_among_its_own(f"__{_name}__"))
-Made.__abs__ = _forward("__abs__")
+    setattr(RemoteObject, f"__{_name}__", _forward_among_its_own(f"__{_name}__"))
+RemoteInstance.__abs__ = _forward("__abs__")
 
 
 def _ask(remote, *question):
@@ -133,7 +134,7 @@ async def _given(value):
 
 
 class Peer:
-    """One end. `trusted`: the tests' end, which lets the other side call what it was handed and nothing else."""
+    """One end of the connection. `trusted` is the tests' end: the other side can call only what it was given."""
 
     def __init__(self, fd, trusted):
         self.gone = False
@@ -146,7 +147,7 @@ class Peer:
     # -- frames -----------------------------------------------------------------------------------------------------
 
     def send(self, message):
-        """Write one message; Gone if nobody reads."""
+        """Write one message. Disconnected if nobody reads, ValueError if it is too large."""
         body = json.dumps(message).encode()
         if len(body) > MAX_BYTES:
             raise ValueError(f"{len(body)} bytes; at most {MAX_BYTES} travel")
@@ -158,7 +159,7 @@ class Peer:
             self._lose()
 
     def receive(self):
-        """Read one message; Gone if there is none, or if it is none."""
+        """Read one message. Disconnected if there is none or it is malformed."""
         (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if size > MAX_BYTES:
             self._lose()
@@ -182,12 +183,12 @@ class Peer:
 
     def _lose(self):
         self.gone = True
-        raise Gone("the code is gone")
+        raise Disconnected("the code is gone")
 
     # -- questions --------------------------------------------------------------------------------------------------
 
     def ask(self, number, verb, *args):
-        """The other side's answer, or its exception. What it asks meanwhile is answered."""
+        """Return the other side's answer or raise its exception. Its own questions are answered meanwhile."""
         if self.gone:
             self._lose()
         try:
@@ -195,7 +196,7 @@ class Peer:
         except RecursionError:
             packed = None
         if packed is None:
-            raise CannotTravel("an argument refers to itself")
+            raise NotSerializable("an argument refers to itself")
         self.send(["?", number, verb, packed])
         while True:
             message = self.receive()
@@ -224,7 +225,7 @@ class Peer:
             value, changed = self._do(self._objects[number], verb, args, packed)
             reply = ["=", self.pack(value), changed]
             json.dumps(reply)
-        except Gone:
+        except Disconnected:
             raise
         except BaseException as error:  # noqa: BLE001 - it travels to the other side
             reply = ["!", *_described(error)]
@@ -244,7 +245,7 @@ class Peer:
             for i, arg in enumerate(positional):
                 if type(arg) in (list, dict, set, bytearray) and (after := self.pack(arg)) != packed[0][1][i]:
                     changed[i] = after
-            return (_MadeHere(value) if made else value), changed
+            return (_InstanceHere(value) if made else value), changed
         return _OTHER_VERBS[verb](target, *args), {}
 
     def _error(self, base, name, text):
@@ -260,15 +261,15 @@ class Peer:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def pack(self, value):
-        """The JSON form of a value: plain data, or a number that stands for an object."""
+        """Return the JSON form of a value: plain data, or a number that stands for an object."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
         if (path := f"{kind.__module__}.{kind.__name__}") in _VALUES:
             return [path, _VALUES[path][0](value)]
-        if isinstance(value, Remote):
+        if isinstance(value, RemoteObject):
             return ["yours", value._at[1]]
-        if kind in (_Awaited, _MadeHere):
+        if kind in (_Awaited, _InstanceHere):
             return ["awaited" if kind is _Awaited else "made", self.pack(value.value)]
         if isinstance(value, dict):
             return ["dict", [[self.pack(k), self.pack(v)] for k, v in dict.items(value)]]
@@ -283,11 +284,11 @@ class Peer:
         if isinstance(value, type) and _TYPES.get(value.__name__) is value:
             return ["type", value.__name__]
         if self._trusted and not isinstance(value, _CALLABLE):
-            raise CannotTravel(f"the tests hand a {kind.__name__} to the code")
+            raise NotSerializable(f"the tests hand a {kind.__name__} to the code")
         return ["mine", self.number(value)]
 
     def number(self, value):
-        """Keep an object, and the number that stands for it."""
+        """Keep an object and return the number that stands for it."""
         key = id(value)
         if key not in self._numbers:
             self._numbers[key] = len(self._objects)
@@ -295,7 +296,7 @@ class Peer:
         return self._numbers[key]
 
     def unpack(self, packed):
-        """The value again, of exact builtin types whatever the other side meant."""
+        """Return the value of a JSON form, of exact builtin types whatever the other side meant."""
         if not isinstance(packed, list):
             if isinstance(packed, dict):
                 raise _Malformed
@@ -310,12 +311,12 @@ class Peer:
                 name, fields, items = body
                 return namedtuple(name, fields)(*map(self.unpack, items))
             if tag == "mine":
-                return Remote(self, int(body))
+                return RemoteObject(self, int(body))
             if tag == "yours":
                 return self._objects[int(body)]
             if tag == "made":
                 inner = self.unpack(body)
-                return Made(self, inner._at[1]) if isinstance(inner, Remote) else inner
+                return RemoteInstance(self, inner._at[1]) if isinstance(inner, RemoteObject) else inner
             if tag == "awaited":
                 return _given(self.unpack(body))
             if tag == "type":
@@ -337,7 +338,7 @@ class _Awaited:
         self.value = value
 
 
-class _MadeHere(_Awaited):
+class _InstanceHere(_Awaited):
     pass
 
 
@@ -364,7 +365,7 @@ def _operate(target, name, args):
 
 
 def _put_back(positional, changed):
-    """What a call did to its arguments, done to ours."""
+    """Repeat on our arguments what a call did to its copies."""
     for i, after in changed.items():
         before = positional[i] if 0 <= i < len(positional) else None
         if type(before) is not type(after):
@@ -377,7 +378,7 @@ def _put_back(positional, changed):
 
 
 def _described(error):
-    """(its first builtin base, its own name, its text)"""
+    """Return an exception's first builtin base, its name and its text."""
     bases = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
     try:
         text = str(error)

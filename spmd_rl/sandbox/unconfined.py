@@ -1,29 +1,29 @@
-"""No sandbox: code from answers runs as a process of the user's own, with limits and nothing else around it.
+"""No sandbox: code from answers runs as a plain process with the user's rights, under resource limits alone.
 
-For trusted code alone, on a machine that has nothing to lose: `reward.<domain>.sandbox=none`.
+For trusted code, on a machine that has nothing to lose: `reward.<domain>.sandbox=none`.
 """
 
 import subprocess
 import sys
 import tempfile
 
-from spmd_rl.sandbox.boxes import Boxes, Descriptors
+from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
 from spmd_rl.sandbox.bwrap import Spawned
 from spmd_rl.sandbox.forkserver import BOOT, ENVIRONMENT, PACKAGE, PYTHON
 from spmd_rl.types import RunLimits
 
 
-class Bare(Boxes):
-    """One plain process a box, in a temporary directory."""
+class Unconfined(BaseSandbox):
+    """Starts a plain process for each job, in a temporary directory."""
 
     def __init__(self) -> None:
         super().__init__()
         print("warning: sandbox: none runs code from answers with all that you may do yourself", file=sys.stderr)
         self._directory = tempfile.TemporaryDirectory(prefix="spmd-box-", ignore_cleanup_errors=True)
 
-    def start(self, slot: int, limits: RunLimits, files: Descriptors) -> Spawned:
-        """As `Boxes.start`."""
-        numbers = (files.job, files.report, files.link)
+    def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> Spawned:
+        """Start a job, as `BaseSandbox.start` says."""
+        numbers = (files.job, files.report, files.rpc)
         process = subprocess.Popen(
             [*PYTHON, f"{BOOT}\nfrom spmd_rl.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
             stdin=files.stdin,
@@ -36,5 +36,5 @@ class Bare(Boxes):
         return Spawned(process)
 
     def close(self) -> None:
-        """Remove the directory."""
+        """Remove the temporary directory."""
         self._directory.cleanup()
