@@ -56,9 +56,10 @@ class Checkpointer:
         parts: Mapping[str, Stateful],
         export: Callable[[Path], list[Path]] | None = None,
     ) -> None:
-        """`roles` are those whose tensors change, `parts` all else that must survive, by the names they are saved under.
+        """`roles` are those whose tensors change, `parts` all else that must survive, by the names to save under.
 
-        export: called on all ranks to write a Hugging Face directory; returns the files that this rank wrote: `HfExport`.
+        export: called on all ranks to write a Hugging Face directory; returns the files that this rank wrote. See
+        `HfExport`.
         """
         self._cfg, self._run_dir, self._world = cfg, run_dir, world
         self._dir = CheckpointDir(run_dir / "checkpoints")
@@ -190,7 +191,8 @@ class Checkpointer:
             used = bool(steps) or (metrics.exists() and metrics.stat().st_size > 0)
         except OSError as failed:
             return {"candidates": [], "error": f"{self._dir.root}: {failed.strerror}"}
-        if resume == "auto" or (steps and _is_of_another_run(resume, self._dir)):  # begun there, it goes on from its own
+        goes_on = steps and _is_of_another_run(resume, self._dir)  # a run begun from another's has its own by now
+        if resume == "auto" or goes_on:
             candidates = [str(self._dir.path(step)) for step in steps]
         elif resume != "never":
             candidates = [str(Path(resume).expanduser().absolute())]

@@ -1,7 +1,8 @@
 """`CheckpointDir`: the `checkpoints/` directory of a run, its names, the atomic move into place, and what is kept.
 
 Only rank 0 changes it. A checkpoint is written as `.step-000010.tmp-<nonce>` and appears by one rename; `latest` is a
-text file with its name, which another one replaces. A crash between any two system calls leaves the previous checkpoint and `latest` as they were.
+text file with its name, which another one replaces. A crash between any two system calls leaves the previous checkpoint
+and `latest` as they were.
 """
 
 import os

@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All files of a checkpoint by their path relative to it. Example: `Manifest(10, 2, {"policy/__0_0.distcp": ...})`."""
+    """All files of a checkpoint, by relative path. Example: `Manifest(10, 2, {"policy/__0_0.distcp": Entry(...)})`."""
 
     step: int
     world_size: int
@@ -101,7 +101,7 @@ def list_files(directory: Path) -> dict[str, int]:
 
 
 def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
-    """Return size and hash of a file; `progress` is called every 16 MiB, so that a large one is not taken for a stall."""
+    """Return size and hash of a file; `progress` is called every 16 MiB, so that a large one is no stall."""
     digest = hashlib.blake2b(digest_size=32)
     size = 0
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""A fingerprint of a tensor's bytes, at the speed of the memory they lie in. For mistakes, not against an adversary."""
+"""`fingerprint`: a hash of a tensor's bytes, about as fast as reading them. It finds mistakes, not an adversary."""
 
 import ctypes
 import struct
@@ -9,14 +9,18 @@ import xxhash
 from torch import Tensor
 
 WORDS = 2**22
-"""Words of 64 bits summed at a time on an accelerator: the bound of its temporaries (32 MiB each)."""
+"""How many words of 64 bits are hashed at a time on an accelerator; it bounds the temporaries to 32 MiB each."""
 
 GOLDEN, FIRST, SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""splitmix64's constants as signed words."""
+"""The constants of splitmix64's finaliser, as signed 64-bit words."""
 
 
 def fingerprint(tensor: Tensor) -> bytes:
-    """16 bytes that depend on every bit of the tensor and its place; comparable between tensors of one device type."""
+    """Return 16 bytes that depend on every bit of the tensor and its place.
+
+    Equal content gives equal bytes, whatever the strides. On the CPU it is xxh3-128, elsewhere `checksum`: comparable
+    only between tensors on one type of device.
+    """
     if tensor.is_cpu:
         data = tensor.contiguous()
         # Not `data.numpy()`: that makes the storage unresizable for good, and FSDP frees its buffers by resizing them.
@@ -26,14 +30,14 @@ def fingerprint(tensor: Tensor) -> bytes:
 
 @cache
 def _bytes(count: int) -> type[ctypes.Array]:
-    """The type of so many bytes where they lie: making it takes longer than hashing a small tensor."""
+    """The ctypes type of an array of `count` bytes; making it takes longer than hashing a small tensor."""
     return ctypes.c_char * count
 
 
 def checksum(data: Tensor) -> bytes:
-    """The same for uint8 [N] on the device it lies on: sums of its 64-bit words, each hashed with its place.
+    """Return 16 bytes for uint8 [N], computed on its device: two sums of its 64-bit words, each mixed with its place.
 
-    The hash is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
+    The mixing is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
     would cancel, as the top bit of a word has nowhere to carry to.
     """
     num_whole = data.numel() // 8 * 8

@@ -2,6 +2,8 @@
 
     publish = sync.build(policy, engine, world, cfg.publish.probe_every)
     track.add(publish(version=step))  # [all]
+
+Left out: transports to other ranks than those that train.
 """
 
 from spmd_rl.distributed import World

@@ -54,7 +54,7 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
 
 
 def judge(policy: TrainBackend, by_rank: list[list[Answer]], device: torch.device) -> dict[int, float]:
-    """[all] Return, by rank of an engine, how far its logprobs are from the trainer's: mean absolute difference in nats.
+    """[all] Return the mean absolute difference of an engine's logprobs from the trainer's, in nats, by its rank.
 
     by_rank: each rank's answers, none where it has no engine; equal on all ranks. The engines are shared out among the
     trainer's data shards, so that what is returned covers a part of them, and nothing where there are few.

@@ -102,7 +102,7 @@ class Publisher:
         return stream, fault or (f"{stream.repeated[0]} was handed over twice" if stream.repeated else "")
 
     def _compare(self, stream: WeightStream) -> str:
-        """Whether the engine holds, under every name, the bytes of the stream where it can show them; the first fault."""
+        """The first difference between the stream and what the engine holds, as far as it shows that; or nothing."""
         if self._engine is None:
             return ""
         missing = dict(stream.fingerprints)

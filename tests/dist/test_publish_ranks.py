@@ -141,4 +141,5 @@ def test_ranks_that_train_and_ranks_that_generate(tmp_path):
     assert first["publish/probe_abs_diff"] < 1e-5 and first["publish/bytes"] == second["publish/bytes"] > 0
     assert "publish/probe_abs_diff" not in second and "publish/probe_abs_diff" not in third
     assert flipped == "publish of version 2: ranks [1, 2] were handed other weights than rank 0"
-    assert stale.startswith("publish of version 4, rank 0: the engine's logprobs are ") and stale.endswith(", on rank 2")
+    assert stale.startswith("publish of version 4, rank 0: the engine's logprobs are ")
+    assert stale.endswith(", on rank 2")

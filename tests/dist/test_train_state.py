@@ -1,18 +1,30 @@
 """The FSDP2 backend's state: exact resume, other world sizes, and gradients that are not finite."""
 
+import hashlib
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.distributed import World
+from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import RunFailed
+from spmd_rl.model.build import build_model
+from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
-from tests.dist.test_train_parity import SHARES, TEMPERATURE, backend, global_batch, loss
+from tests.dist.test_train_parity import SETTINGS, SHARES, TEMPERATURE, global_batch, loss
 from tests.models import tiny
+
+
+def backend(world: World, path, tp=1, **settings) -> FSDP2Backend:
+    model, layout = build_model(path, torch.float32, "cpu"), Layout(world, tp=tp)
+    return FSDP2Backend(
+        model, layout, TrainConfig(tp=tp), torch.float32, PolicyConfig(**{**SETTINGS, **settings}), total_updates=5
+    )
 
 
 def updates(world: World, mine, seeds) -> list[dict[str, float]]:
@@ -90,6 +102,67 @@ def test_a_checkpoint_loads_at_another_world_size(size, later, tmp_path):
     wanted = torch.tensor(run_ranks(size, saved, str(path), str(tmp_path / "dcp"))[0])
     for got in run_ranks(later, continued, str(other), str(tmp_path / "dcp")):
         assert (torch.tensor(got) - wanted).norm() / wanted.norm() < 1e-5
+
+
+def digest(mine) -> str:
+    """[all] Of every tensor that a checkpoint holds, whole."""
+    found = hashlib.blake2b()
+    for part in mine.state_dict().values():
+        for name, tensor in sorted(part.items()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found.update(name.encode() + whole.numpy().tobytes())
+    return found.hexdigest()
+
+
+def trained_and_saved(world: World, path, folder, tp: int) -> str:
+    mine = backend(world, path, tp)
+    data = mine.layout.data
+    for seed in range(2):
+        mine.update(global_batch(seed).select(SHARES["dealt"](data.rank, data.size)), loss, TEMPERATURE)
+    save(world, mine, folder)
+    return digest(mine)
+
+
+def loaded(world: World, other, folder, tp: int) -> list[str]:
+    mine = backend(world, other, tp)
+    before = digest(mine)
+    mine.load(Path(folder))
+    return [digest(mine), before]
+
+
+@pytest.mark.parametrize(("size", "tp", "later", "later_tp"), [(2, 2, 2, 1), (4, 2, 1, 1), (1, 1, 2, 2)])
+def test_a_checkpoint_loads_in_another_layout_to_the_bit(size, tp, later, later_tp, tmp_path):
+    path, other = tiny("qwen2", tmp_path / "a"), tiny("qwen2", tmp_path / "b", seed=1)
+    folder = str(tmp_path / "policy")
+    wanted = run_ranks(size, trained_and_saved, str(path), folder, tp, timeout=150)
+    assert len(set(wanted)) == 1
+    for found, before in run_ranks(later, loaded, str(other), folder, later_tp, timeout=150):
+        assert found == wanted[0] != before
+
+
+def partly_frozen(world: World, path, folder) -> list[bool]:
+    """A policy of which only the last layer is trained, saved and loaded by another one."""
+    both = []
+    for _ in range(2):
+        model = build_model(path, torch.float32, "cpu").requires_grad_(False)
+        model.model.layers[-1].requires_grad_(True)
+        both.append(FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32, PolicyConfig(**SETTINGS), 5))
+    writer, reader = both
+    updates(world, writer, range(2))
+    before = weights(reader)
+    save(world, writer, folder)
+    reader.load(Path(folder))
+    names = {name.removeprefix("model.") for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
+    saved_weights = {name for name in names if not name.startswith("optimizer.")}
+    return [
+        all(".layers.1." in name for name in saved_weights) and len(saved_weights) > 5,
+        torch.equal(weights(reader), weights(writer)) and not torch.equal(weights(reader), before),
+        digest(reader) == digest(writer),
+    ]
+
+
+def test_frozen_parameters_are_not_saved(tmp_path):
+    assert run_ranks(1, partly_frozen, str(tiny("llama", tmp_path)), str(tmp_path / "policy")) == [[True] * 3]
 
 
 def skips(world: World, path) -> list[bool]:

@@ -88,7 +88,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reports progress at every tensor, and refuses a checkpoint that holds more or other tensors than are asked for."""
+    """Reports progress at every tensor, and refuses a checkpoint whose tensors are not those asked for."""
 
     def __init__(self, progress: Callable[[], object]) -> None:
         super().__init__()
