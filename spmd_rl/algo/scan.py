@@ -16,9 +16,8 @@ def discounted_sums(values: Tensor, samples: Tensor, gamma: float, positions: Te
     positions = torch.arange(len(values), device=values.device) if positions is None else positions
     sums, reach = values, 1
     while reach < len(values) and bool((same := samples[reach:] == samples[:-reach]).any()):
-        distance = (
-            positions[reach:] - positions[:-reach]
-        ) * same  # across samples it may be negative: 0^-1 is infinite
+        # Across samples the distance may be negative, and 0^-1 is infinite.
+        distance = (positions[reach:] - positions[:-reach]) * same
         factor = torch.pow(gamma, distance.to(values.dtype)) * same
         sums = torch.cat([sums[:-reach] + factor * sums[reach:], sums[-reach:]])
         reach *= 2
