@@ -1,7 +1,7 @@
-"""Pure tensor mathematics of the algorithms: no rank, no device, no settings tree, no logger.
+"""The mathematics of the algorithms as pure functions of tensors, which know no rank, device, settings or logger.
 
-One algorithm is one short function and one line in a dict, plus its name in `config/sections/algorithm.py`. The names
-of its keyword-only parameters are keys of `algorithm`; `learn/binding.py` fills them in.
+An algorithm is one short function and one line in a dict, plus its name in `config/sections/algorithm.py`. Its
+keyword-only parameters are keys of `algorithm`, which `learn/binding.py` passes.
 """
 
 from spmd_rl.algo.advantages import ADVANTAGES, TOKEN_ADVANTAGES

@@ -1,4 +1,4 @@
-"""Loss aggregation as one weight per sample: the loss is the sum over tokens of weight * token loss.
+"""Loss aggregation: one weight per sample, so that the loss is the sum over tokens of weight * token loss.
 
 The weights come from the lengths of the *global* batch, so the gradient is the same however the batch is cut into
 ranks, micro-batches or packs.
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def token_mean(lengths: Tensor) -> Tensor:
-    """Every token counts the same.
+    """Weight every token of the global batch equally.
 
         w_i = 1 / sum_j |j|
 
@@ -23,7 +23,7 @@ def token_mean(lengths: Tensor) -> Tensor:
 
 
 def seq_mean_token_mean(lengths: Tensor) -> Tensor:
-    """Every sample counts the same.
+    """Average token losses within a sample, then over samples, so that every sample counts equally.
 
         w_i = 1 / (n |i|)
 
@@ -37,7 +37,7 @@ def seq_mean_token_mean(lengths: Tensor) -> Tensor:
 
 
 def seq_mean_token_sum(lengths: Tensor) -> Tensor:
-    """Token losses are summed within a sample and averaged over samples.
+    """Sum token losses within a sample and average over samples.
 
         w_i = 1 / n
 
@@ -50,11 +50,11 @@ def seq_mean_token_sum(lengths: Tensor) -> Tensor:
 
 
 def seq_mean_token_sum_norm(lengths: Tensor, *, loss_agg_length: int) -> Tensor:
-    """Token losses are summed within a sample, over a constant: no length bias, and a size that lengths do not change.
+    """Sum token losses within a sample, divide by a constant length and average over samples: no length bias.
 
         w_i = 1 / (n loss_agg_length)
 
-    The constant is configured, never the width of a padded batch, which would make the loss depend on the batching.
+    The constant is a setting, never the width of a padded batch, which would make the loss depend on the batching.
 
     Source: Dr.GRPO, Understanding R1-Zero-Like Training (arXiv 2503.20783, section 3.2 and its listing 1).
     Keys: `loss_agg_length`: tokens, >= 1; the authors take the largest answer length (`rollout.max_new_tokens`).

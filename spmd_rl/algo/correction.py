@@ -1,8 +1,8 @@
-"""Correction of the mismatch between the engine that sampled and the trainer that learns.
+"""Importance weights that correct the mismatch between the engine that sampled and the trainer.
 
-The engine's logprobs of its own tokens differ from the trainer's for the same weights (kernels, precision, cache), so
-samples are slightly off-policy even in the first update. The caller multiplies the loss of each token with its weight.
-Left out: the mismatch itself as a metric (`train_infer/abs_diff/mean` stands in `learn/`).
+The engine's logprobs of the tokens it sampled differ from the trainer's for the same weights (kernels, precision,
+cache), so samples are slightly off-policy even in the first update. The caller multiplies the loss of each token by
+its weight. The metric of the mismatch, `train_infer/abs_diff/mean`, is computed in `learn/`.
 """
 
 import torch
@@ -17,24 +17,24 @@ CORRECTION_LEVELS = {
     "sequence": lambda tokens, difference: run_sums(difference, tokens.samples),
     "geometric": lambda tokens, difference: run_means(difference, tokens.samples),
 }
-"""What one weight covers. `segment` and `geometric` are geometric means, `sequence` is the product of a sample."""
+"""What one weight covers: `segment` and `geometric` are geometric means, `sequence` is the product over a sample"""
 
 
 def correction(
     tokens: Tokens, *, level: str, upper: float | None, mask_low: float | None, mask_high: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Importance weights of the trainer's old policy over the engine's, truncated and masked; no gradient.
+    """Compute importance weights of the trainer's old policy over the engine's, truncated, masked and without gradient.
 
         w_t = min(rho, upper) where mask_low <= rho <= mask_high, else 0;    log rho = sum or mean of
         log pi_old(t) - log pi_engine(t) over the token, segment or sample
 
-    log rho is clamped to +-20. None leaves a bound out.
+    log rho is clamped to +-20. A bound of None does not apply.
 
     Source: truncation: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (Yao et al. 2025, TIS);
     masks: Every Step Evolves (arXiv 2510.18855, IcePop) per token, and When Speed Kills Stability (Liu et al. 2025) per
     sequence.
     Keys: `level`: `token`, `segment`, `sequence` or `geometric`; `upper`: bound of the weight, >= 1, such as 2;
-    `mask_low`, `mask_high`: band of the ratio outside which a token, segment or sample is left out, such as 0.5 and 5.
+    `mask_low`, `mask_high`: band of the ratio outside which a token, segment or sample is masked, such as 0.5 and 5.
     Use: the engine computes in another precision or with other kernels than the trainer; `sequence` is unbiased and
     noisy on long answers, `token` biased and calm.
 

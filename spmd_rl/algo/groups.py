@@ -1,33 +1,34 @@
-"""Sums, means and deviations over the samples of one group, given back to each of them.
+"""Sums, means and standard deviations over the samples of each group, returned for each sample.
 
-A batch is one group: pass `zeros_like(groups)`. Values are shifted by their group's smallest before they are summed,
-so that equal values have exactly that mean and exactly no deviation.
+To treat the batch as one group, pass `zeros_like(groups)`. Values are shifted by their group's smallest before they are
+summed, so that equal values have exactly that mean and a deviation of exactly 0.
 """
 
 import torch
 from torch import Tensor
 
 EPSILON = 1e-6
-"""Added to a standard deviation that divides."""
+"""Number that is added to a standard deviation before dividing by it"""
 
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum of `values` [n] over the samples of each one's group. groups: int64 [n]. Returns [n], dtype of `values`."""
+    """Sum `values` [n] over the group of each sample. groups: int64 [n]. Returns [n], dtype of `values`."""
     return _sum(values, _dense(groups))
 
 
 def group_min(values: Tensor, groups: Tensor) -> Tensor:
-    """Smallest of `values` [n] in each one's group. Returns [n]."""
+    """Return the smallest of `values` [n] in the group of each sample, [n]."""
     return _min(values, _dense(groups))
 
 
 def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Mean of each one's group, weighted by `weights` [n] (default 1; positive sum in every group). Returns [n]."""
+    """Return the mean over the group of each sample, [n], weighted by `weights` [n] (default 1; sums must be
+    positive)."""
     return _mean(values, _dense(groups), _weights(values, weights))
 
 
 def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Standard deviation of each one's group with Bessel's correction; 0 for a group of one. Returns [n].
+    """Return the standard deviation over the group of each sample, [n], with Bessel's correction; 0 for a group of one.
 
     `weights` are counts: a sample of weight w stands for w equal ones.
     """
@@ -35,7 +36,7 @@ def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> 
 
 
 def group_mean_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`group_mean` and `group_std`, in little more time than one of them."""
+    """Return `group_mean` and `group_std` together."""
     index, weights = _dense(groups), _weights(values, weights)
     mean, counts = _mean(values, index, weights), _sum(weights, index)
     squares = _sum((values - mean).square() * weights, index)
@@ -43,7 +44,7 @@ def group_mean_std(values: Tensor, groups: Tensor, weights: Tensor | None = None
 
 
 def _dense(groups: Tensor) -> Tensor:
-    """The groups numbered 0, 1, ...: as expensive as all that is done with them, so it is done once."""
+    """Renumber the groups 0, 1, ..."""
     return torch.unique(groups, return_inverse=True)[1]
 
 

@@ -1,7 +1,4 @@
-"""What the algorithm functions take: the metadata of a step's samples, and the sampled tokens of whole samples.
-
-Left out: anything of ranks, devices and settings; `learn/` fills these in.
-"""
+"""The inputs of the algorithm functions: the metadata of the samples of a step, and the tokens of whole samples."""
 
 from dataclasses import dataclass
 
@@ -10,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Metadata of every scored sample of the global batch, in (ticket, answer) order; n samples."""
+    """Metadata of the n samples of the global batch that have a score, in (ticket, answer) order."""
 
     scores: Tensor
     """float64 [n], after shaping"""
@@ -19,16 +16,16 @@ class Scored:
     lengths: Tensor
     """int64 [n], answer tokens"""
     greedy: Tensor | None = None
-    """float64 [n]: score of the group's greedy answer (ReMax); None where nobody asked"""
+    """float64 [n]: score of the group's greedy answer (ReMax); None where there is none"""
     trajectories: Tensor | None = None
-    """int64 [n]: trajectory of a step sample (agentic); None: each sample is its own"""
+    """int64 [n]: trajectory to which a step belongs (agents); None: each sample is a trajectory of its own"""
     steps: Tensor | None = None
-    """int64 [n]: place of the step in its trajectory"""
+    """int64 [n]: index of the step in its trajectory"""
     states: Tensor | None = None
     """int64 [n]: equal numbers mark equal (group, state before the step) (GiGPO)"""
 
     def __post_init__(self) -> None:
-        assert bool(self.scores.isfinite().all()), "a score that is not finite is no score: its verdict is an error"
+        assert bool(self.scores.isfinite().all()), "a score is finite, or its verdict is an error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +33,11 @@ class Tokens:
     """The N sampled tokens of whole samples, in order; a sample is never split over two of these."""
 
     logprobs: Tensor
-    """float [N]; the only one with a gradient, together with `entropy`"""
+    """float [N]: logprobs of the policy; only these and `entropy` carry gradient"""
     old_logprobs: Tensor
-    """float [N]: the trainer's, before the first update of the step"""
+    """float [N]: logprobs of the trainer before the first update of the step"""
     rollout_logprobs: Tensor
-    """float [N]: the engine's"""
+    """float [N]: logprobs of the engine that sampled"""
     advantages: Tensor
     """float [N]"""
     entropy: Tensor

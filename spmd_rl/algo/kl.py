@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The log ratio: unbiased, of high variance, negative for single tokens.
+    """Estimate the KL by the log ratio: unbiased, with high variance, negative for single tokens.
 
         KL_t = log p - log q
 
@@ -20,7 +20,7 @@ def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Half the squared log ratio: biased, of low variance, never negative (ROLL's `mse`).
+    """Estimate the KL by half the squared log ratio: biased, with low variance, never negative (ROLL's `mse`).
 
         KL_t = (log p - log q)^2 / 2
 
@@ -31,9 +31,9 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The log ratio with a control variate: unbiased, of low variance, never negative.
+    """Estimate the KL by the log ratio with a control variate: unbiased, with low variance, never negative.
 
-        KL_t = q / p - 1 - log(q / p),   log(q / p) held within +-10
+        KL_t = q / p - 1 - log(q / p),   log(q / p) clamped to +-10
 
     Source: Approximating KL Divergence (Schulman 2020, k3); GRPO (arXiv 2402.03300, eq. 4).
     Use: in the loss, as GRPO has it. On policy its gradient is that of KL(q || p) in expectation.
@@ -43,11 +43,11 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k_abs(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The size of the log ratio: biased, never negative (ROLL's `abs`).
+    """Estimate the KL by the absolute log ratio: biased, never negative (ROLL's `abs`).
 
         KL_t = |log p - log q|
 
-    Source: none; a habit of PPO codes since Ziegler et al. (arXiv 1909.08593).
+    Source: none; common in PPO code since Ziegler et al. (arXiv 1909.08593).
     Use: in the reward, against single tokens far off.
     """
     return (logprobs - reference).abs()
@@ -58,7 +58,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": k_abs}
 
 
 def adaptive_coef(coef: float, kl: float, num_samples: int, *, target_kl: float, kl_horizon: float) -> float:
-    """The next coefficient of the KL penalty: up where the KL is above its target, down where it is below.
+    """Return the next coefficient of the KL penalty: raised if the KL is above its target, lowered if it is below.
 
         beta' = beta * (1 + clip(KL / target_kl - 1, -0.2, 0.2) * num_samples / kl_horizon)
 

@@ -1,10 +1,10 @@
-"""`docs/ALGORITHMS.md`: every estimator and loss with its formula, source, keys and use, from the docstrings.
+"""Writes `docs/ALGORITHMS.md`: every estimator and loss with its formula, source, keys and use, from the docstrings.
 
     python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md
 
 A docstring opens with one line; then come a formula (indented), prose, and the block of `Source:`, `Keys:` and `Use:`.
-What stands after that block (shapes, dtypes) is for those who call the function and is left out of the page. A test
-holds the file to this.
+What follows that block (shapes, dtypes) is for callers of the function and is not on the page. A test checks that the
+file is current.
 """
 
 import inspect
@@ -37,16 +37,16 @@ INTRO = """\
 
 <!-- Written by `python -m spmd_rl.algo.markdown > docs/ALGORITHMS.md`; edit the docstrings in spmd_rl/algo/. -->
 
-Each is one short function under `spmd_rl/algo/`, named here as in the settings. Keys are those of `algorithm`; their
-defaults stand in [CONFIG.md](CONFIG.md), which also lists the recipes that put these together (`algorithm=<recipe>`).
-All statistics are over the global batch, so no result depends on the number of ranks, the size of micro-batches or the
-packing. An answer whose verdict is no score is in no mean and in no loss.
+Each algorithm is one short function under `spmd_rl/algo/`, with the name that the settings use. Its keys are those of
+`algorithm`; [CONFIG.md](CONFIG.md) has their defaults, and the recipes that combine them (`algorithm=<recipe>`). All
+statistics are over the global batch, so no result depends on the number of ranks, the size of micro-batches or the
+packing. An answer without a score is in no mean and in no loss.
 """
 
 
 @dataclass(frozen=True)
 class Section:
-    """One chapter of the page."""
+    """A section of the page: a title, an introduction and functions by name."""
 
     title: str
     intro: str
@@ -67,39 +67,53 @@ SECTIONS = (
         "`algorithm.advantage`: from one reward per token, which `token_rewards` makes of the score.",
         {**TOKEN_ADVANTAGES, **_named(token_rewards, moments.whiten)},
     ),
-    Section("Policy losses", "`algorithm.loss`: one value per token, weighed by the aggregation.", POLICY_LOSSES),
-    Section("Terms of the loss", "Added to any policy loss; a coefficient of 0 leaves one out.", POLICY_TERMS),
+    Section("Policy losses", "`algorithm.loss`: one value per token, weighted by the aggregation.", POLICY_LOSSES),
+    Section(
+        "Terms of the loss",
+        "These can be added to any policy loss; one with a coefficient of 0 is not computed.",
+        POLICY_TERMS,
+    ),
     Section("Aggregation", "`algorithm.loss_agg`: the weight of each token, by global counts.", AGGREGATIONS),
     Section(
         "KL to the reference",
         "`algorithm.kl_estimator` in the loss, `kl_reward_estimator` in the reward; p: the policy, q: the reference.",
         {**KL_ESTIMATORS, **_named(kl.adaptive_coef)},
     ),
-    Section("Correction of the engine's mismatch", "`algorithm.correction`.", _named(correction)),
+    Section("Importance correction", "`algorithm.correction`.", _named(correction)),
     Section(
-        "Choice of tokens",
-        "Which tokens the losses `clip_cov` and `kl_cov` mark.",
+        "Selection of tokens",
+        "The tokens that the losses `clip_cov` and `kl_cov` mark.",
         _named(selection.covariance, selection.clip_cov_keys),
     ),
-    Section("Scores", "Before the advantages, in this order.", _named(*SCORES, shaping.normalise, shaping.clip)),
-    Section("Masks and weights", "Which answers train, and how much.", _named(*MASKS, *WEIGHTS)),
-    Section("The critic", "With `algorithm.advantage=gae`.", _named(values.value_loss, values.explained_variance)),
+    Section(
+        "Scores",
+        "These change the scores before the advantages, in this order.",
+        _named(*SCORES, shaping.normalise, shaping.clip),
+    ),
+    Section(
+        "Masks and weights",
+        "These decide which answers are trained on, and with what weight.",
+        _named(*MASKS, *WEIGHTS),
+    ),
+    Section(
+        "The critic", "These need `algorithm.advantage=gae`.", _named(values.value_loss, values.explained_variance)
+    ),
 )
 
 
 def markdown() -> str:
-    """The whole page."""
-    return "\n".join([INTRO, *(line for section in SECTIONS for line in _chapter(section))])
+    """Return the whole page."""
+    return "\n".join([INTRO, *(line for section in SECTIONS for line in _section(section))])
 
 
-def _chapter(section: Section) -> Iterator[str]:
+def _section(section: Section) -> Iterator[str]:
     yield from (f"## {section.title}", "", section.intro, "")
     for name, function in section.members.items():
         yield from (f"### `{name}`", "", *_entry(function))
 
 
 def _entry(function: Function) -> Iterator[str]:
-    """The docstring up to its shapes: a formula becomes a code block, each field a line of a list."""
+    """Yield the lines of a docstring up to its shapes: a formula as a code block, each field as an item of a list."""
     for paragraph in inspect.getdoc(function).split("\n\n"):
         lines = paragraph.split("\n")
         if all(line.startswith("    ") for line in lines):
@@ -113,7 +127,7 @@ def _entry(function: Function) -> Iterator[str]:
 
 
 def fields(function: Function) -> dict[str, str]:
-    """What a docstring says under `Source:`, `Keys:` and `Use:`, each on one line."""
+    """Return what a docstring says under `Source:`, `Keys:` and `Use:`, each on one line."""
     names = "|".join(FIELDS)
     found = re.findall(rf"^({names}): (.*?)(?=^(?:{names}):|^$|\Z)", inspect.getdoc(function), re.MULTILINE | re.DOTALL)
     return {name: " ".join(text.split()) for name, text in found}

@@ -1,7 +1,6 @@
-"""Which samples train, and with what weight, beside their advantages. From metadata of the whole global batch.
+"""Masks and weights of samples, computed from the metadata of the global batch.
 
-A sample that a mask leaves out keeps its place in its group's baseline; only its loss is gone, and it is not counted
-in divisors.
+A masked sample stays in the baseline of its group; it has no loss and does not count in the divisors of the loss.
 """
 
 import torch
@@ -11,7 +10,7 @@ from spmd_rl.algo.groups import group_mean, group_sum
 
 
 def max_len_mask(truncated: Tensor) -> Tensor:
-    """Answers that ended by themselves; those cut off at the token limit are left out.
+    """Keep the answers that ended by themselves and mask those that were truncated at the token limit.
 
     Source: DAPO (arXiv 2503.14476, section 3.4, overlong filtering).
     Use: the limit, not the answer, would decide the score.
@@ -24,11 +23,11 @@ def max_len_mask(truncated: Tensor) -> Tensor:
 def difficulty_mask(
     scores: Tensor, groups: Tensor, *, difficulty_low_threshold: float, difficulty_high_threshold: float
 ) -> Tensor:
-    """Prompts that are neither too hard nor too easy.
+    """Keep the groups whose prompts are neither too hard nor too easy.
 
         keep = low < mean(r_g) < high
 
-    Source: DAPO (arXiv 2503.14476, section 3.2) has it with (0, 1), and samples again in place of what is left out.
+    Source: DAPO (arXiv 2503.14476, section 3.2) has it with (0, 1), and samples again in place of masked groups.
     Keys: `difficulty_low_threshold`, `difficulty_high_threshold`: low and high.
     Use: many groups are nearly all right or all wrong.
 
@@ -41,7 +40,7 @@ def difficulty_mask(
 
 
 def error_max_len_mask(scores: Tensor, lengths: Tensor, *, error_max_len_threshold: int, pass_score: float) -> Tensor:
-    """All right answers, and the wrong ones that are not too long.
+    """Keep all right answers, and the wrong ones that are not too long.
 
         keep = r >= pass_score or l < error_max_len_threshold
 
@@ -55,7 +54,7 @@ def error_max_len_mask(scores: Tensor, lengths: Tensor, *, error_max_len_thresho
 
 
 def difficulty_weight(difficulty: Tensor) -> Tensor:
-    """More weight for harder prompts.
+    """Give more weight to harder prompts.
 
         w = 0.5 + 1.5 * min(max(d, 0), 1)
 
@@ -68,7 +67,7 @@ def difficulty_weight(difficulty: Tensor) -> Tensor:
 
 
 def length_weight(lengths: Tensor) -> Tensor:
-    """Less weight for longer answers, by their place between the shortest and the longest of the batch.
+    """Give less weight to longer answers, linearly between the shortest and the longest of the batch.
 
         w = 1.5 - (l - l_min) / (l_max - l_min)
 
@@ -84,7 +83,7 @@ def length_weight(lengths: Tensor) -> Tensor:
 
 
 def mean_one(weights: Tensor) -> Tensor:
-    """Weights of mean 1 over the global batch, so that they move attention and not the learning rate.
+    """Scale weights to a mean of 1 over the global batch, so that they do not change the size of the update.
 
         w' = w * n / sum(w)
 

@@ -1,8 +1,8 @@
-"""Count, mean and sum of squared deviations: what whitening, running normalisation and explained variance are made of.
+"""Count, mean and sum of squared deviations, for whitening, running normalisation and explained variance.
 
-Each rank computes `Moments.of` its own values, all gather the three numbers and `merged` them in rank order: one
-meeting, and no cancellation, which a plain sum of squares has. The running kind is the same thing kept over steps:
-three floats to save.
+Each rank computes `Moments.of` its values, and all gather the three numbers and merge them in rank order: this takes
+one collective and has no cancellation, unlike a sum of squares. Kept over steps, the same three numbers are a running
+mean and deviation.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from spmd_rl.algo.groups import EPSILON
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of no values at first. Exact under JSON and msgpack: three Python floats."""
+    """The moments of a set of values, at first of none. JSON and msgpack carry them exactly."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -25,7 +25,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> "Moments":
-        """Of the values [N] where `mask` (bool [N]) holds, in float64, in two passes."""
+        """Compute the moments of the values [N] where `mask` (bool [N]) holds, in float64 and two passes."""
         chosen = (values if mask is None else values[mask]).detach().double()
         if not chosen.numel():
             return cls()
@@ -33,7 +33,7 @@ class Moments:
         return cls(float(chosen.numel()), float(mean), float((chosen - mean).square().sum()))
 
     def merge(self, other: "Moments") -> "Moments":
-        """Of both sets of values together (Chan, Golub, LeVeque 1979, eq. 2.1)."""
+        """Return the moments of both sets of values together (Chan, Golub, LeVeque 1979, eq. 2.1)."""
         count = self.count + other.count
         if not count:
             return self
@@ -43,17 +43,17 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """With Bessel's correction; 0 of fewer than two values."""
+        """The variance with Bessel's correction; 0 for fewer than two values."""
         return self.m2 / (self.count - 1) if self.count > 1 else 0.0
 
     @property
     def std(self) -> float:
-        """Square root of `variance`."""
+        """The standard deviation, the square root of `variance`."""
         return self.variance**0.5
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
-    """All of them, in the order given: equal on every rank that gives them in the same order."""
+    """Merge moments in the given order, so that the result is equal on ranks that give the same order."""
     return reduce(Moments.merge, parts, Moments())
 
 
@@ -65,7 +65,7 @@ def whiten(values: Tensor, moments: Moments) -> Tensor:
     Source: REINFORCE++ (arXiv 2501.03262, global advantage normalisation); std with Bessel's correction.
     Use: PPO and REINFORCE++, whose advantages have no scale of their own.
 
-    values: float [N], any part of those that `moments` were taken of. Returns [N], dtype of `values`. Equal values, and
+    values: float [N], any part of the values that `moments` describe. Returns [N], dtype of `values`. Equal values, and
     one alone, become 0.
     """
     return (values - moments.mean) / (moments.std + EPSILON)

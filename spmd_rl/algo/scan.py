@@ -1,20 +1,23 @@
-"""Discounted sums to the end of each sample, over packed samples, without a loop over tokens."""
+"""Discounted sums over packed samples, without a loop over tokens."""
 
 import torch
 from torch import Tensor
 
 
-def discounted_sums(values: Tensor, samples: Tensor, gamma: float, places: Tensor | None = None) -> Tensor:
-    """y_t = sum over s >= t of the same sample of gamma^(place_s - place_t) * values_s.
+def discounted_sums(values: Tensor, samples: Tensor, gamma: float, positions: Tensor | None = None) -> Tensor:
+    """Return the discounted sum from each token to the end of its sample.
 
-    values: float [N]; samples: int64 [N], non-decreasing; places: int64 [N], rising within a sample (default: one
-    apart). Returns [N], dtype of `values`. By doubling: pass k adds the sum that starts 2^k further, so a sample of L
-    tokens takes log2(L) passes, and what a sample gets does not depend on its neighbours.
+        y_t = sum over s >= t of the same sample of gamma^(position_s - position_t) * values_s
+
+    values: float [N]; samples: int64 [N], non-decreasing; positions: int64 [N], rising within a sample (default: one
+    apart). Returns [N], dtype of `values`. Pass k adds the sum that starts 2^k tokens later, so a sample of L tokens
+    takes log2(L) passes, and its result does not depend on its neighbours.
     """
-    places = torch.arange(len(values), device=values.device) if places is None else places
+    positions = torch.arange(len(values), device=values.device) if positions is None else positions
     sums, reach = values, 1
     while reach < len(values) and bool((same := samples[reach:] == samples[:-reach]).any()):
-        distance = (places[reach:] - places[:-reach]) * same  # across samples it may be negative: 0^-1 is infinite
+        # Across samples the distance may be negative, and 0^-1 is infinite.
+        distance = (positions[reach:] - positions[:-reach]) * same
         factor = torch.pow(gamma, distance.to(values.dtype)) * same
         sums = torch.cat([sums[:-reach] + factor * sums[reach:], sums[-reach:]])
         reach *= 2

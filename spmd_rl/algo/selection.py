@@ -1,11 +1,11 @@
-"""Which tokens of the *global* batch clip-cov and kl-cov mark, agreed by counts alone: no rank sees another's tokens.
+"""Selects the tokens of the *global* batch that clip-cov and kl-cov mark. Ranks exchange only counts, never tokens.
 
     cov = covariance(logprobs, advantages, mean_logprob, mean_advantage)       # means over the global batch
     keys = cov                                                                 # kl-cov: the highest
     keys = clip_cov_keys(cov, ids, clip_cov_low=..., clip_cov_high=...)        # clip-cov: some of the high ones
     marked = keys > threshold(count_above, num_marked(total, share))           # count_above sums over ranks
 
-What is done to a marked token is the loss's part (`clip_cov`, `kl_cov`).
+The losses `clip_cov` and `kl_cov` say what happens to a marked token.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 WAYS = 256
-"""Pieces into which each round cuts the range of bit patterns: 4 rounds for float32."""
+"""Number of parts into which each round of the search divides the bit patterns: 4 rounds for float32"""
 INF = 0x7F800000
-"""Bit pattern of infinity."""
+"""Bit pattern of infinity in float32"""
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_advantage: float) -> Tensor:
-    """What each token adds to the covariance of logprob and advantage, which drives the entropy down.
+    """Return what each token adds to the covariance of logprob and advantage, which lowers the entropy.
 
         Cov_t = (log p_t - mean log p) * (A_t - mean A)
 
@@ -35,7 +35,7 @@ def covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_a
 
 
 def clip_cov_keys(cov: Tensor, ids: Tensor, *, clip_cov_low: float, clip_cov_high: float) -> Tensor:
-    """A random order of the tokens of high covariance, the same on any rank.
+    """Order the tokens of high covariance at random, independently of the rank that holds them.
 
         key = uniform(id) where clip_cov_low < Cov < clip_cov_high, else -inf
 
@@ -50,12 +50,12 @@ def clip_cov_keys(cov: Tensor, ids: Tensor, *, clip_cov_low: float, clip_cov_hig
 
 
 def num_marked(total: int, share: float) -> int:
-    """How many tokens of the `total` in the global batch are marked: at least one, where there are any."""
+    """Return how many of the `total` tokens of the global batch to mark: a share, but at least one if there are any."""
     return min(total, max(1, int(total * share)))
 
 
 def uniform(ids: Tensor) -> Tensor:
-    """A number in [0, 1) from each id alone, by SplitMix64's finaliser. ids: int64 [N]. Returns float32 [N]."""
+    """Hash each id (int64 [N]) to a number in [0, 1), float32 [N], with the finaliser of SplitMix64."""
     x = ids + -0x61C8864680B583EB
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -63,16 +63,16 @@ def uniform(ids: Tensor) -> Tensor:
 
 
 def counts_above(keys: Tensor, thresholds: Tensor) -> Tensor:
-    """How many of this rank's keys (float32 [N]) are greater than each threshold (float32 [k]). Returns int64 [k]."""
+    """Count this rank's keys (float32 [N]) above each threshold (float32 [k]). Returns int64 [k]."""
     ordered = keys.sort().values
     return len(keys) - torch.searchsorted(ordered, thresholds.to(keys.device), right=True)
 
 
 def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
-    """The lowest number that at most `wanted` keys are above: fewer are marked only where keys are equal.
+    """Find the lowest threshold above which lie at most `wanted` keys; fewer only where keys are equal.
 
-    count_above: from thresholds (float32 [k]) to how many keys of the global batch are greater than each (int64 [k]);
-    it is called at most 4 times, and as often on every rank, for it sees only global counts. The search is over the bit
+    count_above: maps thresholds (float32 [k]) to the number of keys of the global batch above each (int64 [k]). It is
+    called at most 4 times, and equally often on every rank, as only global counts decide. The search is over the bit
     patterns of float32, which have the order of the floats.
     """
     low, high = -INF, INF  # ordered patterns of -inf and inf; at `high` the count is 0, so it always qualifies
@@ -87,6 +87,6 @@ def threshold(count_above: Callable[[Tensor], Tensor], wanted: int) -> float:
 
 
 def _float(patterns: Tensor) -> Tensor:
-    """The float32 of each ordered pattern: negative floats count down from 0, so that order is kept."""
+    """Return the float32 of each ordered bit pattern; negative patterns stand for negative floats."""
     bits = torch.where(patterns < 0, -patterns | -0x80000000, patterns)
     return bits.to(torch.int32).view(torch.float32)

@@ -1,6 +1,6 @@
-"""What happens to scores before advantages: scale and shift, penalties, normalisation, clip, in the order of this file.
+"""Changes of the scores before the advantages: scale and shift, penalties, normalisation and clip, in this order.
 
-All over the metadata of the whole global batch, one number per sample; only verdicts that carry a score get here.
+They take the metadata of the global batch, one number per sample, of the samples that have a score.
 """
 
 import torch
@@ -10,17 +10,17 @@ from spmd_rl.algo.groups import EPSILON, group_mean, group_std
 from spmd_rl.algo.moments import Moments
 
 NORMS = ("none", "batch", "group", "running")
-"""Over what a mean or a standard deviation is taken."""
+"""Sets over which a mean or a standard deviation is taken"""
 
 
 def scale_shift(scores: Tensor, *, reward_scale: float, reward_shift: float) -> Tensor:
-    """An affine change of the scores, to bring domains to one measure.
+    """Scale and shift the scores.
 
         r' = reward_scale * r + reward_shift
 
     Source: none; ROLL's keys.
     Keys: `reward_scale`: factor; `reward_shift`: added to the product.
-    Use: rewards of mixed sizes meet an estimator that does not divide.
+    Use: domains have rewards of different sizes and the estimator does not normalise.
 
     scores: float64 [n]. Returns float64 [n].
     """
@@ -28,13 +28,13 @@ def scale_shift(scores: Tensor, *, reward_scale: float, reward_shift: float) -> 
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, *, overlong_tokens: int, overlong_coef: float) -> Tensor:
-    """Soft punishment of answers that come near the token limit, to be added to the score.
+    """Return the soft penalty of answers near the token limit, to be added to the score.
 
         P = -c * min(max((l - (L_max - L_cache)) / L_cache, 0), 1)
 
     Source: DAPO (arXiv 2503.14476, eq. 13).
-    Keys: `overlong_tokens`: L_cache; 0 punishes nothing within the limit; `overlong_coef`: c.
-    Use: answers are cut off; the paper has L_cache a fifth of L_max, and c 1.
+    Keys: `overlong_tokens`: L_cache; 0 penalises nothing within the limit; `overlong_coef`: c.
+    Use: many answers are truncated; the paper has L_cache a fifth of L_max, and c 1.
 
     lengths: int64 [n]; max_tokens: L_max. Returns float64 [n], never above 0.
     """
@@ -43,12 +43,12 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, *, overlong_tokens: int, 
 
 
 def format_penalty(wrong_format: Tensor, *, format_penalty: float) -> Tensor:
-    """What an answer in the wrong format loses, whatever its score; to be added to the score.
+    """Return the penalty of answers in the wrong format, to be added to the score.
 
         P = -format_penalty where the verdict is `wrong_format`, else 0
 
     Source: none; ROLL's agentic runs have it.
-    Keys: `format_penalty`: what is lost.
+    Keys: `format_penalty`: what such an answer loses.
     Use: the policy forgets the format that the rewarder reads.
 
     wrong_format: bool [n]. Returns float64 [n].
@@ -57,7 +57,7 @@ def format_penalty(wrong_format: Tensor, *, format_penalty: float) -> Tensor:
 
 
 def repetition_penalty(token_ids: Tensor, *, repetition_ngram: int, repetition_coef: float) -> float:
-    """The share of n-grams of one answer that repeat an earlier one, to be added to its score.
+    """Return the penalty for n-grams of an answer that repeat an earlier one, to be added to its score.
 
         P = -c * (1 - distinct n-grams / n-grams)
 
@@ -74,7 +74,7 @@ def repetition_penalty(token_ids: Tensor, *, repetition_ngram: int, repetition_c
 
 
 def normalise(scores: Tensor, groups: Tensor, running: Moments, *, norm_mean_type: str, norm_std_type: str) -> Tensor:
-    """Scores less a mean, over a standard deviation, each taken over nothing, the batch, the group or the run so far.
+    """Subtract a mean from the scores and divide by a standard deviation, each over the batch, the group or the run.
 
         r' = (r - mean) / (std + 1e-6)
 
@@ -82,8 +82,8 @@ def normalise(scores: Tensor, groups: Tensor, running: Moments, *, norm_mean_typ
     Keys: `norm_mean_type`, `norm_std_type`: `none`, `batch`, `group` or `running`.
     Use: before `reinforce` and the token-level estimators. Group and group is GRPO, group and batch Lite PPO.
 
-    scores: float64 [n]; groups: int64 [n]; running: the moments of all scores so far, these merged in. Returns
-    float64 [n]. Where the deviation is 0 nothing is divided.
+    scores: float64 [n]; groups: int64 [n]; running: the moments of all scores so far, with these. Returns
+    float64 [n]. Where the deviation is 0, scores are not divided.
     """
     over = {"group": groups, "batch": torch.zeros_like(groups)}
     means = {"none": 0.0, "running": running.mean}
@@ -95,14 +95,14 @@ def normalise(scores: Tensor, groups: Tensor, running: Moments, *, norm_mean_typ
 
 
 def clip(values: Tensor, bound: float) -> Tensor:
-    """Values held within a bound, after all else: `reward_clip` for scores, `advantage_clip` for advantages.
+    """Clip values to plus and minus a bound: `reward_clip` for scores, `advantage_clip` for advantages.
 
         x' = min(max(x, -bound), bound)
 
     Source: none; ROLL's keys.
-    Keys: `reward_clip`, `advantage_clip`: the bound of each; null bounds nothing.
-    Use: rewards are learned or have no bound.
+    Keys: `reward_clip`, `advantage_clip`: the bound of each; null does not clip.
+    Use: rewards come from a model or are unbounded.
 
-    Any shape and dtype; the same comes back.
+    Values of any shape and dtype; the result has the same.
     """
     return values.clamp(-bound, bound)

@@ -1,4 +1,4 @@
-"""The critic's loss and its quality. Left out: the critic itself, and the returns (`advantages/tokens.py`)."""
+"""The loss of the critic and its explained variance. `advantages/tokens.py` computes its targets, the returns."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from spmd_rl.algo.moments import Moments
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, value_clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Squared error of the critic, its steps away from the old values clipped.
+    """Return the squared error of the critic, with values clipped around the old ones.
 
         L_t = 1/2 max( (V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2 )
 
     Source: Implementation Matters in Deep Policy Gradients (arXiv 2005.12729, section 3), which finds it in PPO's code.
-    Keys: `value_clip`: c; null takes the plain error.
+    Keys: `value_clip`: c; null does not clip.
     Use: with a critic (`gae`).
 
     All float [N]; only `values` carries gradient. Returns the loss per token and `critic/clipfrac`: 1 where the clip
@@ -28,11 +28,12 @@ def value_loss(
 
 
 def explained_variance(errors: Moments, returns: Moments) -> float:
-    """How much of the returns the critic knows: 1 is all, 0 is what a constant knows, below 0 is harm.
+    """Return the share of the variance of the returns that the critic explains: 1 is all, below 0 is worse than a
+    constant.
 
         EV = 1 - Var(R - V) / Var(R)
 
-    Source: the coefficient of determination (Wright 1921), as PPO codes report it.
+    Source: the coefficient of determination (Wright 1921), as PPO code reports it.
     Use: `critic/explained_variance`; a critic below 0 should warm up longer.
 
     errors: moments of R - V; returns: moments of R, both over the global batch. 0 where the returns do not vary.

@@ -42,7 +42,7 @@ def draw(runs: Sequence[RunData], title: str) -> str:
     body = axes(frame) + "".join(
         polyline(frame, Series("", color, points)) for (_, _, color), points in reversed(lines)
     )
-    body += _names(frame, lines)
+    body += _legend(lines)
     heading = (
         f'<text class="title" x="10" y="22">{escape(title)}</text><text class="num" x="10" y="38">mean score</text>'
     )
@@ -52,20 +52,17 @@ def draw(runs: Sequence[RunData], title: str) -> str:
     )
 
 
-def _names(frame: Frame, lines: Sequence[tuple[tuple[str, str, str], Sequence[Point]]]) -> str:
-    """Return the name of each kind at the end of its lines, pushed apart where they would overlap."""
-    ends: dict[tuple[str, str, str], list[float]] = {}
+def _legend(lines: Sequence[tuple[tuple[str, str, str], Sequence[Point]]]) -> str:
+    """Return the name of each kind with the last value of each of its lines, in a column on the right."""
+    ends: dict[tuple[str, str, str], list[str]] = {}
     for kind, points in lines:
-        ends.setdefault(kind, []).append(points[-1][1])
-    placed = sorted((frame.y(sum(values) / len(values)), kind, values) for kind, values in ends.items())
-    parts, lowest = [], frame.top - 6
-    for y, (name, _, color), values in placed:
-        lowest = max(y, lowest + 30)
-        x = frame.width - frame.right + 12
-        last = ", ".join(f"{value:.2f}" for value in values)
-        parts.append(f'<text class="key" x="{x}" y="{lowest + 1:.1f}" style="fill:{color}">{escape(name)}</text>')
-        parts.append(f'<text class="num" x="{x}" y="{lowest + 14:.1f}">{last}</text>')
-    return "".join(parts)
+        ends.setdefault(kind, []).append(f"{points[-1][1]:.2f}")
+    x = WIDTH - 128
+    return "".join(
+        f'<text class="key" x="{x}" y="{64 + 36 * row}" style="fill:{color}">{escape(name)}</text>'
+        f'<text class="num" x="{x}" y="{78 + 36 * row}">{", ".join(values)}</text>'
+        for row, ((name, _, color), values) in enumerate(ends.items())
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from spmd_rl.distributed import solo
 from spmd_rl.errors import UserError
 from spmd_rl.track import Run
 from spmd_rl.track.metrics import MetricsFile, combine
-from spmd_rl.track.samples import SampleLog, SampleRow, TurnRow
+from spmd_rl.track.samples import SampleLog, SampleRow
 from tests.synthetic import sample
 
 
@@ -190,19 +190,6 @@ def test_recover_finishes_whole_sets_and_drops_the_rest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000003.jsonl"]
     assert (tmp_path / "step-000001.jsonl").read_bytes() == b"".join(written([(0, 0), (0, 1)]))
     assert (tmp_path / "step-000003.jsonl").read_bytes() == b"".join(written([(7, 0), (7, 1)]))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_many_samples_are_quick(tmp_path: Path, num_ranks: int) -> None:
-    logs = [SampleLog(tmp_path, rank, num_ranks) for rank in range(num_ranks)]
-    turn = TurnRow("", list(range(50)), list(range(50)), [-0.5] * 50, [0] * 50, "length")
-    row = msgspec.structs.replace(made([(0, 0)])[0], turns=[turn])
-    began = time.perf_counter()
-    for rank, log in enumerate(logs):
-        tickets = range(rank, 2_500, num_ranks)
-        log.write(1, (msgspec.structs.replace(row, ticket=t, answer=a) for t in tickets for a in range(8)))
-    logs[0].merge(1)
-    assert time.perf_counter() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Advantage estimators by name: of samples (one number for a whole answer) and of tokens. No name stands in both."""
+"""Advantage estimators by name: for samples (one number for a whole answer) and for tokens. No name is in both."""
 
 from spmd_rl.algo.advantages.group import (
     dr_grpo,

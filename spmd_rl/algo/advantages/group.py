@@ -1,8 +1,8 @@
 """Advantages from one score per sample, compared with the other answers to the same prompt.
 
-Each takes the metadata of the whole global batch and gives float64 [n]. A sample whose verdict is no score is not in
-it, so it is in nobody's baseline. Where a group has one answer, or all scores are equal, the advantage is exactly 0
-unless said otherwise.
+Each function takes the metadata of the global batch and returns float64 [n]. A sample without a score is not in the
+batch, so it is in no baseline. Where a group has one answer, or all of its scores are equal, the advantage is exactly 0
+unless the function says otherwise.
 """
 
 import torch
@@ -13,7 +13,7 @@ from spmd_rl.algo.inputs import Scored
 
 
 def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
-    """Group-relative advantage: a score minus its group's mean, over the group's standard deviation.
+    """Subtract the mean of the group from each score and divide by the group's standard deviation.
 
         A_i = (r_i - mean(r_g)) / (std(r_g) + 1e-6)
 
@@ -28,18 +28,18 @@ def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
 
 
 def dr_grpo(scored: Scored) -> Tensor:
-    """GRPO without the division by the standard deviation, which favours prompts that are nearly always right or wrong.
+    """Subtract the mean of the group: GRPO without dividing by the deviation, which favours very easy and hard prompts.
 
         A_i = r_i - mean(r_g)
 
     Source: Understanding R1-Zero-Like Training (arXiv 2503.20783, section 3.2).
-    Use: with the aggregation `seq-mean-token-sum-norm`, which leaves the length bias out as well.
+    Use: with the aggregation `seq-mean-token-sum-norm`, which removes the length bias as well.
     """
     return grpo(scored, norm_std=False)
 
 
 def rloo(scored: Scored) -> Tensor:
-    """REINFORCE with the mean of the *other* answers as baseline, so that the baseline is unbiased.
+    """Subtract the mean score of the *other* answers of the group, an unbiased baseline.
 
         A_i = r_i - sum_{j != i} r_j / (n_g - 1) = n_g / (n_g - 1) * (r_i - mean(r_g))
 
@@ -51,19 +51,19 @@ def rloo(scored: Scored) -> Tensor:
 
 
 def reinforce(scored: Scored) -> Tensor:
-    """The score itself, with no baseline.
+    """Take the score itself as the advantage, without a baseline.
 
         A_i = r_i
 
     Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE).
-    Use: scores are normalised (`norm_mean_type`, `norm_std_type`), or to see what a baseline buys. Equal scores keep
-    their size.
+    Use: scores are normalised (`norm_mean_type`, `norm_std_type`), or to see what a baseline gains. Equal scores are
+    not 0.
     """
     return scored.scores.clone()
 
 
 def reinforce_pp_baseline(scored: Scored) -> Tensor:
-    """The group's mean as baseline, then whitened over all tokens of the batch instead of the group.
+    """Subtract the mean of the group, then whiten over all tokens of the batch instead of the group.
 
         A'_i = r_i - mean(r_g);   A_i = (A'_i - mean_tokens(A')) / (std_tokens(A') + 1e-6)
 
@@ -76,20 +76,20 @@ def reinforce_pp_baseline(scored: Scored) -> Tensor:
 
 
 def remax(scored: Scored) -> Tensor:
-    """The score of the greedy answer to the same prompt as baseline.
+    """Subtract the score of the greedy answer to the same prompt.
 
         A_i = r_i - r(greedy answer)
 
     Source: ReMax (arXiv 2310.10505).
-    Use: one answer per prompt; a greedy one more is generated for each. Equal scores give
-    0 only where the greedy answer has them too.
+    Use: one answer per prompt; a greedy answer is generated beside it. Equal scores give 0 only if the greedy answer
+    has the same score.
     """
     assert scored.greedy is not None, "remax needs the score of a greedy answer for every prompt"
     return scored.scores - scored.greedy
 
 
 def opo(scored: Scored) -> Tensor:
-    """The baseline of least variance for exact on-policy training, each score weighted by its length.
+    """Subtract the group's mean weighted by length: the baseline of least variance in exact on-policy training.
 
         A_i = r_i - b_g,   b_g = sum_j l_j r_j / sum_j l_j
 
@@ -100,7 +100,7 @@ def opo(scored: Scored) -> Tensor:
 
 
 def lite_ppo(scored: Scored) -> Tensor:
-    """The group's mean, the batch's standard deviation.
+    """Subtract the mean of the group and divide by the standard deviation of the batch.
 
         A_i = (r_i - mean(r_g)) / (std(r_batch) + 1e-6)
 
@@ -112,7 +112,7 @@ def lite_ppo(scored: Scored) -> Tensor:
 
 
 def pass_at_k(scored: Scored, *, pass_k: int, pass_score: float) -> Tensor:
-    """Reward for at least one right answer among k, in closed form over all subsets of k of the group.
+    """Reward at least one right answer among k, in closed form over all subsets of k answers of the group.
 
         R = 1 - C(w, k) / C(n, k),   s = sqrt(R (1 - R)),   w wrong answers of n
         A_right = (1 - R) / s,   A_wrong = (1 - R - C(w - 1, k - 1) / C(n - 1, k - 1)) / s
@@ -126,7 +126,7 @@ def pass_at_k(scored: Scored, *, pass_k: int, pass_score: float) -> Tensor:
     counts = group_sum(torch.ones_like(scored.scores), scored.groups)
     wrong = group_sum((~right).to(scored.scores.dtype), scored.groups)
     none_right = torch.ones_like(counts)  # C(w, k) / C(n, k)
-    none_right_beside = torch.ones_like(counts)  # the same of a wrong answer's k - 1 companions
+    none_right_beside = torch.ones_like(counts)  # the same for the k - 1 others of a subset with a wrong answer
     for drawn in range(pass_k):
         share = ((wrong - drawn).clamp(min=0) / (counts - drawn).clamp(min=1)).where(drawn < counts, 1.0)
         none_right = none_right * share

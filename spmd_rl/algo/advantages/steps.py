@@ -1,8 +1,7 @@
-"""Advantages of agents, where each step of a trajectory is a sample of its own with a reward of its own.
+"""Advantages of agents, where each step of a trajectory is a sample with a reward of its own.
 
-`Scored.scores` are then the rewards of the steps; `trajectories` and `steps` say where each stands. Where they are
-None a sample is a trajectory of one step. Steps missing from a trajectory (no score) are passed over; discounting
-keeps the true distance.
+`Scored.scores` are the rewards of the steps; `trajectories` and `steps` say where each belongs. Where these are None,
+a sample is a trajectory of one step. Steps without a score are skipped; discounts use the true distance of the others.
 """
 
 import torch
@@ -14,7 +13,7 @@ from spmd_rl.algo.scan import discounted_sums
 
 
 def starpo(scored: Scored, *, norm_std: bool) -> Tensor:
-    """The return of the whole trajectory, relative to the other trajectories of its group, for all of its steps.
+    """Compare the return of a trajectory with the other trajectories of its group, for all of its steps.
 
         R(tau) = sum_t r_t;   A = (R - mean(R_g)) / (std(R_g) + 1e-6)
 
@@ -29,13 +28,13 @@ def starpo(scored: Scored, *, norm_std: bool) -> Tensor:
 
 
 def step_reinforce(scored: Scored, *, step_reward_gamma: float) -> Tensor:
-    """The discounted return from each step on, with no baseline.
+    """Take the discounted return from each step on, without a baseline.
 
         R_t = sum_{s >= t} gamma^(s - t) r_s
 
     Source: Simple Statistical Gradient-Following Algorithms (Williams 1992, REINFORCE), over steps.
     Keys: `step_reward_gamma`: the discount from one step to the next.
-    Use: agentic runs with rewards on the way; whiten what comes out.
+    Use: agentic runs with rewards on the way; whiten the advantages.
     """
     trajectories = _trajectories(scored)
     steps = torch.zeros_like(trajectories) if scored.steps is None else scored.steps
@@ -53,14 +52,14 @@ def gigpo(
     episode_reward_weight: float,
     step_reward_weight: float,
 ) -> Tensor:
-    """Two comparisons in one: trajectories in their group, and steps among all that met the same state there.
+    """Compare trajectories within their group, and steps with all steps of the group from the same state.
 
         A = w_e * GRPO(R(tau) in the group) + w_s * GRPO(R_t among equal states),   R_t as in `step_reinforce`
 
     Source: Group-in-Group Policy Optimization (arXiv 2505.10978, A = A^E + w A^S).
     Keys: `episode_reward_weight`, `step_reward_weight`: w_e and w_s; `step_reward_gamma`: the discount of R_t;
     `norm_std`: divide by the standard deviations (false: the paper's F_norm = 1).
-    Use: agentic runs of many steps, where single steps need credit. A state met once has no step part: 0.
+    Use: agentic runs of many steps, where single steps need credit. The step part of a state that occurs once is 0.
     """
     assert scored.states is not None, "gigpo needs the states before the steps: it runs under the agentic door only"
     returns = step_reinforce(scored, step_reward_gamma=step_reward_gamma)

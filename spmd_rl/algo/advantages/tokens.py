@@ -1,7 +1,7 @@
 """Advantages from one reward per token: with a critic, with a discount, or with the KL penalty in the reward.
 
-All work on the N sampled tokens of whole samples, packed in order; a sample's numbers do not depend on what it is
-packed with. An answer cut off by the token limit is treated as ended: after its last token nothing is bootstrapped.
+The functions take the N sampled tokens of whole samples, packed in order; the result of a sample does not depend on
+those it is packed with. A truncated answer counts as ended: nothing is bootstrapped after its last token.
 """
 
 import torch
@@ -11,7 +11,7 @@ from spmd_rl.algo.scan import discounted_sums
 
 
 def token_rewards(scores: Tensor, samples: Tensor, kl: Tensor | None = None, kl_reward_coef: float = 0.0) -> Tensor:
-    """One reward per token: the score at the sample's last token, less the KL penalty at each.
+    """Return one reward per token: the score at the last token of the sample, minus the KL penalty of each token.
 
         r_t = [t is last] * score - kl_reward_coef * KL_t
 
@@ -25,7 +25,7 @@ def token_rewards(scores: Tensor, samples: Tensor, kl: Tensor | None = None, kl_
 
 
 def gae(rewards: Tensor, values: Tensor, samples: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the tokens of an answer.
+    """Estimate generalised advantages over the tokens of an answer, with a critic.
 
         d_t = r_t + gamma V_{t+1} - V_t;   A_t = d_t + gamma lam A_{t+1};   R_t = A_t + V_t
         (V and A are 0 past the end)
@@ -47,7 +47,7 @@ def gae(rewards: Tensor, values: Tensor, samples: Tensor, *, gamma: float, lam: 
 def reinforce_returns(
     rewards: Tensor, values: Tensor | None, samples: Tensor, *, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """The discounted return from each token on, with no critic.
+    """Take the discounted return from each token on, without a critic.
 
         A_t = R_t = r_t + gamma R_{t+1}
 
@@ -63,7 +63,7 @@ def reinforce_returns(
 
 
 def _last(samples: Tensor) -> Tensor:
-    """Whether a token is the last of its sample. bool [N]."""
+    """Return whether each token is the last of its sample, bool [N]."""
     last = torch.ones_like(samples, dtype=torch.bool)
     last[:-1] = samples[1:] != samples[:-1]
     return last

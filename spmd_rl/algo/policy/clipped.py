@@ -1,7 +1,7 @@
-"""Losses that stop a token's gradient where its ratio leaves a band: PPO's family, per token, segment and sample.
+"""Clipped losses, the family of PPO: a token has no gradient where its importance ratio leaves a band.
 
-Every loss takes `Tokens` (N tokens of whole samples) and returns the loss per token, float [N], and named quantities,
-float [N] each (see `ratios.quantities`). Weighting and summing are the caller's (see `aggregation.py`).
+Every loss takes `Tokens` (N tokens of whole samples) and returns the loss per token, float [N], and metrics per token,
+float [N] each (see `ratios.quantities`). The caller weights and sums them (see `aggregation.py`).
 """
 
 import torch
@@ -14,7 +14,7 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """PPO's min(r A, clip(r, 1 - low, 1 + high) A), and where the clip is the smaller. Float [N], bool [N]."""
+    """Return PPO's min(r A, clip(r, 1 - low, 1 + high) A), float [N], and where the clip is smaller, bool [N]."""
     plain = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     return torch.minimum(plain, clipped), clipped < plain

@@ -1,7 +1,7 @@
-"""Losses that hold back the few tokens which cost the most entropy.
+"""Losses that restrain the few tokens which lower the entropy most.
 
-Left out: which tokens these are. They are chosen over the *global* batch before the update (`algo/selection.py`) and
-come as `Tokens.marked`. Shapes as in `clipped.py`.
+These tokens are selected over the *global* batch before the update (`algo/selection.py`) and given as `Tokens.marked`.
+Shapes are those of `clipped.py`.
 """
 
 from spmd_rl.algo.inputs import Tokens

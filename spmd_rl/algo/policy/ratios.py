@@ -1,6 +1,6 @@
-"""Importance ratios of the policy losses: per token, and over runs of tokens (samples, segments).
+"""Importance ratios of the policy losses, per token and over runs of tokens (samples, segments).
 
-Left out: what a loss does with a ratio. A ratio is exp(log ratio) with the log ratio clamped to +-20, so it lies within
+A ratio is exp(log ratio) with the log ratio clamped to +-20, so it lies within
 [2e-9, 5e8] and nothing overflows, in float32 either; a token beyond the clamp passes no gradient through its ratio.
 """
 
@@ -13,17 +13,17 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def log_ratios(tokens: Tokens) -> Tensor:
-    """log(pi / pi_old) of each token, with gradient. Float [N]."""
+    """Return log(pi / pi_old) of each token, float [N], with gradient."""
     return tokens.logprobs - tokens.old_logprobs
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """exp of the log ratio clamped to +-20. Any shape."""
+    """Return exp of the log ratio clamped to +-20, of any shape."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def run_sums(values: Tensor, runs: Tensor) -> Tensor:
-    """Sum of each run, at each of its tokens.
+    """Sum values over each run, and return the sum at each of its tokens.
 
     values: float [N]; runs: int64 [N], equal neighbours are one run (`Tokens.samples` or `.segments`). Returns [N].
     """
@@ -32,7 +32,7 @@ def run_sums(values: Tensor, runs: Tensor) -> Tensor:
 
 
 def run_means(values: Tensor, runs: Tensor) -> Tensor:
-    """Mean of each run, at each of its tokens. Shapes as in `run_sums`."""
+    """Average values over each run, and return the mean at each of its tokens. Shapes are those of `run_sums`."""
     sums, index, counts = _sums(values, runs)
     return (sums / counts)[index]
 
@@ -43,7 +43,7 @@ def _sums(values: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantities(log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
-    """What every policy loss reports per token, without gradient, each float [N].
+    """Return the metrics that every policy loss reports per token, float [N] each, without gradient.
 
     `actor/approxkl`: k3 of the old policy against the new, r - 1 - log r; `actor/ratio`: the ratio that the loss used;
     `actor/clipfrac`: 1 where a bound took the token's gradient, or cut its weight.

@@ -1,6 +1,6 @@
-"""Losses with something gentler than a hard band per token: a soft gate, a geometric mean, a squared pull.
+"""Losses without a hard clip per token: a soft gate, a geometric mean, a squared penalty.
 
-Shapes as in `clipped.py`.
+Shapes are those of `clipped.py`.
 """
 
 import torch

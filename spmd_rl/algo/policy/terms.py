@@ -1,4 +1,4 @@
-"""Terms added to a policy loss, each with its own coefficient; 0 leaves a term out. Shapes as in `clipped.py`."""
+"""Terms that are added to a policy loss, each with a coefficient. Shapes are those of `clipped.py`."""
 
 import torch
 
@@ -8,7 +8,7 @@ from spmd_rl.algo.policy.ratios import run_means
 
 
 def positive_sft(tokens: Tokens, *, sft_coef: float) -> Loss:
-    """Supervised learning on the policy's own good samples.
+    """Add a supervised loss on the policy's own samples of positive advantage.
 
         L_t = -sft_coef log pi(t) where the mean advantage of the sample is positive, else 0
 
@@ -22,7 +22,7 @@ def positive_sft(tokens: Tokens, *, sft_coef: float) -> Loss:
 
 
 def entropy_bonus(tokens: Tokens, *, entropy_coef: float) -> Loss:
-    """Reward for an undecided policy.
+    """Add a bonus for the entropy of the policy.
 
         L_t = -entropy_coef H(pi at t)
 

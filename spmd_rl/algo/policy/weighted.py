@@ -1,7 +1,7 @@
-"""Losses of the form -(detached weight) A log pi: the policy gradient, and its importance-weighted kin.
+"""Losses of the form -(detached weight) A log pi: the policy gradient and its importance-weighted variants.
 
-No token's gradient is stopped by a band; its weight is bounded instead. The value of such a loss means nothing, its
-gradient does. Shapes as in `clipped.py`.
+No clip removes the gradient of a token; its weight is bounded instead. Only the gradient of such a loss has a meaning,
+not its value. Shapes are those of `clipped.py`.
 """
 
 import torch
