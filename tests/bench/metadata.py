@@ -18,6 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch.distributed as dist
+
+from spmd_rl.algo.moments import Moments
+from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
+from spmd_rl.learn import prepare
 from spmd_rl.rollout.collected import Collected, RankReport, StepResult
 from spmd_rl.rollout.coordinator import coordinate
 from spmd_rl.rollout.outcomes import ANSWER, SliceReport
