@@ -30,7 +30,7 @@ class Traffic:
 
 
 class CountedStore:
-    """A store whose operations are counted; see `rollout.tickets.Store` for what they are."""
+    """A store whose operations are counted; see `rollout.coordinator.Store` for what they are."""
 
     def __init__(self, store: dist.Store, traffic: Traffic) -> None:
         self._store, self._traffic = store, traffic
@@ -54,11 +54,6 @@ class CountedStore:
         """Whether all are there."""
         self._traffic.store_operations += 1
         return self._store.check(keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if the value is `expected` (empty: none yet); what is there afterwards, or `expected`."""
-        self._traffic.store_operations += 1
-        return self._store.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
         """Forget."""

@@ -2,7 +2,7 @@
 
     python -m tests.bench.metadata --ranks 1 8 64 512 --steps 5 --json m.json
 
-A rank reads what all have told at the end of a step, finds outcomes and metrics, and makes the plan: advantages,
+A rank reads what all report at the end of a step, finds outcomes and metrics, and makes the plan: advantages,
 weights, and who trains what. Every rank has finished 32 tickets of 8 answers, of all lengths up to 1,024 tokens, in no
 order. One process does here what each of them would do: CPU-seconds, the least of the steps. Left out: how the records
 travel.
@@ -18,27 +18,26 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch.distributed as dist
-from spmd_rl.rollout.accept import tickets
-from spmd_rl.rollout.harvest import Told, harvest
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.learn import prepare
-from spmd_rl.rollout.collected import Collected
-from spmd_rl.rollout.outcomes import ANSWER, Finished, Report
+from spmd_rl.rollout.collected import Collected, RankReport, StepResult
+from spmd_rl.rollout.coordinator import coordinate
+from spmd_rl.rollout.outcomes import ANSWER, SliceReport
 from spmd_rl.rollout.rounds import Cursor, plan_round
 from tests.bench import show
 
 TICKETS, ANSWERS = 32, 8
 """Of a rank and step, and of a ticket."""
 PROMPT_TOKENS, MOST_TOKENS = 64, 1024
-PARTS = ("harvest", "metrics", "plan")
+PARTS = ("result", "metrics", "plan")
 
 
 def records(ranks: int, seed: int) -> list[bytes]:
-    """What each rank tells, packed."""
+    """What each rank reports, packed."""
     draw = np.random.default_rng(seed)
-    told = []
+    reports = []
     for rank, mine in enumerate(draw.permutation(ranks * TICKETS).reshape(ranks, TICKETS).tolist()):
         rows = np.zeros((TICKETS, ANSWERS), ANSWER)
         rows["ticket"], rows["answer"] = np.array(mine)[:, None], np.arange(ANSWERS)
@@ -46,17 +45,17 @@ def records(ranks: int, seed: int) -> list[bytes]:
         rows["num_answer_tokens"] = draw.integers(1, MOST_TOKENS, rows.shape)
         rows["num_prompt_tokens"] = PROMPT_TOKENS
         rows["num_tokens"] = rows["num_answer_tokens"] + PROMPT_TOKENS
-        finished = [Finished(ticket, 0, "toy", row.tobytes(), "") for ticket, row in zip(mine, rows, strict=True)]
-        told.append(Told(Report.of(finished), [], [], str(ranks * TICKETS), 0.0, 1.0, 0))
-    return [msgspec.msgpack.encode(one) for one in told]
+        finished = [SliceReport(ticket, 0, "toy", row.tolist()) for ticket, row in zip(mine, rows, strict=True)]
+        reports.append(RankReport(finished, [], [], str(ranks * TICKETS), 0.0, 1.0, 0))
+    return [msgspec.msgpack.encode(one) for one in reports]
 
 
 def step(payloads: list[bytes]) -> dict[str, float]:
     """CPU-seconds of each part, of one rank."""
     ranks = len(payloads)
     settings = RolloutConfig(prompts_per_step=ranks * TICKETS, answers_per_prompt=ANSWERS)
-    book = tickets(dist.HashStore(), "bench", plan_round(Cursor(), settings), ranks)
-    decode = msgspec.msgpack.Decoder(Told).decode
+    coordinator = coordinate(dist.HashStore(), "bench", plan_round(Cursor(), settings), ranks)
+    decode = msgspec.msgpack.Decoder(RankReport).decode
     seconds = {}
 
     def timed(name: str, do: Callable[[], Any]) -> Any:
@@ -66,9 +65,10 @@ def step(payloads: list[bytes]) -> dict[str, float]:
         return done
 
     def read() -> Collected:
-        return harvest(settings, book, [decode(payload) for payload in payloads]).collected(1, {})
+        reports = [decode(payload) for payload in payloads]
+        return StepResult.of(settings, coordinator, reports).collected(1, {})
 
-    collected = timed("harvest", read)
+    collected = timed("result", read)
     timed("metrics", collected.metrics)
     sizes = {"num_updates": 1, "num_ranks": ranks, "hidden_size": 576, "max_tokens": MOST_TOKENS}
     timed("plan", lambda: prepare.plan(collected, AlgorithmConfig(), Moments(), **sizes))
