@@ -22,7 +22,7 @@ def run(cfg: RlvrConfig) -> None:
 
     from spmd_rl import engine, sync, train
     from spmd_rl.checkpoint import Checkpointer, HfExport, finished
-    from spmd_rl.distributed import World
+    from spmd_rl.distributed import World, agree_on_start
     from spmd_rl.learn import Learner, evaluate, lineage
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Rollouts
@@ -31,6 +31,7 @@ def run(cfg: RlvrConfig) -> None:
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
     with ExitStack() as stack:
         world = stack.enter_context(World.open(cfg))  # [all]
+        agree_on_start(world, cfg, {"data.train": prompts.train, "data.eval": prompts.eval})  # [all]
         if finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
             if world.rank == 0:
                 print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -32,7 +32,7 @@ class PhaseWatcher(Protocol):
         ...
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class Place(NamedTuple):
     """A collective that a rank is in."""
 
     name: str
