@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from spmd_rl.config.keys import flatten, to_dict
-from spmd_rl.config.run_identity import versions
+from spmd_rl.config.run_identity import package_versions
 from spmd_rl.distributed.world import World
 from spmd_rl.errors import Disagreement
 
@@ -53,7 +53,7 @@ def _values(cfg: Any) -> dict[str, Any]:
     chosen = {value for value in settings.values() if isinstance(value, str)}
     found = {
         package: version
-        for package, version in versions().items()
+        for package, version in package_versions().items()
         if package not in IF_CHOSEN or package.partition("-")[0] in chosen
     }
     return settings | {f"package {name}": version for name, version in found.items()} | {"source of spmd_rl": _source()}
