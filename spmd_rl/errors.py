@@ -14,6 +14,10 @@ class UserError(ValueError):
     """A user's mistake. The message is one line that names the key, file or line to mend. Exit code 2."""
 
 
+class Disagreement(UserError):
+    """A mistake that all ranks report alike, whatever their settings: rank 0 alone prints it."""
+
+
 class RunFailed(RuntimeError):
     """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""
 

@@ -6,7 +6,7 @@
 Lines marked [all] meet the other ranks; no other line may decide whether one of them is reached.
 """
 
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 from spmd_rl.config import RlvrConfig, main
@@ -22,25 +22,26 @@ def run(cfg: RlvrConfig) -> None:
 
     from spmd_rl import engine, sync, train
     from spmd_rl.checkpoint import Checkpointer, HfExport, finished
-    from spmd_rl.distributed import World
+    from spmd_rl.distributed import World, agree_on_start
     from spmd_rl.learn import Learner, evaluate, lineage
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Rollouts
     from spmd_rl.track import Run
 
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
-    with ExitStack() as stack:
-        world = stack.enter_context(World.open(cfg))  # [all]
+    with World.open(cfg) as world, world.resources() as stack:  # [all]
+        agree_on_start(world, cfg, {"data.train": prompts.train, "data.eval": prompts.eval})  # [all]
         if finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
             if world.rank == 0:
                 print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)
             return
         track = stack.enter_context(Run.open(cfg, world))  # [all]
-        scorer = stack.enter_context(
-            sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
-        )
-        roles = train.build_roles(cfg, world)  # [all]
-        generator = engine.build(cfg, world)  # [all]
+        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            scorer = stack.enter_context(
+                sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
+            )
+            roles = train.build_roles(cfg, world)  # [all]
+            generator = engine.build(cfg, world)  # [all]
         publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
         rollouts = stack.enter_context(closing(Rollouts(cfg, generator, prompts, scorer, tokenizer, world)))  # [all]
         learner = Learner(cfg, *roles, world)
@@ -50,7 +51,8 @@ def run(cfg: RlvrConfig) -> None:
 
         start = saver.restore()  # [all] 0 for a fresh run
         rollouts.check()  # [all]
-        publish(version=start)  # [all] verified
+        with world.journal.slow(cfg.journal.start_seconds):  # an engine's first step may compile
+            publish(version=start)  # [all] verified
         if start == 0:
             with track.step(0):
                 track.add(evaluate(cfg, rollouts, world, 0))  # [all]

@@ -32,7 +32,7 @@ from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.run_identity import check_same_run, run_dir, to_yaml
 from spmd_rl.config.unused import unused_settings
-from spmd_rl.errors import RunFailed, UserError, one_line
+from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line
 
 ERROR_FILE = "error.txt"
 BEGAN = time.time()
@@ -66,6 +66,8 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
     except KeyboardInterrupt:
         ending.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:
+        if isinstance(error, Disagreement) and rank() != 0:
+            ending.leave(2, "")
         ending.tell(2, str(error))
     except RunFailed as error:
         ending.tell(1, str(error))
@@ -92,7 +94,7 @@ class Ending:
             path.unlink(missing_ok=True)
 
     def tell(self, code: int, line: str, printed: bool = False) -> NoReturn:
-        """Say `line` once, whoever comes first, and leave. `printed`: a traceback has said it on stderr."""
+        """Say `line` once, whoever comes first, and leave. `printed`: it stands on stderr already."""
         line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)

@@ -46,7 +46,7 @@ class Guard:
         collectives.barrier("start: clocks")
         mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
-        self._journal = journal
+        self._journal, self._declared = journal, False
         self._heartbeats = Heartbeats(store, mine, peers, journal)
         self.ending = Ending(store, self._heartbeats, journal, run_dir)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -65,13 +65,14 @@ class Guard:
         self._stand_down()
 
     def failed(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """An `__exit__`: tell the others what went wrong here, then let it propagate.
+        """An `__exit__`: tell the others what went wrong here, then let it propagate. The first call counts.
 
         What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
         here with one line that names that rank. A mistake that all ranks make alike propagates on all of them.
         """
-        if kind is None:
+        if kind is None or self._declared:
             return
+        self._declared = True
         if not self.ending.claim():
             _wait_for_the_end()
         text = f"rank {self._me.rank} failed: {kind.__name__}: {error}".splitlines()[0]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -32,7 +32,7 @@ class PhaseWatcher(Protocol):
         ...
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class Place(NamedTuple):
     """A collective that a rank is in."""
 
     name: str
@@ -56,9 +56,11 @@ class Journal:
         self._since = time.perf_counter()
         self._numbers: Counter[str] = Counter()
         self._idle = False
+        self._slow_until = self._expected_until = 0.0
         self.step = 0
         self.progress = 0
-        """Counts everything that moves: engine steps, micro-batches, bytes, and each event of this journal."""
+        """Counts everything that moves: engine steps, micro-batches, bytes, collectives and notes; not phases, which a
+        rank that waits may enter again and again."""
         self.inside: Place | None = None
         """The collective this rank is in."""
         self.last: Place | None = None
@@ -76,7 +78,7 @@ class Journal:
         """Time inside is charged to `name`, except what a phase nested in it takes."""
         self._charge()
         self._phases.append(name)
-        self.note("enter", phase=name)
+        self._write("enter", phase=name)
         for watcher in self._watchers:
             watcher.enter(name)
         try:
@@ -84,7 +86,7 @@ class Journal:
         finally:
             for watcher in self._watchers:
                 watcher.exit(name)
-            self.note("exit", phase=name)
+            self._write("exit", phase=name)
             self._charge()  # what it takes to say so is the phase's too
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
@@ -116,20 +118,43 @@ class Journal:
     def kind(self, kind: str) -> Iterator[None]:
         """Time inside is `compute` (as all other time), `copy` (bytes on the move) or `wait`, until something nested
         says otherwise: it is for the timeline alone, and charged to the phase as ever."""
-        self.note("kind", kind=kind)
+        self._write("kind", kind=kind)
         try:
             yield
         finally:
-            self.note("kind_done")
+            self._write("kind_done")
 
     def idle(self, idle: bool) -> None:
         """Whether there is nothing to compute for now: that is a `wait`. Written where it changes, ask as you like."""
         if idle != self._idle:
             self._idle = idle
             if idle:
-                self.note("kind", kind="wait")
+                self._write("kind", kind="wait")
             else:
-                self.note("kind_done")
+                self._write("kind_done")
+
+    @contextmanager
+    def slow(self, limit_seconds: float) -> Iterator[None]:
+        """What is inside may take so long without any progress: loading a model, starting a server, compiling.
+
+        Meanwhile no rank's watchdog takes the time for a stall.
+        """
+        outer = self._slow_until
+        self._slow_until = max(outer, time.monotonic() + limit_seconds)
+        try:
+            yield
+        finally:
+            self._slow_until = outer
+            self.progress += 1
+
+    def expect(self, seconds: float) -> None:
+        """Something from outside of the ranks, a verdict, may take so long from now on: until then idling is no stall."""
+        self._expected_until = time.monotonic() + seconds
+
+    def excused(self) -> bool:
+        """Whether this rank may be without progress for now; see `slow` and `expect`."""
+        now = time.monotonic()
+        return now < self._slow_until or (self._idle and now < self._expected_until)
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -165,6 +190,9 @@ class Journal:
         Where the disk is full the line is lost: whoever writes what counts will say so.
         """
         self.progress += 1
+        self._write(event, **fields)
+
+    def _write(self, event: str, **fields: Any) -> None:
         try:
             os.write(self._fd, _encode({"t": time.time(), "event": event, **fields, "step": self.step}) + b"\n")
         except OSError as error:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
 _JOIN_SECONDS = 600
+ExitCallback = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
 
 class Settings(Protocol):
@@ -75,6 +77,7 @@ class World:
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{joined.nonce}-{me.node}"
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
+        self._failed: ExitCallback = lambda kind, error, traceback: None
         self._num_formed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"), traffic)
 
@@ -99,6 +102,7 @@ class World:
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
         guard = Guard(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
         guard.ending.callbacks = world._callbacks
+        world._failed = guard.failed
         faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
             if me.size == 1:
@@ -112,6 +116,16 @@ class World:
             dist.destroy_process_group()
         journal.note("end")
         journal.close()
+
+    @contextmanager
+    def resources(self) -> Iterator[ExitStack]:
+        """What the run holds: an `ExitStack` that tells the other ranks of an exception before it unwinds.
+
+        What it holds may then be slow to close: the other ranks have ended by then, and this one has a few seconds.
+        """
+        with ExitStack() as stack, ExitStack() as first:
+            first.push(self._failed)
+            yield stack
 
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Let rank 0 call `callback` when a signal, a stall or another rank's error ends the process.

@@ -29,6 +29,7 @@ from spmd_rl.rollout.collected import Collected, RankReport, StepResult, review
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, play, single_turn
+from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.outcomes import AnswerRow, SliceReport, answer_rows
 from spmd_rl.rollout.rounds import Cursor, GroupSlice, num_slots, plan_round
@@ -62,7 +63,8 @@ class Rollouts:
         """[all] `world`: the ranks that generate. `episode`: default, the one that `rollout.target` names."""
         self.prompts = prompts
         self._cfg, self._settings = cfg, cfg.rollout
-        self._engine, self._scorer, self._tokenizer, self._world = engine, scorer, tokenizer, world
+        self._engine, self._tokenizer, self._world = engine, tokenizer, world
+        self._scorer = ExpectedVerdicts(scorer, cfg.reward, world.journal)
         target = cfg.rollout.target
         self._episode = episode or (import_coroutine("rollout.target", target) if target else single_turn)
         leads = world.gather("start: replicas", engine.leads)  # [all]

@@ -6,12 +6,16 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import torch.distributed
 
+from spmd_rl.config.schema import RewardConfig, RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
+from spmd_rl.rollout import Rollouts, Sampling, expected
 from tests.dist.harness import Job, alive, family, launch, torchrun
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 
 STALL = 3.0
 
@@ -174,3 +178,73 @@ def test_lost_store_ends_the_ranks(tmp_path: Path) -> None:
         pids = list(job.pids().values())
         job.store = None  # closes it
         assert gone(pids, 6.0), [psutil.Process(pid).status() for pid in alive(pids)]
+
+
+def slow_to_close(world: World) -> None:
+    """Rank 1 fails while it holds something that takes long to close."""
+    with world.resources() as stack:
+        stack.callback(time.sleep, 4)
+        world.barrier("both hold it")
+        if world.rank == 1:
+            raise ValueError("a bad number")
+        world.clone_store().wait(["never written"])
+
+
+def test_an_error_is_known_before_the_rank_unwinds(tmp_path: Path) -> None:
+    with launch(2, slow_to_close, directory=tmp_path) as job:
+        job.wait_for("error", 1, text="rank 1 failed: ValueError: a bad number")
+        began = time.monotonic()
+        while job.processes[0].poll() is None:
+            assert time.monotonic() - began < 2
+            time.sleep(0.02)
+        assert job.processes[1].poll() is None, "still closing"
+        assert job.wait(10) == [1, 1]
+
+
+def slow_start(world: World, seconds: float, limit: float) -> str:
+    """Rank 1 starts for a long time, and says how long it may take; rank 0 waits for it."""
+    if world.rank == 1:
+        with world.journal.slow(limit):
+            time.sleep(seconds)
+    world.barrier("started")
+    return "started"
+
+
+def test_a_slow_start_is_no_stall(tmp_path: Path) -> None:
+    with launch(2, slow_start, 4.0, 60.0, directory=tmp_path, stall_seconds=1.5) as job:
+        assert job.wait(30) == [0, 0], job.output()
+
+
+def test_a_start_that_is_too_slow_is_a_stall(tmp_path: Path) -> None:
+    with launch(2, slow_start, 60.0, 1.0, directory=tmp_path, stall_seconds=1.5) as job:
+        assert job.wait(20) == [1, 1]
+        assert "collective: 'started' #" in (job.run_dir / "hang.txt").read_text()
+
+
+def judged(world: World, how: str, seconds: float, timeout: float) -> None:
+    """An evaluation, or a step of training, by a judge that takes so long over each answer, and may take `timeout`."""
+    cfg = RlvrConfig()
+    cfg.rollout.prompts_per_step = cfg.rollout.answers_per_prompt = 2
+    cfg.reward.domains = {"toy": RewardConfig("a:B", timeout=timeout, start_seconds=0.1)}
+    expected.MARGIN_SECONDS = 0.5
+    scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0, lambda prompt: seconds)
+    engine = FakeEngine(lambda request: 3)
+    rollouts = Rollouts(cfg, engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    if how == "answer":
+        assert rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
+    else:
+        rollouts.collect(1)
+    rollouts.close()
+
+
+@pytest.mark.parametrize("how", ["answer", "collect"])
+def test_a_slow_judge_is_no_stall(how: str, tmp_path: Path) -> None:
+    with launch(1, judged, how, 4.0, 10.0, directory=tmp_path, stall_seconds=1.0) as job:
+        assert job.wait(30) == [0], job.output()
+
+
+@pytest.mark.parametrize("how", ["answer", "collect"])
+def test_a_verdict_that_never_comes_is_a_stall(how: str, tmp_path: Path) -> None:
+    with launch(1, judged, how, 1000.0, 0.5, directory=tmp_path, stall_seconds=1.0) as job:
+        assert job.wait(20) == [1], job.output()
+        assert "a stall: no progress" in (job.run_dir / "hang.txt").read_text()

@@ -90,8 +90,11 @@ class JournalConfig:
     stall_seconds: float = 300.0
     """Seconds without progress of any rank after which all ranks dump their stacks and the job ends."""
 
+    start_seconds: float = 3600.0
+    """Seconds that models, engines and sidecars may take to start, or a forward to compile, without any progress."""
+
     def __post_init__(self) -> None:
-        above(self, stall_seconds=0)
+        above(self, stall_seconds=0, start_seconds=0)
 
 
 @dataclass

@@ -132,12 +132,10 @@ class NativeEngine:
             self._move(self._device)
             self.pool.wake()
         self._num_awake += 1
-        try:
-            yield
-        finally:
-            self._num_awake -= 1
-            if self._offload and self._num_awake == 0:
-                self._sleep()
+        yield  # no `finally`: with an exception pending, the process is about to end
+        self._num_awake -= 1
+        if self._offload and self._num_awake == 0:
+            self._sleep()
 
     def close(self) -> None:
         """Free weights and cache; idempotent."""

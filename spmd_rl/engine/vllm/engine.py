@@ -190,12 +190,10 @@ class VllmEngine:
                 self._llm.wake_up(["weights"])
             self._lost = self._lost or self._lost_tensor()
         self._num_awake += 1
-        try:
-            yield
-        finally:
-            self._num_awake -= 1
-            if self._sleeps and self._num_awake == 0:
-                self._sleep()
+        yield  # no `finally`: with an exception pending, the process is about to end
+        self._num_awake -= 1
+        if self._sleeps and self._num_awake == 0:
+            self._sleep()
 
     def _sleep(self) -> None:
         """Weights to host memory, bit by bit; the KV cache is given up."""

@@ -7,7 +7,7 @@ cut into micro-batches. What a forward computes is for the policy (`backend.py`)
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from spmd_rl.train.sharing import share_prefixes
 
 ROUND_TOKENS, FEW_TOKENS = 128, 32
 """Tokens and targets of a forward are filled up to a multiple of the first; few of them to one of the second."""
+COMPILE_SECONDS = 3600.0
+"""What compiling one shape may take without any progress."""
 
 Forward = Callable[[Batch], tuple[Tensor, ...]]
 """[all] Of a micro-batch on the device: float32 [N] each, at the tokens of the loss mask."""
@@ -102,7 +104,7 @@ class FSDP2Role:
         for i in range(count):
             real = i < len(bins)
             micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
-            with self._world.collective(f"{what}: micro-batch {i + 1}/{count}"):  # [all]
+            with self._world.collective(f"{what}: micro-batch {i + 1}/{count}"), self._compiling():  # [all]
                 outputs = forward(micro)
             if real:
                 places = token_index(batch, bins[i])[micro.loss_mask.to(batch.token_ids.device)]
@@ -148,7 +150,7 @@ class FSDP2Role:
         for i in range(count):
             real = i < len(bins)
             micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
-            with self._world.collective(f"update: micro-batch {i + 1}/{count}"):
+            with self._world.collective(f"update: micro-batch {i + 1}/{count}"), self._compiling():
                 per_token, quantities = loss(*forward(micro), micro)
                 total = (per_token * micro.weights[micro.loss_mask]).sum()
                 total.backward()
@@ -177,6 +179,10 @@ class FSDP2Role:
             use_cache=False,
         )
         return output.logits[0][: len(targets)]
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """Each shape of a micro-batch may have to be compiled."""
+        return self._world.journal.slow(COMPILE_SECONDS) if self._train.compile else nullcontext()
 
     def _agree_on_count(self, what: str, count: int) -> int:
         counts = {"count": float(count)}

@@ -1,0 +1,96 @@
+"""All ranks agree on settings, package versions and data before the first step.
+
+    agree_on_start(world, cfg, {"data.train": prompts.train})  # [all]
+
+Ranks that differ would train on, each with its own, until two checkpoints do not match. No key may differ by rank.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spmd_rl.config.keys import flatten, to_dict
+from spmd_rl.config.run_identity import package_versions
+from spmd_rl.distributed.world import World
+from spmd_rl.errors import Disagreement
+
+NAMED = 3
+"""Differences that are told at most."""
+IF_CHOSEN = ("vllm", "sglang", "megatron-core", "deepspeed", "peft")
+"""Packages that count only where a setting names them."""
+FOLLOW = ("run.name", "run.dir")
+"""Made of the other settings where they are not given: no news where others differ."""
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) -> None:
+    """[all] Disagreement on all ranks, naming what differs, the values and the ranks; nothing if all have the same.
+
+    data: rows by the name of the setting that they come from. A row has an `id`, and is whatever msgspec can encode.
+    """
+    values = _values(cfg)
+    rows = {name: [[row.id, _digest(row)] for row in found] for name, found in data.items()}
+    told = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
+    if len(set(told)) == 1:
+        return
+    everyone = world.gather("start: values of each rank", values)  # [all] all have seen the same digests
+    keys = sorted({key for theirs in everyone for key in theirs}, key=lambda key: (key in FOLLOW, key))
+    odd = [key for key in keys if any(theirs.get(key) != everyone[0].get(key) for theirs in everyone)]
+    odd = [key for key in odd if key not in FOLLOW] or odd
+    lines = [f"{key}: {_who([theirs.get(key, 'none') for theirs in everyone])}" for key in odd]
+    if not lines:
+        lines = [_rows(name, theirs) for name, theirs in _gathered(world, rows).items() if theirs[1:] != theirs[:-1]]
+    more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+    raise Disagreement("; ".join(lines[:NAMED]) + more)
+
+
+def _values(cfg: Any) -> dict[str, Any]:
+    """Settings by key, and packages by name."""
+    settings = dict(flatten(to_dict(cfg)))
+    chosen = {value for value in settings.values() if isinstance(value, str)}
+    found = {
+        package: version
+        for package, version in package_versions().items()
+        if package not in IF_CHOSEN or package.partition("-")[0] in chosen
+    }
+    return settings | {f"package {name}": version for name, version in found.items()} | {"source of spmd_rl": _source()}
+
+
+def _source() -> str:
+    """A digest of this package's own files."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _who(values: Sequence[Any]) -> str:
+    """`ranks [1] have 3e-05, the others 2e-05`: the others are those that have the most common value."""
+    texts = [str(value) for value in values]
+    common = max(texts, key=lambda text: (texts.count(text), -texts.index(text)))
+    odd = [text for text in dict.fromkeys(texts) if text != common]
+    parts = [f"ranks {[rank for rank, text in enumerate(texts) if text == value]} have {value}" for value in odd]
+    return ", ".join([*parts, f"the others {common}"])
+
+
+def _gathered(world: World, rows: Mapping[str, list[list[str]]]) -> dict[str, list[list[list[str]]]]:
+    """[all] Ids and digests of all ranks' rows, by name and rank."""
+    return {name: world.gather(f"start: {name}", mine) for name, mine in rows.items()}  # [all]
+
+
+def _rows(name: str, everyone: Sequence[Sequence[Sequence[str]]]) -> str:
+    """The first row that differs."""
+    longest = max(map(len, everyone))
+    padded = [[*theirs, *[["none", ""]] * (longest - len(theirs))] for theirs in everyone]
+    index = next(i for i, column in enumerate(zip(*padded, strict=True)) if any(row != column[0] for row in column))
+    column = [theirs[index] for theirs in padded]
+    same_id = len({id for id, _ in column}) == 1
+    return f"{name}: row {index} differs: " + _who([digest if same_id else id for id, digest in column])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(_encode(value), digest_size=16).hexdigest()
