@@ -91,10 +91,10 @@ def _stored_names(model: nn.Module, files: WeightFiles, fresh: Collection[str]) 
     stored = [next((name for name in names if name in files.names), names[0]) for names in owners.values()]
     if missing := sorted(name for name in stored if name not in files.names):
         raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
-    computed = {name for name, _ in model.named_buffers()}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    known = {*tensors, *fresh, *(name for name, _ in model.named_buffers())}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # as transformers does
     for name in files.names:
-        if name not in tensors.keys() | computed | set(fresh) and not any(re.search(p, name) for p in ignored):
+        if name not in known and not any(re.search(pattern, name) for pattern in ignored):
             raise UserError(f"policy.model: {files.file_of(name)} holds {name}, which {type(model).__name__} lacks")
     for name in stored:
         if files.shape(name) != list(tensors[name].shape):

@@ -13,7 +13,7 @@ import torch
 from spmd_rl import engine as engines
 from spmd_rl import sync
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainConfig
-from spmd_rl.distributed import solo
+from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend, shard

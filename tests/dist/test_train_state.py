@@ -11,8 +11,8 @@ from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
-from tests.dist.test_train_parity import SHARES, TEMPERATURE, backend, global_batch, loss
 from tests.models import tiny
+from tests.training import SHARES, TEMPERATURE, backend, global_batch, loss
 
 
 def updates(world: World, mine, seeds) -> list[dict[str, float]]:
