@@ -32,22 +32,13 @@ def bytes_read(world: World) -> list[int]:
 
 
 def start(world: World, path: str, name: str) -> dict[str, int]:
-    """Bytes that the role's start reads, and by which it raises this process's peak of anonymous memory."""
+    """Bytes that the role's start reads, and by which it raises this process's peak of resident memory."""
     cfg = settings(path)
     build_role(name, settings(f"{path}/tiny"), world)  # what is allocated once, whatever the model
-    before = anonymous()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    file_backed = status("RssFile")
+    before = status("VmRSS")
     build_role(name, cfg, world)
-    return {
-        "read": bytes_read(world)[-1],
-        "peak": status("VmHWM") - status("RssFile") - before,
-        "mapped": status("RssFile") - file_backed,
-    }
-
-
-def anonymous() -> int:
-    return status("RssAnon") + status("RssShmem")
+    return {"read": bytes_read(world)[-1], "peak": status("VmHWM") - before}
 
 
 def status(key: str) -> int:
