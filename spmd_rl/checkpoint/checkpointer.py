@@ -190,9 +190,7 @@ class Checkpointer:
             used = bool(steps) or (metrics.exists() and metrics.stat().st_size > 0)
         except OSError as failed:
             return {"candidates": [], "error": f"{self._dir.root}: {failed.strerror}"}
-        if resume == "auto" or (
-            steps and _is_of_another_run(resume, self._dir)
-        ):  # begun there, it goes on from its own
+        if resume == "auto" or (steps and _is_of_another_run(resume, self._dir)):  # begun there, it goes on from its own
             candidates = [str(self._dir.path(step)) for step in steps]
         elif resume != "never":
             candidates = [str(Path(resume).expanduser().absolute())]

@@ -43,8 +43,7 @@ class Semaphores:
         self._memory, self._pids, size = memory, pids, len(pids)
         self._libc = ctypes.CDLL(None, use_errno=True)
         addresses = [
-            [memory.data_ptr() + (begin * size + end) * _SEMAPHORE_BYTES for end in range(size)]
-            for begin in range(size)
+            [memory.data_ptr() + (begin * size + end) * _SEMAPHORE_BYTES for end in range(size)] for begin in range(size)
         ]
         self._all = [ctypes.c_void_p(address) for row in addresses for address in row]
         peers = [peer for peer in range(size) if peer != rank]

@@ -1,7 +1,7 @@
 """The only road from training weights to an engine: trainer -> `Transport` -> `WeightStream` -> `Engine.load`.
 
-publish = sync.build(policy, engine, world, cfg.publish.probe_every)
-track.add(publish(version=step))  # [all]
+    publish = sync.build(policy, engine, world, cfg.publish.probe_every)
+    track.add(publish(version=step))  # [all]
 """
 
 from spmd_rl.distributed import World

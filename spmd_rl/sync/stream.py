@@ -13,9 +13,7 @@ from spmd_rl.model.fingerprint import fingerprint
 class WeightStream:
     """One pass over the weights that a transport carries to this rank. What one loop leaves, the next one goes on with."""
 
-    def __init__(
-        self, weights: Iterator[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
-    ) -> None:
+    def __init__(self, weights: Iterator[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]) -> None:
         """Each tensor is moved to `device`. `progress` is called for each, so that a long pass is not taken for a stall."""
         self.fingerprints: dict[str, bytes] = {}
         """Of each tensor's bytes, by name, in the order of the stream."""
