@@ -57,7 +57,7 @@ def test_no_rank_reads_or_holds_more_than_its_share(name: str, tmp_path) -> None
     layer = 4 * (3 * 1024 * 2816 + 3 * 1024 * 1024)
     copies = 3 if name == "policy" else 1  # weights and two moments
     assert model > 250 * MEBIBYTE
-    for seen in run_ranks(4, start, str(path), name, timeout=200):
+    for seen in run_ranks(4, start, str(path), name, timeout=280):
         assert seen["read"] <= 1.1 * model / 4
         assert seen["peak"] <= 1.5 * copies * model / 4 + layer, {k: v // MEBIBYTE for k, v in seen.items()}
 
@@ -84,7 +84,7 @@ def as_whole(world: World, path: str, tp: int) -> dict[str, bool]:
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (3, 1), (2, 2), (4, 2)])
 def test_a_role_filled_from_the_file_is_one_that_takes_over_a_whole_model(size: int, tp: int, tmp_path) -> None:
     path = tiny("qwen2", tmp_path, tie=size == 2, intermediate_size=90, vocab_size=263)
-    for facts in run_ranks(size, as_whole, str(path), tp):
+    for facts in run_ranks(size, as_whole, str(path), tp, timeout=200):
         assert all(facts.values()), facts
 
 
@@ -110,7 +110,7 @@ def own_settings(world: World, path: str, other: str) -> dict[str, bool]:
 
 def test_each_role_has_settings_of_its_own(tmp_path) -> None:
     path, other = tiny("llama", tmp_path / "a"), tiny("qwen3", tmp_path / "b", seed=1)
-    for facts in run_ranks(2, own_settings, str(path), str(other)):
+    for facts in run_ranks(2, own_settings, str(path), str(other), timeout=200):
         assert all(facts.values()), facts
 
 
@@ -136,5 +136,5 @@ def some_frozen(world: World, path: str, tp: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (2, 2)])
 def test_parameters_are_frozen_one_by_one_and_of_more_than_one_dtype(size: int, tp: int, tmp_path) -> None:
-    for facts in run_ranks(size, some_frozen, str(tiny("llama", tmp_path, tie=True)), tp):
+    for facts in run_ranks(size, some_frozen, str(tiny("llama", tmp_path, tie=True)), tp, timeout=200):
         assert all(facts.values()), facts

@@ -205,7 +205,7 @@ def critics(world: World, paths: list[str], tp: int) -> list[float]:
 
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2)])
 def test_the_critic_follows_plain_torch(size: int, tp: int, models) -> None:
-    for found in run_ranks(size, critics, [models["llama"], models["qwen2"]], tp):
+    for found in run_ranks(size, critics, [models["llama"], models["qwen2"]], tp, timeout=200):
         assert len(found) == 14 and max(found) < 1e-3, found
 
 
@@ -243,7 +243,7 @@ def bfloat16(world: World, path: str, tp: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (2, 2)])
 def test_bfloat16_over_float32_masters(size: int, tp: int, models) -> None:
-    for facts in run_ranks(size, bfloat16, models["qwen3"], tp):
+    for facts in run_ranks(size, bfloat16, models["qwen3"], tp, timeout=200):
         assert all(facts.values()), facts
 
 
