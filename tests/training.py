@@ -1,4 +1,4 @@
-"""What the tests of the training wing share: a batch, a loss, ways to share samples out, and plain Hugging Face torch."""
+"""What the tests of the training wing share: a batch, a loss, ways to share samples out, plain Hugging Face torch."""
 
 from itertools import pairwise
 

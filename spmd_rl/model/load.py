@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,8 @@ from spmd_rl.errors import UserError
 
 Region = tuple[slice, ...]
 """One slice a dimension."""
+MAPPED_BYTES = 2**24
+"""Files are mapped into memory; after so many bytes the maps are given back, or they would count as this process's."""
 
 
 class WeightFiles:
@@ -28,16 +31,15 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         """UserError if the directory has no such files, or if one of them is broken."""
         self.folder, self.bytes_read = folder, 0
+        self._opened: dict[str, Any] = {}
+        self._mapped = 0
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         try:
             if index.is_file():
-                names = json.loads(index.read_text())["weight_map"]
-                self._opened = {file: safe_open(folder / file, "pt") for file in sorted(set(names.values()))}
-                self._files = dict(names)
+                self._files = dict(json.loads(index.read_text())["weight_map"])
             else:
-                self._opened = {single.name: safe_open(single, "pt")}
-                self._files = dict.fromkeys(self._opened[single.name].keys(), single.name)
-            self._slices = {name: self._opened[file].get_slice(name) for name, file in self._files.items()}
+                self._files = dict.fromkeys(self._open(single.name).keys(), single.name)
+            self._shapes = {name: self._open(file).get_slice(name).get_shape() for name, file in self._files.items()}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(f"policy.model: {folder} does not load: {error}".splitlines()[0]) from error
 
@@ -52,13 +54,23 @@ class WeightFiles:
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, whole."""
-        return self._slices[name].get_shape()
+        return self._shapes[name]
 
     def read(self, name: str, region: Region) -> Tensor:
         """Part of a tensor, on the CPU, in the dtype in which it is stored."""
-        part = self._slices[name][region] if region else self._opened[self._files[name]].get_tensor(name)
+        opened = self._open(self._files[name])
+        part = opened.get_slice(name)[region] if region else opened.get_tensor(name)
         self.bytes_read += part.nbytes
+        self._mapped += part.nbytes
+        if self._mapped > MAPPED_BYTES:
+            self._opened.clear()
+            self._mapped = 0
         return part
+
+    def _open(self, file: str) -> Any:
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, "pt")
+        return self._opened[file]
 
 
 @torch.no_grad()
@@ -91,10 +103,10 @@ def _stored_names(model: nn.Module, files: WeightFiles, fresh: Collection[str]) 
     stored = [next((name for name in names if name in files.names), names[0]) for names in owners.values()]
     if missing := sorted(name for name in stored if name not in files.names):
         raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
-    computed = {name for name, _ in model.named_buffers()}
-    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    known = {*tensors, *fresh, *(name for name, _ in model.named_buffers())}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # as transformers does
     for name in files.names:
-        if name not in tensors.keys() | computed | set(fresh) and not any(re.search(p, name) for p in ignored):
+        if name not in known and not any(re.search(pattern, name) for pattern in ignored):
             raise UserError(f"policy.model: {files.file_of(name)} holds {name}, which {type(model).__name__} lacks")
     for name in stored:
         if files.shape(name) != list(tensors[name].shape):

@@ -1,4 +1,4 @@
-"""The training wing: roles (policy, reference, critic), each built from its own settings behind a Protocol of `base`."""
+"""The training wing: policy, reference and critic, each built from its own settings, behind the Protocols of `base`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -88,12 +88,13 @@ class TrainBackend(Role, Protocol):
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy of every sampled token: float32 [T] each, 0 outside `loss_mask`; no gradient.
 
-        Logits are divided by `temperature` first (1 for greedy). `batch` is this rank's share, and may be empty.
+        Logits are divided by `temperature` first (1 for greedy). `batch` is this rank's data shard, which may be empty;
+        the result is equal on all ranks that hold the shard.
         """
         ...
 
     def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
-        """[all] One optimizer step over the global batch, of which `batch` is this rank's share (empty is legal).
+        """[all] One optimizer step over the global batch, of which `batch` is this rank's data shard (empty is legal).
 
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping), `lr`, `skipped` (1 where the gradient was
         not finite and nothing changed), `num_microbatches`, and the global mean of each of the loss's quantities.

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from spmd_rl.learn import exchange, policy_loss, prepare
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
-from tests.dist.test_train_parity import backend, forward
 from tests.fakes import outcomes_of
 from tests.models import tiny
+from tests.training import TEMPERATURE, backend
 from tests.unit.test_prepare import plan_of
 
 NUM_UPDATES = 2
@@ -109,7 +110,7 @@ def gradients(world: World, path: str) -> dict[str, float]:
     for name, layout, num_ranks in (("reference", "dealt", 1), *((n, n, world.size) for n in LAYOUTS)):
         for number, batch in enumerate(dealt(world, layout, num_ranks)[1]):
             batch.old_logprobs = batch.rollout_logprobs
-            mine._accumulate(batch, forward(mine), loss)
+            mine._accumulate(batch, partial(mine._forward, temperature=TEMPERATURE), loss)
             got = {key: p.grad.full_tensor() for key, p in mine._model.named_parameters()}
             mine._optimizer.zero_grad()
             if name == "reference":

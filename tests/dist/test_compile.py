@@ -11,8 +11,8 @@ from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
-from tests.dist.test_train_parity import SETTINGS, SHARES, TEMPERATURE, global_batch, loss, relative
 from tests.models import tiny
+from tests.training import SETTINGS, SHARES, TEMPERATURE, global_batch, loss, relative
 
 
 def differences(world: World, path) -> list[float]:

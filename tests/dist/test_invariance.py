@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace

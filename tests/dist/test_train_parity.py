@@ -10,11 +10,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from spmd_rl.config.schema import CriticConfig, TrainConfig
+from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Critic, with_value_head
+from spmd_rl.train.fsdp2 import FSDP2Backend, FSDP2Critic, with_value_head
+from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 from tests.training import (
@@ -41,6 +42,8 @@ MODELS = {
     "qwen2": ("qwen2", {**SIZES, "num_attention_heads": 12, "num_key_value_heads": 6}),
     "qwen3": ("qwen3", {**SIZES, **FEW_HEADS}),
 }
+CHOSEN = {1: ("llama", "qwen2"), 2: ("llama", "qwen2", "qwen3"), 3: ("smollm2", "qwen2")}
+"""By tensor-parallel size. Qwen3's norms of each head have gradients that are summed over the ranks."""
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {
@@ -93,16 +96,10 @@ def all_gradients(world: World, name: str, paths: dict[str, str], tp: int) -> di
     }
 
 
-def fitting(models: dict[str, str], tp: int) -> dict[str, str]:
-    """Those whose heads `tp` ranks can share."""
-    return {name: path for name, path in models.items() if MODELS[name][1]["num_key_value_heads"] % tp == 0}
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("size", "tp"), LAYOUTS)
 def test_the_gradient_is_the_same_in_every_layout(name: str, size: int, tp: int, models) -> None:
-    chosen = fitting(models, tp)
-    assert {MODELS[model][0] for model in chosen} >= {"llama", "qwen2"}
+    chosen = {model: models[model] for model in CHOSEN[tp]}
     for errors in run_ranks(size, all_gradients, name, chosen, tp, timeout=280):
         for case, found in errors.items():
             worst = max(found, key=found.get)
@@ -149,7 +146,116 @@ def all_updates(world: World, name: str, paths: dict[str, str], tp: int) -> dict
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("size", "tp"), LAYOUTS)
 def test_three_updates_follow_plain_torch(name: str, size: int, tp: int, models) -> None:
-    for found in run_ranks(size, all_updates, name, fitting(models, tp), tp, timeout=200):
+    chosen = {model: models[model] for model in CHOSEN[tp]}
+    for found in run_ranks(size, all_updates, name, chosen, tp, timeout=200):
         for model, (drift, logprobs, entropy) in found.items():
             assert drift < 1e-5, (model, drift)
             assert max(logprobs, entropy) < 1e-4, (model, logprobs, entropy)
+
+
+def value_loss(values, batch):
+    """Against targets of the batch, not linear."""
+    error = values - batch.advantages[batch.loss_mask]
+    return error.square() + 0.1 * error**3, {"critic/values/mean": values.detach()}
+
+
+def with_random_head(model):
+    """A value head that is not zero, so that gradients reach the layers."""
+    head = with_value_head(model).get_output_embeddings()
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
+    torch.nn.init.constant_(head.bias, 0.3)
+    return model
+
+
+def plain_values(model, batch) -> torch.Tensor:
+    """What stands before each token of the loss mask, [T], by a linear layer on the last hidden states."""
+    head, bounds = model.get_output_embeddings(), batch.starts.tolist()
+    values = torch.zeros(batch.num_tokens)
+    for begin, end in pairwise(bounds):
+        hidden = model.model(input_ids=batch.token_ids[None, begin:end]).last_hidden_state[0]
+        values[begin + 1 : end] = (hidden @ head.weight[0] + head.bias[0])[:-1]
+    return values * batch.loss_mask
+
+
+def critics(world: World, paths: list[str], tp: int) -> list[float]:
+    """Errors of the values before and after two updates, of the losses and of the norms."""
+    found = []
+    for path in paths:
+        settings, train = CriticConfig(lr=1e-2, eps=1e-3), TrainConfig(tokens_per_microbatch=50)
+        model = with_random_head(build_model(path, torch.float32, "cpu"))
+        mine = FSDP2Critic(model, Layout(world, tp=tp), train, torch.float32, settings, 5)
+        plain = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
+        adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
+        batch = global_batch()
+        share = share_of(mine, "uneven", batch)
+        for _ in range(2):
+            wanted = plain_values(plain, share)
+            found.append(float((mine.values(share) - wanted).abs().amax()) if share.num_tokens else 0.0)
+            per_token, _ = value_loss(plain_values(plain, batch)[batch.loss_mask], batch)
+            total = (per_token * batch.weights[batch.loss_mask]).sum()
+            total.backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.max_grad_norm))
+            adamw.step()
+            adamw.zero_grad()
+            metrics = mine.update(share, value_loss)
+            found += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
+        found.append(float((mine.values(share) - plain_values(plain, share)).detach().abs().sum()))
+    return found
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2)])
+def test_the_critic_follows_plain_torch(size: int, tp: int, models) -> None:
+    for found in run_ranks(size, critics, [models["llama"], models["qwen2"]], tp, timeout=200):
+        assert len(found) == 14 and max(found) < 1e-3, found
+
+
+def bfloat16(world: World, path: str, tp: int) -> dict[str, bool]:
+    """Published weights are bitwise those of the forward pass; updates repeat bitwise and stay close to float32."""
+    train, batch = TrainConfig(tokens_per_microbatch=50), global_batch()
+    roles, seen = [], {}
+    for _ in range(2):
+        model = build_model(path, torch.float32, "cpu")
+        whole = {key: p.detach().clone() for key, p in model.named_parameters()}
+        roles.append(FSDP2Backend(model, Layout(world, tp=tp), train, torch.bfloat16, PolicyConfig(**SETTINGS)))
+    for key, module in model.named_modules():
+        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+            name = f"{key}.weight"
+            module.register_forward_pre_hook(
+                lambda m, _, name=name: seen.update({name: local(m.weight.detach()).clone()})
+            )
+    share = share_of(roles[0], "uneven", batch)
+    roles[1].logprobs(share, TEMPERATURE)
+    held = exported(roles[1])
+    metrics = [role.update(share, loss, TEMPERATURE) for role in roles]
+    after = [exported(role) for role in roles]
+    plain = build_model(path, torch.float32, "cpu", attention="eager")
+    total, _ = plain_backward(plain, batch)
+    norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    compared = [name for name in seen if held[name].shape == seen[name].shape]
+    return {
+        "as in forward": all(torch.equal(held[name], seen[name]) for name in compared) and len(compared) > 4,
+        "as the cast master": all(torch.equal(held[name], whole[name].bfloat16()) for name in whole),
+        "updates repeat": metrics[0] == metrics[1] and all(torch.equal(after[0][k], after[1][k]) for k in whole),
+        "updates change": any(not torch.equal(after[0][k], held[k]) for k in whole),
+        "close": abs(metrics[0]["loss"] - total) < 0.05 and abs(metrics[0]["grad_norm"] / float(norm) - 1) < 0.05,
+    }
+
+
+@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_bfloat16_over_float32_masters(size: int, tp: int, models) -> None:
+    for facts in run_ranks(size, bfloat16, models["qwen3"], tp, timeout=200):
+        assert all(facts.values()), facts
+
+
+def refused(world: World, path: str) -> str:
+    try:
+        backend(world, path, tp=2)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_heads_that_do_not_divide_are_the_users_mistake(models) -> None:
+    for told in run_ranks(2, refused, models["smollm2"]):
+        assert told.startswith("train.tp: 2 ranks cannot share the 9 attention heads, 3 key-value heads")
+        assert told.endswith("sizes that fit: 1, 3")

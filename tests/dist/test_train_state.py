@@ -16,21 +16,14 @@ from spmd_rl.model.build import build_model
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
-from tests.dist.test_train_parity import SETTINGS, SHARES, TEMPERATURE, global_batch, loss
 from tests.models import tiny
-
-
-def backend(world: World, path, tp=1, **settings) -> FSDP2Backend:
-    model, layout = build_model(path, torch.float32, "cpu"), Layout(world, tp=tp)
-    return FSDP2Backend(
-        model, layout, TrainConfig(tp=tp), torch.float32, PolicyConfig(**{**SETTINGS, **settings}), total_updates=5
-    )
+from tests.training import SHARES, TEMPERATURE, backend, global_batch, loss, share_of
 
 
 def updates(world: World, mine, seeds) -> list[dict[str, float]]:
     out = []
     for seed in seeds:
-        share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))
+        share = share_of(mine, "dealt", global_batch(seed))
         mine.logprobs(share, TEMPERATURE)
         out.append(mine.update(share, loss, TEMPERATURE))
     return out
@@ -80,27 +73,29 @@ def test_a_resume_is_bitwise(tmp_path):
         assert facts == [[True] * 3] * 2
 
 
-def saved(world: World, path, folder) -> list[float]:
-    mine = backend(world, path)
+def saved(world: World, path, folder, tp: int) -> list[float]:
+    mine = backend(world, path, tp=tp)
     updates(world, mine, range(2))
     save(world, mine, folder)
     updates(world, mine, range(2, 4))
     return weights(mine).tolist()
 
 
-def continued(world: World, other, folder) -> list[float]:
-    mine = backend(world, other)
+def continued(world: World, other, folder, tp: int) -> list[float]:
+    mine = backend(world, other, tp=tp)
     restore(mine, folder, {"updates": 2, "skipped_in_a_row": 0})
     updates(world, mine, range(2, 4))
     return weights(mine).tolist()
 
 
-@pytest.mark.parametrize(("size", "later"), [(2, 1), (1, 3)])
-def test_a_checkpoint_loads_at_another_world_size(size, later, tmp_path):
+@pytest.mark.parametrize(("saver", "loader"), [((2, 1), (1, 1)), ((1, 1), (3, 1)), ((4, 2), (1, 1)), ((1, 1), (2, 2))])
+def test_a_checkpoint_loads_in_another_layout(saver, loader, tmp_path):
+    """Ranks, and how many of them tensor parallelism takes."""
+    (size, tp), (later, later_tp) = saver, loader
     kind = {"tie": True, "num_hidden_layers": 1, "intermediate_size": 90}
     path, other = tiny("qwen3", tmp_path / "a", **kind), tiny("qwen3", tmp_path / "b", seed=1, **kind)
-    wanted = torch.tensor(run_ranks(size, saved, str(path), str(tmp_path / "dcp"))[0])
-    for got in run_ranks(later, continued, str(other), str(tmp_path / "dcp")):
+    wanted = torch.tensor(run_ranks(size, saved, str(path), str(tmp_path / "dcp"), tp)[0])
+    for got in run_ranks(later, continued, str(other), str(tmp_path / "dcp"), later_tp):
         assert (torch.tensor(got) - wanted).norm() / wanted.norm() < 1e-5
 
 
@@ -115,7 +110,7 @@ def digest(mine) -> str:
 
 
 def trained_and_saved(world: World, path, folder, tp: int) -> str:
-    mine = backend(world, path, tp)
+    mine = backend(world, path, tp=tp)
     data = mine.layout.data
     for seed in range(2):
         mine.update(global_batch(seed).select(SHARES["dealt"](data.rank, data.size)), loss, TEMPERATURE)
@@ -124,7 +119,7 @@ def trained_and_saved(world: World, path, folder, tp: int) -> str:
 
 
 def loaded(world: World, other, folder, tp: int) -> list[str]:
-    mine = backend(world, other, tp)
+    mine = backend(world, other, tp=tp)
     before = digest(mine)
     mine.load(Path(folder))
     return [digest(mine), before]

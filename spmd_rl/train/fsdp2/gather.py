@@ -1,8 +1,7 @@
 """Whole weights out of shards, for publishing: few large gathers in the compute dtype through buffers that are reused.
 
 FSDP's own gather costs several times as much: it allocates anew for every layer, and touching fresh memory is dearer
-than copying. Casting before the gather halves what travels, and rounds as the forward pass does. CPU ranks of one
-machine write their shards into place in a shared window: one copy, where a socket takes many.
+than copying. Casting before the gather halves what travels, and rounds as the forward pass does.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,0 +1,43 @@
+"""Tensor parallelism through the real door: same tokens, and the same gradient as one rank without it."""
+
+import pytest
+
+from tests.e2e.runs import EXACT, Running, Toy
+
+SETTINGS = (*EXACT, "steps=2", "policy.lr=1e-5", "eval.every=0", "rollout.extra_prompts=0")
+SIZES = {
+    "smollm2": ("llama", {"tie": True, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "qwen2": ("qwen2", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, tuple[Toy, Running]]:
+    """Each model's toy, and its run on one rank."""
+    runs = {}
+    for name, (kind, sizes) in SIZES.items():
+        toy = Toy(tmp_path_factory.mktemp(name), kind, head_dim=8, intermediate_size=96, **sizes)
+        runs[name] = toy, toy.run(*SETTINGS, ranks=0, name="alone")
+    return runs
+
+
+@pytest.mark.parametrize(("model", "ranks", "tp"), [("smollm2", 3, 3), ("qwen2", 2, 2), ("qwen2", 4, 2)])
+def test_tensor_parallelism_changes_no_gradient(alone, model: str, ranks: int, tp: int) -> None:
+    toy, expected = alone[model]
+    run = toy.run(*SETTINGS, f"train.tp={tp}", ranks=ranks, name=f"{ranks} ranks")
+    for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
+        assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
+    assert expected.metrics()[1]["actor/grad_norm"] > 0.01
+    ids = [[[turn["token_ids"] for turn in row["turns"]] for row in one.samples(1)] for one in (run, expected)]
+    assert ids[0] == ids[1]
+    weights, wanted = run.weights(2), expected.weights(2)
+    assert weights.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert float((weights[name] - tensor).norm() / tensor.norm()) < 1e-4, name
+
+
+def test_heads_that_cannot_be_shared_are_one_line(alone) -> None:
+    toy, _ = alone["smollm2"]
+    run = toy.start(*SETTINGS, "train.tp=2", ranks=2, name="refused")
+    assert run.wait() != 0
+    assert "train.tp: 2 ranks cannot share the 9 attention heads, 3 key-value heads" in run.text()

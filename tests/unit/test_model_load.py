@@ -1,0 +1,120 @@
+"""Weights read part by part: what fits, and the one line that says why another directory does not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spmd_rl.errors import UserError
+from spmd_rl.model.attention import Packing
+from spmd_rl.model.build import build_model, build_on_meta, model_directory
+from spmd_rl.model.load import WeightFiles, load_weights
+from tests.models import KINDS, tiny
+from tests.unit.test_model_build import BREAKS
+
+
+def filled(path, dtype=torch.float32, **options):
+    """The model of `path`, built without weights and then filled; and what was read."""
+    model = build_on_meta(path, dtype)
+    files = WeightFiles(model_directory(path))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu")
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.tie_weights()
+    load_weights(model, files, **options)
+    return model, files
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_filled_later_is_the_model_that_transformers_loads(kind, dtype, tmp_path):
+    path = tiny(kind, tmp_path, tie=kind == "llama")
+    model, files = filled(path, dtype)
+    whole = build_model(path, dtype, "cpu")
+    for (name, ours), (other, theirs) in zip(model.state_dict().items(), whole.state_dict().items(), strict=True):
+        assert name == other and torch.equal(ours, theirs)
+    ids, packing = torch.arange(9)[None], Packing.of(torch.tensor([0, 9]))
+    assert torch.equal(model(input_ids=ids, packing=packing).logits, whole(input_ids=ids, packing=packing).logits)
+    assert not model.training
+    assert files.bytes_read == sum(t.nbytes for t in load_file(path / "model.safetensors").values())
+
+
+def test_tied_weights_are_read_once_under_the_name_that_is_stored(tmp_path):
+    path = tiny("llama", tmp_path, tie=True)
+    stored = load_file(path / "model.safetensors")
+    wanted = stored["model.embed_tokens.weight"]
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    model, files = filled(path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and torch.equal(model.lm_head.weight, wanted)
+    assert files.bytes_read == sum(t.nbytes for t in stored.values())
+
+
+def test_several_files_and_another_dtype_on_disk(tmp_path):
+    path = tiny("qwen2", tmp_path)
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
+    (path / "model.safetensors").unlink()
+    names = sorted(stored)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: stored[name] for name in held}, path / file, {"format": "pt"})
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model, files = filled(path)
+    assert all(torch.equal(p, stored[name].float()) for name, p in model.named_parameters())
+    assert files.file_of(names[1]).name == "b.safetensors"
+    assert files.bytes_read == sum(t.nbytes for t in stored.values())
+    (path / "b.safetensors").unlink()
+    with pytest.raises(UserError, match="does not load.*b.safetensors"):
+        filled(path)
+
+
+def test_fresh_weights_are_zero_and_not_looked_for(tmp_path):
+    path = tiny("llama", tmp_path)
+    model, files = filled(path, fresh={"lm_head.weight"})
+    assert not model.lm_head.weight.any() and model.model.embed_tokens.weight.any()
+    stored = load_file(path / "model.safetensors")
+    assert files.bytes_read == sum(t.nbytes for name, t in stored.items() if name != "lm_head.weight")
+
+
+def spoil(path, change):
+    stored = load_file(path / "model.safetensors")
+    change(stored)
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_that_do_not_fit_are_named_with_their_file(tmp_path):
+    norm = "model.norm.weight"
+    cases = {
+        "lacks 1 weights, among them model.norm.weight": lambda stored: stored.pop(norm),
+        "safetensors holds model.extra, which LlamaForCausalLM lacks": lambda s: s.update({"model.extra": s[norm] + 0}),
+        r"safetensors: model.norm.weight has the shape \[63\], not \[64\]": lambda s: s.update(
+            {norm: s[norm][:63] + 0}
+        ),
+    }
+    whole = tiny("llama", tmp_path / "whole")
+    for number, (told, change) in enumerate(cases.items()):
+        path = shutil.copytree(whole, tmp_path / str(number))
+        spoil(path, change)
+        with pytest.raises(UserError, match=told) as caught:
+            filled(path)
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_rotary_tables_of_old_files_are_passed_over(tmp_path):
+    path = tiny("llama", tmp_path)
+    spoil(path, lambda stored: stored.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    filled(path)
+
+
+@pytest.mark.parametrize("breakage", BREAKS, ids=lambda f: f.__name__)
+def test_a_broken_directory_is_one_line(breakage, tmp_path):
+    breakage(tiny("llama", tmp_path))
+    with pytest.raises(
+        UserError, match=BREAKS[breakage].replace("does not load", "(does not load|has the shape)")
+    ) as c:
+        filled(tmp_path)
+    assert "\n" not in str(c.value)
