@@ -12,45 +12,47 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from spmd_rl.batch import stretches
+from spmd_rl.batch import concat_slices
 from spmd_rl.types import SCORED, Group, Sample
 
 ANSWER = np.dtype(
     [
         ("ticket", "<i8"),
         ("answer", "<i4"),
+        ("unit", "<i4"),  # see `Sample.unit`
         ("rank", "<i4"),  # that generated it, and holds it
         ("score", "<f8"),
         ("scored", "?"),  # whether `score` means anything
         ("wrong_format", "?"),
         ("truncated", "?"),
-        ("stale", "?"),  # some token was sampled by an older policy version than the step's
+        ("lag", "<i4"),  # by how many versions the policy that sampled its oldest token is older than the step's
         ("greedy", "?"),  # a baseline, see `Sample.greedy`
         ("num_answer_tokens", "<i4"),
         ("num_prompt_tokens", "<i4"),  # before the first sampled one, which the group's samples have in common
         ("num_tokens", "<i4"),
     ]
 )
-"""Metadata of one sample: all that ranks tell each other of it, 41 bytes."""
+"""Metadata of one sample: all that ranks tell each other of it, 48 bytes."""
 
 
 def answer_row(sample: Sample, rank: int, version: int) -> tuple[Any, ...]:
     """The metadata of a finished sample of `rank`, in a step whose policy is of `version`."""
     turns, verdict = sample.turns, sample.verdict
-    num_sampled = num_given = num_fresh = 0
+    num_sampled = num_given = lag = 0
     for turn in turns:
         num_sampled += len(turn.token_ids)
         num_given += len(turn.prompt_ids)
-        num_fresh += turn.versions.count(version)
+        lag = max(lag, version - min(turn.versions, default=version))
     return (
         sample.ticket,
         sample.answer,
+        sample.unit_number,
         rank,
         verdict.score,
         verdict.status in SCORED,
         verdict.status == "wrong_format",
         turns[-1].finish_reason == "length",
-        num_fresh < num_sampled,
+        lag,
         sample.greedy,
         num_sampled,
         len(turns[0].prompt_ids),
@@ -208,7 +210,7 @@ def gathered(reports: Sequence[Report], used: frozenset[int], num_parts: int) ->
     outcomes = Outcomes(
         tickets=tickets,
         bounds=np.concatenate(([0], lengths.cumsum()[num_parts - 1 :: num_parts])),
-        answers=stretches(joined([report.answers for report in reports]), begins, lengths),
+        answers=concat_slices(joined([report.answers for report in reports]), begins, lengths),
         domains=mine["domain"][::num_parts],
         names=names,
         reasons={ticket: reason for ticket, reason in reasons if ticket in used},
