@@ -114,8 +114,8 @@ class Learner:
         with self._world.phase("update"):
             if self._critic:
                 value_loss = bind_value_loss(self._settings)
-                shards = RoleShards(self._policy, self._critic, self._world)
-                shares = shards.share("update: critic", batches, self.plan)  # [all]
+                shards = RoleShards(self._policy, self._critic, self.plan, self._world)
+                shares = shards.share("update: critic", batches)  # [all]
                 with self._critic.awake():
                     metrics |= _mean([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
             if self.plan.step > self._settings.critic_warmup:

@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd_rl.batch import Batch
 from spmd_rl.distributed import DataShard, World
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.transfer import Route, send, transfer
+from spmd_rl.learn.transfer import send, transfer
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend
 
 
@@ -44,43 +44,47 @@ def fill_in(
         columns.append(("values", critic, critic.values))
     for column, role, compute in columns:
         with role.awake():
-            RoleShards(policy, role, world).fill_in(column, batches, plan, compute)  # [all]
+            RoleShards(policy, role, plan, world).fill_in(column, batches, compute)  # [all]
 
 
 class RoleShards:
     """The way of mini-batches between the policy's data shards and a role's; none where they are the same."""
 
-    def __init__(self, policy: Role, role: Role, world: World) -> None:
-        self._policy, self._role, self._world = policy.layout.data, role.layout.data, world
-        self._same, self._hidden_size = _ranks(self._policy) == _ranks(self._role), role.hidden_size
+    def __init__(self, policy: Role, role: Role, plan: Plan, world: World) -> None:
+        here, there = policy.layout.data, role.layout.data
+        self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world
+        if not self._same:
+            other = plan.elsewhere(there, role.hidden_size)
+            self._there = replace(other.route(there), src_rank=_leaders(here)[plan.data_rank])
+            self._back = replace(plan.route(here), src_rank=_leaders(there)[other.data_rank])
 
-    def share(self, name: str, batches: Sequence[Batch], plan: Plan) -> list[Batch]:
+    def share(self, name: str, batches: Sequence[Batch]) -> list[Batch]:
         """[all] The role's share of each mini-batch, with all columns; the batches are the policy's."""
         if self._same:
             return list(batches)
-        routes = self._routes(plan, len(batches), back=False)
-        return [transfer(name, b, r, self._world) for b, r in zip(batches, routes, strict=True)]  # [all]
+        return [
+            transfer(name, batch, self._there.select(self._minibatches == number), self._world)  # [all]
+            for number, batch in enumerate(batches)
+        ]
 
-    def fill_in(self, column: str, batches: Sequence[Batch], plan: Plan, compute: Callable[[Batch], Tensor]) -> None:
+    def fill_in(self, column: str, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> None:
         """[all] Set a per-token column, float32 [T], that the role computes for its share of each mini-batch."""
         name = f"prepare: {column}"
-        shares = self.share(name, batches, plan)  # [all]
+        shares = self.share(name, batches)  # [all]
         for share in shares:
             setattr(share, column, compute(share))  # [all]
-        if not self._same:
-            routes = self._routes(plan, len(batches), back=True)
-            for batch, share, route in zip(batches, shares, routes, strict=True):
-                setattr(batch, column, send(name, share, [column], route, self._world)[column])  # [all]
-
-    def _routes(self, plan: Plan, num_updates: int, back: bool) -> list[Route]:
-        """Of each mini-batch, between the leaders of one side's blocks and all ranks of the other's."""
-        there = plan.elsewhere(self._role, num_updates, self._hidden_size)
-        sender, receiver = (there, plan) if back else (plan, there)
-        src, dst = (self._role, self._policy) if back else (self._policy, self._role)
-        leaders = np.array([src.ranks_of(shard)[0] for shard in range(src.size)], np.int64)
-        route = replace(receiver.route(dst), src_rank=leaders[sender.data_rank])
-        return [route.select(np.flatnonzero(plan.minibatches == number)) for number in range(num_updates)]
+        if self._same:
+            return
+        for number, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            route = self._back.select(self._minibatches == number)
+            setattr(batch, column, send(name, share, [column], route, self._world)[column])  # [all]
 
 
 def _ranks(data: DataShard) -> list[tuple[int, ...]]:
+    """Of each shard."""
     return [data.ranks_of(shard) for shard in range(data.size)]
+
+
+def _leaders(data: DataShard) -> np.ndarray:
+    """The rank that counts for each shard, int64 [shards]."""
+    return np.array([ranks[0] for ranks in _ranks(data)], np.int64)

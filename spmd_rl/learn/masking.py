@@ -15,8 +15,12 @@ from spmd_rl.learn.binding import bind
 from spmd_rl.learn.scores import Metadata
 
 
-def masked(data: Metadata, settings: AlgorithmConfig) -> dict[int, str]:
-    """The rows that are masked out of the loss, in order, each with the first reason."""
+def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
+    """The rows that are masked out of the loss, in order, each with the first reason; and weights of the others.
+
+    A weight, float64 of mean 1, is a factor of the sample's loss beside its share of the mean.
+    """
+    solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}
     if settings.max_len_mask:
         keep["truncated"] = masks.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
@@ -24,18 +28,15 @@ def masked(data: Metadata, settings: AlgorithmConfig) -> dict[int, str]:
         keep["too easy or too hard"] = bind(masks.difficulty_mask, settings)(data.scores, data.groups)
     if settings.error_max_len_clip:
         keep["long and wrong"] = bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
+    kept = torch.ones(len(data.answers), dtype=torch.bool)
     reasons: dict[int, str] = {}
-    for reason, kept in keep.items():
-        for row in (~kept).nonzero().flatten().tolist():
+    for reason, passed in keep.items():
+        kept &= passed
+        for row in (~passed).nonzero().flatten().tolist():
             reasons.setdefault(row, reason)
-    return dict(sorted(reasons.items()))
-
-
-def loss_weights(data: Metadata, settings: AlgorithmConfig, kept: np.ndarray | slice) -> Tensor:
-    """Factor of the loss of each sample of the rows `kept` beside its share of the mean: float64, of mean 1."""
     weights = torch.ones(len(data.answers), dtype=torch.float64)
-    if settings.difficulty_loss_weight:
-        weights = weights * masks.difficulty_weight(1 - group_mean(data.scores, data.groups))
+    if solved is not None:
+        weights = weights * masks.difficulty_weight(1 - solved)
     if settings.length_loss_weight:
         weights = weights * masks.length_weight(data.lengths)
-    return masks.mean_one(weights[kept])
+    return dict(sorted(reasons.items())), masks.mean_one(weights[kept])

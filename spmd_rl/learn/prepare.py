@@ -19,7 +19,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.learn.binding import bind
-from spmd_rl.learn.masking import loss_weights, masked
+from spmd_rl.learn.masking import mask
 from spmd_rl.learn.scores import Key, Metadata, keys, shape
 from spmd_rl.learn.transfer import Route
 from spmd_rl.rollout import Collected
@@ -67,9 +67,9 @@ class Plan:
         """From the ranks that generated the samples to the policy's data shards."""
         return Route(self.keys, self.units, self.lengths, self.src_rank, self.data_rank, data)
 
-    def elsewhere(self, data: DataShard, num_updates: int, hidden_size: int) -> "Plan":
-        """The same plan for a role with other data shards: only `data_rank` differs."""
-        bounds = self.minibatches.searchsorted(np.arange(num_updates + 1)).tolist()
+    def elsewhere(self, data: DataShard, hidden_size: int) -> "Plan":
+        """The same plan for a role with other data shards: only `data_rank` differs. hidden_size: the role's."""
+        bounds = self.minibatches.searchsorted(np.arange(self.minibatches.max(initial=0) + 2)).tolist()
         samples = np.stack((self.keys[:, 0], self.units, self.num_prompt_tokens, self.lengths), axis=1)
         return replace(self, data_rank=assign(samples, bounds, data.size, hidden_size)[0])
 
@@ -99,10 +99,9 @@ def plan(
     advantages = scored.scores  # a token-level estimator starts from these
     if settings.advantage in ADVANTAGES:
         advantages = bind(ADVANTAGES[settings.advantage], settings)(scored)
-    reasons = masked(data, settings)
-    kept = np.delete(np.arange(len(data.answers)), list(reasons)) if reasons else slice(None)
+    masked, weights = mask(data, settings)
+    kept = np.delete(np.arange(len(data.answers)), list(masked)) if masked else slice(None)
     answers, sampled = data.answers[kept], data.lengths[kept]
-    weights = loss_weights(data, settings, kept)
     minibatches = divide(answers["ticket"], num_updates)
     bounds = minibatches.searchsorted(np.arange(num_updates + 1)).tolist()
     aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
@@ -122,7 +121,7 @@ def plan(
         advantages=advantages[kept].numpy(),
         weights=weights.numpy(),
         minibatches=minibatches,
-        masked=data.excluded + tuple(zip(keys(data.answers[list(reasons)]), reasons.values(), strict=True)),
+        masked=data.excluded + tuple(zip(keys(data.answers[list(masked)]), masked.values(), strict=True)),
         stale=bool((answers["lag"] > 0).any()),
         balance=imbalance,
         mean_reward=float(scored.scores.mean()) if len(scored.scores) else 0.0,

@@ -37,14 +37,13 @@ def finish(
     kl_reward_coef: the one now in force. data: this rank's shard of the policy's. seed: the run's, for draws. Returns
     the metrics of the critic, if there is one.
     """
-    metrics: dict[str, float] = {}
     if settings.advantage in TOKEN_ADVANTAGES or settings.kl_reward_coef:
         for batch in batches:
             estimate(batch, settings, kl_reward_coef)
+    critic = None
     if settings.uses_critic:
         errors = [batch.returns - batch.values for batch in batches]
-        moments = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
-        metrics["critic/explained_variance"] = explained_variance(*moments)
+        critic = [moments_of(batches, column, data) for column in (errors, [b.returns for b in batches])]  # [all]
     if settings.whiten_advantages:
         moments = moments_of(batches, [batch.advantages for batch in batches], data)  # [all]
         for batch in batches:
@@ -56,7 +55,7 @@ def finish(
         for number, batch in enumerate(batches):
             total = int(plan.num_sampled[plan.minibatches == number].sum())
             mark(batch, settings, total, data, (seed, plan.step))  # [all]
-    return metrics
+    return {} if critic is None else {"critic/explained_variance": explained_variance(*critic)}
 
 
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:

@@ -8,7 +8,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import solo
 from spmd_rl.learn import prepare, repetition, sample_log
-from spmd_rl.learn.masking import loss_weights, masked
+from spmd_rl.learn.masking import mask
 from spmd_rl.learn.scores import Metadata, shape
 from spmd_rl.types import Group, Verdict
 from tests.unit.test_prepare import GROUPS, collected, group, planned
@@ -21,7 +21,7 @@ def shaped(groups: list[Group], running: Moments | None = None, max_tokens: int 
 
 
 def reasons(groups: list[Group], **settings) -> dict[int, str]:
-    return masked(Metadata.of(collected(groups)), AlgorithmConfig(**settings))
+    return mask(Metadata.of(collected(groups)), AlgorithmConfig(**settings))[0]
 
 
 def truncated(g: Group, answer: int) -> Group:
@@ -72,13 +72,14 @@ def test_what_is_masked_stays_in_the_baseline_and_leaves_the_divisor() -> None:
 
 def test_loss_weights_have_mean_one() -> None:
     data = Metadata.of(collected([group(1, [(2, 1.0), (6, 0.0)]), group(2, [(4, 0.0), (4, 0.0)])]))
-    weights = loss_weights(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True), torch.arange(4))
+    _, weights = mask(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True))
     raw = torch.tensor([1.5 * 1.25, 0.5 * 1.25, 1.0 * 2.0, 1.0 * 2.0])
     assert weights.tolist() == pytest.approx((raw / raw.mean()).tolist())
     plan = planned([group(1, [(2, 1.0), (6, 0.0)])], length_loss_weight=True)
     assert plan.weights.tolist() == pytest.approx([1.5 / 8, 0.5 / 8])
-    some = loss_weights(data, AlgorithmConfig(length_loss_weight=True), torch.tensor([1, 2]))
-    assert some.mean() == pytest.approx(1.0), "those that do not train have no part in the mean"
+    cut_off = Metadata.of(collected([truncated(group(1, [(2, 1.0), (6, 0.0)]), 0), group(2, [(4, 0.0), (4, 0.0)])]))
+    _, some = mask(cut_off, AlgorithmConfig(length_loss_weight=True, max_len_mask=True))
+    assert len(some) == 3 and some.mean() == pytest.approx(1.0), "those that do not train have no part in the mean"
 
 
 def test_the_greedy_answer_is_a_baseline_and_never_trains() -> None:
