@@ -23,7 +23,7 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl import engine, sync, train
     from spmd_rl.checkpoint import Checkpointer, HfExport, finished
     from spmd_rl.distributed import World, agree_on_start
-    from spmd_rl.learn import Learner, evaluate, lineage
+    from spmd_rl.learn import Learner, evaluate, sample_log
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Rollouts
     from spmd_rl.track import Run
@@ -60,7 +60,7 @@ def run(cfg: RlvrConfig) -> None:
             with track.step(step):
                 collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
                 batches = learner.prepare(collected)  # [all] advantages, logprobs where they are needed
-                track.log_samples(step, lineage.rows(collected, learner.plan))
+                track.log_samples(step, sample_log.rows(collected, learner.plan))
                 track.add(collected.metrics() | learner.update(batches))  # [all]
                 track.add(publish(version=step))  # [all] verified
                 track.add(evaluate(cfg, rollouts, world, step))  # [all] when due

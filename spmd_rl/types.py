@@ -25,11 +25,35 @@ VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
+class TextPart(Struct, frozen=True, gc=False, tag="text"):
+    """Text as one part of a message."""
+
+    text: str
+
+
+class ImagePart(Struct, frozen=True, gc=False, tag="image"):
+    """An image as one part of a message: its encoded bytes, or the path of a file that every rank can read."""
+
+    media_type: str
+    """Such as `image/png`."""
+    data: bytes = b""
+    path: str = ""
+
+
 class Message(Struct, frozen=True, gc=False):
     """One chat message, as chat templates know it."""
 
     role: str
-    content: str
+    content: str | tuple[TextPart | ImagePart, ...]
+
+    @property
+    def text(self) -> str:
+        """The text of all parts, joined. ValueError if one of them is an image."""
+        if isinstance(self.content, str):
+            return self.content
+        if any(isinstance(part, ImagePart) for part in self.content):
+            raise ValueError("a message with an image is not text alone")
+        return "".join([part.text for part in self.content])
 
 
 class Prompt(Struct, frozen=True):
@@ -116,11 +140,19 @@ class Sample(Struct, frozen=True, gc=False):
     verdict: Verdict
     greedy: bool = False
     """Drawn at temperature 0: a baseline for the others, never trained on."""
+    unit: int | None = None
+    """Samples of a ticket with the same number are trained on one data shard, in one micro-batch: a preferred answer
+    and the one it is compared with, or the steps of one trajectory. None: `answer`, a unit of its own."""
 
     @property
     def key(self) -> tuple[int, int]:
         """The order of everything: (ticket, answer), never rank or arrival."""
         return (self.ticket, self.answer)
+
+    @property
+    def unit_number(self) -> int:
+        """`unit`, or what stands for it."""
+        return self.answer if self.unit is None else self.unit
 
 
 class Group(Struct, frozen=True):

@@ -1,6 +1,6 @@
-"""Which rank trains which sample: equal work for all, from metadata alone.
+"""Which data shard trains which sample: equal work for all, from metadata alone.
 
-    ranks, loads = assign(samples, world.size, hidden_size)
+    shards, imbalance = assign(samples, bounds, layout.data.size, hidden_size)
 
 Pure and in integers, so that every rank finds the same. The order of the samples breaks ties, never a rank or who came
 first: the plan does not know who generated a sample, and neither does the order in which gradients are summed. Left
@@ -10,6 +10,7 @@ out: memory (the micro-batches' token budget is a rank's own) and ranks of unequ
 import heapq
 from bisect import insort
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -20,35 +21,62 @@ Part = tuple[int, int, tuple[int, ...]]
 Solution = tuple[int, int, list[Part]]
 """(lightest - heaviest part, smallest index, parts, heaviest first): sorted, the largest difference comes first."""
 WORTH_SPREADING = 100
-"""Samples are spread to win one part in so many of all work, not for less."""
+"""Units are spread to win one part in so many of all work, not for less."""
 
 
-def assign(samples: np.ndarray, num_ranks: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
-    """The rank that trains each sample, int64 [n], and each rank's work; a rank computes the prompt of a ticket once.
+def divide(tickets: np.ndarray, num_updates: int) -> np.ndarray:
+    """The mini-batch of each sample: tickets (int64 [n], those of one side by side) in order, as evenly as they go."""
+    if num_updates == 1:
+        return np.zeros(len(tickets), np.int64)
+    places = begins(tickets).cumsum() - 1
+    return places * num_updates // (places[-1:] + 1)
 
-    samples: int64 [n, 3], (ticket, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin with
-    the same prompt.
 
-    Tickets stay whole, or every sample goes where it fits: whichever leaves the slowest rank less to do. Many ranks and
-    few tickets ask for the second, and pay for it with prompts that several ranks compute. It is tried only where whole
-    tickets leave more than one part in `WORTH_SPREADING` to win: there are many more samples than tickets to walk over.
+def assign(samples: np.ndarray, bounds: Sequence[int], num_shards: int, hidden_size: int) -> tuple[np.ndarray, float]:
+    """The data shard of each sample, int64 [n], and the work of the slowest over the mean, summed over mini-batches.
+
+    samples: int64 [n, 4], see `spread`. bounds: where each mini-batch begins, and n. Every mini-batch is balanced by
+    itself: ranks wait for each other at the end of each.
     """
-    tickets, prompts, totals = samples.T
+    shards = np.zeros(len(samples), np.int64)
+    if num_shards == 1:
+        return shards, 1.0
+    slowest = total = 0
+    for begin, end in pairwise(bounds):
+        shards[begin:end], loads = spread(samples[begin:end], num_shards, hidden_size)
+        slowest, total = slowest + max(loads), total + sum(loads)
+    return shards, slowest * num_shards / total if total else 1.0
+
+
+def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.ndarray, list[int]]:
+    """The shard that trains each sample, int64 [n], and each shard's work; it computes the prompt of a ticket once.
+
+    samples: int64 [n, 4], (ticket, unit, tokens of the prompt, all tokens); those of a ticket are neighbours, and begin
+    with the same prompt.
+
+    Tickets stay whole, or every unit goes where it fits: whichever leaves the slowest shard less to do. Many shards and
+    few tickets ask for the second, and pay for it with prompts that several shards compute. It is tried only where
+    whole tickets leave more than one part in `WORTH_SPREADING` to win: there are many more samples than tickets to walk
+    over.
+    """
+    tickets, units, prompts, totals = samples.T
     first = begins(tickets)
     groups = first.cumsum() - 1
     shared = workload(prompts[first], hidden_size)  # of each ticket's prompt
-    alone = workload(totals, hidden_size)
-    own = alone - shared[groups]
+    own = workload(totals, hidden_size) - shared[groups]
     costs = _sums(groups, own, len(shared)) + shared
-    whole = np.array(partition(costs.tolist(), num_ranks), np.int64)
-    work = _sums(whole, costs, num_ranks).tolist()
-    to_win = max(work) * num_ranks - sum(work)
+    whole = np.array(partition(costs.tolist(), num_shards), np.int64)
+    work = _sums(whole, costs, num_shards).tolist()
+    to_win = max(work) * num_shards - sum(work)
     if to_win > max(sum(work) // WORTH_SPREADING, min(shared.tolist(), default=0)):  # else a prompt more cannot pay
-        spread = np.array(partition(alone.tolist(), num_ranks), np.int64)
-        ranks, prompts_of = np.divmod(np.unique(spread * len(shared) + groups), len(shared))  # each once on a rank
-        spread_work = (_sums(spread, own, num_ranks) + _sums(ranks, shared[prompts_of], num_ranks)).tolist()
-        if max(spread_work) < max(work):
-            return spread, spread_work
+        width = 1 + units.max(initial=0)
+        names, number = np.unique(groups * width + units, return_inverse=True)
+        alone = _sums(number, own, len(names)) + shared[names // width]
+        apart = np.array(partition(alone.tolist(), num_shards), np.int64)[number]
+        shards, prompts_of = np.divmod(np.unique(apart * len(shared) + groups), len(shared))  # each once on a shard
+        apart_work = (_sums(apart, own, num_shards) + _sums(shards, shared[prompts_of], num_shards)).tolist()
+        if max(apart_work) < max(work):
+            return apart, apart_work
     return whole[groups], work
 
 

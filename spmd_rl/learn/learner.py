@@ -1,16 +1,20 @@
-"""`Learner`: advantages, logprobs where they are needed, updates, and the algorithm's own state."""
+"""`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
 
 from dataclasses import astuple, replace
 from typing import Any
+
+import numpy as np
 
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.learn import exchange, prepare, repetition, token_advantages
+from spmd_rl.learn import prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
+from spmd_rl.learn.logprobs import RoleShards, fill_in
 from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.value_loss import bind_value_loss
 from spmd_rl.rollout import Collected
@@ -40,7 +44,7 @@ class Learner:
         self._num_updates = cfg.train.updates_per_step
         self._temperature = cfg.rollout.temperature
         self.plan: prepare.Plan | None = None
-        """What the last `prepare` decided; the sample log reads it."""
+        """The plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
@@ -62,7 +66,7 @@ class Learner:
 
     def prepare(self, collected: Collected) -> list[Batch]:
         """[all] This rank's mini-batches, one per optimizer step, with all that the loss needs."""
-        settings = self._settings
+        settings, data = self._settings, self._policy.layout.data
         with self._world.phase("prepare"):
             penalties = None
             if settings.repetition_coef:
@@ -73,64 +77,61 @@ class Learner:
                     settings,
                     self._scores,
                     num_updates=self._num_updates,
-                    num_ranks=self._world.size,
+                    num_shards=data.size,
                     hidden_size=self._policy.hidden_size,
                     max_tokens=self._max_tokens,
                     greedy_answer=self._greedy_answer,
                     penalties=penalties,
                 )
-            batches = exchange.deal(collected, self.plan, self._num_updates, self._world)  # [all]
+            batches = redistribute(collected, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             needs_old = self._num_updates > 1 or self.plan.stale or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
-                    self._fill_in(batches, needs_old)  # [all]
+                    fill_in(  # [all]
+                        batches,
+                        self.plan,
+                        self._policy,
+                        self._reference,
+                        self._critic,
+                        needs_old=needs_old,
+                        temperature=self._temperature,
+                        world=self._world,
+                    )
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             self._prepared = token_advantages.finish(  # [all]
-                batches, self.plan, settings, kl_reward_coef, self._world, self._seed
+                batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
             self._prepared |= self._roofline.metrics(collected, self.plan, needs_old)
         return batches
 
-    def _fill_in(self, batches: list[Batch], needs_old: bool) -> None:
-        """[all] The policy's logprobs before the step, if needed; what reference and critic say, if there are any."""
-        if needs_old:
-            with self._policy.awake():
-                for batch in batches:
-                    batch.old_logprobs, _ = self._policy.logprobs(batch, self._temperature)
-        if self._reference:
-            with self._reference.awake():
-                for batch in batches:
-                    batch.ref_logprobs, _ = self._reference.logprobs(batch, self._temperature)
-        if self._critic:
-            with self._critic.awake():
-                for batch in batches:
-                    batch.values = self._critic.values(batch)
-
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""
         assert self.plan is not None
-        used = [batch for number, batch in enumerate(batches) if number in self.plan.minibatches]
+        used = np.unique(self.plan.minibatches).tolist()
         self._num_empty_steps += not used
         metrics: Metrics = {}
         with self._world.phase("update"):
             if self._critic:
                 value_loss = bind_value_loss(self._settings)
+                shards = RoleShards(self._policy, self._critic, self.plan, self._world)
+                shares = shards.share("update: critic", batches)  # [all]
                 with self._critic.awake():
-                    metrics |= _mean([self._critic.update(batch, value_loss) for batch in used], "critic")  # [all]
+                    metrics |= _mean([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
                 with self._policy.awake():
-                    metrics |= _mean([self._policy.update(b, loss, self._temperature) for b in used], "actor")  # [all]
+                    updates = [self._policy.update(batches[i], loss, self._temperature) for i in used]  # [all]
+                metrics |= _mean(updates, "actor")
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
-        """What the plan and the state say; the controller sees the step's KL."""
+        """Metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""
         plan, settings = self.plan, self._settings
         own: Metrics = {
             "actor/empty_steps": self._num_empty_steps,
             "actor/balance": plan.balance,
-            "actor/left_out": len(plan.left_out) / max(1, len(plan.left_out) + len(plan.keys)),
+            "actor/left_out": len(plan.masked) / max(1, len(plan.masked) + len(plan.keys)),
         }
         if len(plan.keys):
             own["critic/rewards/mean"] = plan.mean_reward

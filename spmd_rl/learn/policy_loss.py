@@ -72,6 +72,7 @@ def _loss(
         "actor/entropy": entropy.detach(),
         "actor/abs_advantage": tokens.advantages.abs(),
         "train_infer/abs_diff/mean": (tokens.old_logprobs - tokens.rollout_logprobs).abs(),
+        "train_infer/lag/mean": batch.lags[batch.loss_mask].float(),
     }
     if correct is not None:
         weights, more = correct(tokens)

@@ -1,4 +1,4 @@
-"""The one penalty that needs an answer's tokens: the rank that holds the answer computes it, and tells the others."""
+"""The one penalty that needs an answer's tokens: the rank that generated it computes the penalty for all ranks."""
 
 import torch
 
@@ -12,12 +12,12 @@ from spmd_rl.types import concat
 
 
 def penalties(collected: Collected, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
-    """[all] What each sample of the groups that train loses for repeating itself; of an agent, over all its turns."""
+    """[all] What each sample of the groups that train loses for repeating itself, counted over all its turns."""
     penalty = bind(repetition_penalty, settings)
     mine = []
     for sample in (sample for group in collected.groups for sample in group.samples):
         ids = torch.tensor(concat([turn.token_ids for turn in sample.turns], "i"), dtype=torch.int64)
         mine.append([*sample.key, penalty(ids)])
     with world.phase("coordination"):
-        told = world.gather("prepare: repetition", mine)
-    return {(ticket, answer): value for record in told for ticket, answer, value in record}
+        records = world.gather("prepare: repetition", mine)
+    return {(ticket, answer): value for record in records for ticket, answer, value in record}

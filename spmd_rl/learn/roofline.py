@@ -1,4 +1,4 @@
-"""`Roofline`: a step's `roofline/*` seconds, from what the learner knows of it; see `track/roofline.py`."""
+"""`Roofline`: the least seconds that a step can take on its devices, by phase; see `track/roofline.py`."""
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ class Roofline:
         critic: CriticBackend | None,
         world: World,
     ) -> None:
+        """`world`: all ranks, which are all devices."""
         self._policy, self._reference, self._critic = policy, reference, critic
         self._warmup = cfg.algorithm.critic_warmup
         self._spec = find_device_spec(cfg.track.device, world.device, cfg.policy.dtype)

@@ -52,8 +52,8 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         if not self._hf.chat_template:
-            return array("i", self._hf("".join(m.content for m in messages)).input_ids)
-        chat = [{"role": m.role, "content": m.content} for m in messages]
+            return array("i", self._hf("".join(map(_text, messages))).input_ids)
+        chat = [{"role": m.role, "content": _text(m)} for m in messages]
         try:
             text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
@@ -65,6 +65,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens and without any tidying of spaces."""
         return self._decode(list(ids), skip_special_tokens=True)
+
+
+def _text(message: Message) -> str:
+    """What it says. UserError if it holds an image."""
+    try:
+        return message.text
+    except ValueError:
+        raise UserError("policy.model: a prompt holds an image, which needs a processor; this model has none") from None
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

@@ -80,7 +80,7 @@ class Collected:
         if num_sampled := int(np.count_nonzero(sampled)):
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled
             metrics["rollout/truncated"] = int(np.count_nonzero(answers["truncated"] & sampled)) / num_sampled
-            metrics["rollout/stale"] = int(np.count_nonzero(answers["stale"] & sampled)) / num_sampled
+            metrics["rollout/stale"] = int(np.count_nonzero((answers["lag"] > 0) & sampled)) / num_sampled
         if scores:
             metrics["critic/score/mean"] = fmean(list(chain.from_iterable(scores.values())))
             metrics |= {f"score/{domain}/mean": fmean(values) for domain, values in scores.items()}

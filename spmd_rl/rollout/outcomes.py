@@ -18,12 +18,13 @@ ANSWER = np.dtype(
     [
         ("ticket", "<i8"),
         ("answer", "<i4"),
+        ("unit", "<i4"),  # see `Sample.unit`
         ("rank", "<i4"),  # the world rank that generated it, and holds it
         ("score", "<f8"),
         ("scored", "?"),  # whether `score` means anything
         ("wrong_format", "?"),
         ("truncated", "?"),  # ended by a token limit
-        ("stale", "?"),  # some token was sampled by an older policy version than the step's
+        ("lag", "<i4"),  # policy versions between the one that sampled its oldest token and the step's
         ("greedy", "?"),  # a baseline, see `Sample.greedy`
         ("num_answer_tokens", "<i4"),
         ("num_prompt_tokens", "<i4"),  # before the first sampled one, which the group's samples have in common
@@ -32,7 +33,7 @@ ANSWER = np.dtype(
 )
 """The metadata of one sample: all that ranks report to each other of it."""
 
-AnswerRow = tuple[int, int, int, float, bool, bool, bool, bool, bool, int, int, int]
+AnswerRow = tuple[int, int, int, int, float, bool, bool, bool, int, bool, int, int, int]
 """A row of `ANSWER`, as it travels."""
 
 
@@ -41,16 +42,17 @@ def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
     turns, verdict = sample.turns, sample.verdict
     num_sampled = sum(len(turn.token_ids) for turn in turns)
     num_given = sum(len(turn.prompt_ids) for turn in turns)
-    num_fresh = sum(turn.versions.count(version) for turn in turns)
+    lag = max((version - min(turn.versions, default=version) for turn in turns), default=0)
     return (
         sample.ticket,
         sample.answer,
+        sample.unit_number,
         rank,
         verdict.score,
         verdict.status in SCORED,
         verdict.status == "wrong_format",
         turns[-1].finish_reason == "length",
-        num_fresh < num_sampled,
+        lag,
         sample.greedy,
         num_sampled,
         len(turns[0].prompt_ids),

@@ -4,30 +4,39 @@ The cut depends on the samples' keys, lengths and common prefixes alone, never o
 rank. Left out: balance between ranks (the learner's).
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, Column, Entries, Ragged
 from spmd_rl.train.sharing import PrefixTree, prefix_segments
 
 
 def plan(batch: Batch, budget: int) -> list[list[int]]:
     """Samples of each micro-batch, in (ticket, answer) order: at most `budget` tokens each, every sample once.
 
-    A prefix that several samples of a micro-batch share counts once (`sharing.py`). A sample longer than the budget
-    gets a micro-batch of its own. An empty batch gives no micro-batch.
+    A prefix that several samples of a micro-batch share counts once (`sharing.py`). The samples of a unit stay
+    together; one longer than the budget gets a micro-batch of its own. An empty batch gives no micro-batch.
     """
-    keys = batch.keys.tolist()
-    order = sorted(range(batch.num_segments), key=lambda s: (keys[s], s))
-    paths: list[dict[Hashable, int]] = [{} for _ in order]
+    keys, units = batch.keys.tolist(), batch.units.tolist()
+    paths: list[list[tuple[int, int]]] = [[] for _ in keys]
     for number, segment in enumerate(prefix_segments(batch)):
         for sample, end in segment.users:
-            paths[sample][number] = end - segment.begin
-    return [[order[i] for i in one] for one in fill([paths[s] for s in order], budget)]
+            paths[sample].append((number, end - segment.begin))
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
+    needs: dict[tuple[int, int], dict[Hashable, int]] = defaultdict(dict)
+    for sample in sorted(range(len(keys)), key=lambda s: (keys[s], s)):
+        unit = keys[sample][0], units[sample]
+        members[unit].append(sample)
+        for segment, num_tokens in paths[sample]:
+            needs[unit][segment] = max(num_tokens, needs[unit].get(segment, 0))
+    groups = list(members.values())
+    bins = fill(list(needs.values()), budget)
+    return [sorted((s for i in one for s in groups[i]), key=lambda s: (keys[s], s)) for one in bins]
 
 
 def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
@@ -37,7 +46,7 @@ def token_index(batch: Batch, samples: Sequence[int]) -> Tensor:
 
 
 def fill(items: Sequence[Mapping[Hashable, int]], budget: int) -> list[list[int]]:
-    """First-fit: the indices of `items` in bins, each put where it adds the fewest tokens, or else into a bin of its own.
+    """First-fit: the indices of `items` in bins, each where it adds the fewest tokens, or else in a bin of its own.
 
     items: how many tokens an item needs of each segment. A segment that several items of a bin need takes room once.
     """
@@ -79,16 +88,17 @@ def rounded(tree: PrefixTree, multiple: int) -> PrefixTree:
 
 def dummy(like: Batch) -> Batch:
     """Two tokens of weight 0, with the columns of `like`: what a rank runs while others still have micro-batches."""
-    columns = {
-        field.name: torch.zeros(2, dtype=column.dtype, device=column.device)
-        for field in fields(like)
-        if (column := getattr(like, field.name)) is not None
-    }
     device = like.token_ids.device
-    columns |= {
+    columns = {name: _zeros(column, device) for name, column, _ in like.columns()} | {
         "position_ids": torch.arange(2, device=device),
-        "starts": torch.tensor([0, 2], device=device),
         "keys": torch.tensor([[-1, -1]], device=device),
         "loss_mask": torch.tensor([False, True], device=device),
     }
-    return Batch(**columns)
+    return type(like)(torch.tensor([0, 2], device=device), **columns)
+
+
+def _zeros(column: Column, device: torch.device) -> Entries:
+    """A column of one sample of two tokens; in a ragged one every list is empty."""
+    count = {"token": 2, "sample": 1}[column.per]
+    values = torch.zeros(0 if column.ragged else count, *column.shape, dtype=column.dtype, device=device)
+    return Ragged(values, torch.zeros(count + 1, dtype=torch.int64, device=device)) if column.ragged else values

@@ -70,7 +70,7 @@ def step(payloads: list[bytes]) -> dict[str, float]:
 
     collected = timed("result", read)
     timed("metrics", collected.metrics)
-    sizes = {"num_updates": 1, "num_ranks": ranks, "hidden_size": 576, "max_tokens": MOST_TOKENS}
+    sizes = {"num_updates": 1, "num_shards": ranks, "hidden_size": 576, "max_tokens": MOST_TOKENS}
     timed("plan", lambda: prepare.plan(collected, AlgorithmConfig(), Moments(), **sizes))
     return seconds
 

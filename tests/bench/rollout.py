@@ -71,7 +71,7 @@ def steps(world: World, policy: str, num_steps: int, seed: int) -> list:
             engine.version, began = step - 1, time.perf_counter()
             collected = rollouts.collect(step)
             answers = collected.outcomes.accepted
-            tokens, stale = int(answers["num_answer_tokens"].sum()), int(answers["stale"].sum())
+            tokens, stale = int(answers["num_answer_tokens"].sum()), int((answers["lag"] > 0).sum())
             row = [collected.bubble, collected.outcomes.num_accepted, tokens, stale]
             seen.append([time.perf_counter() - began, *row])
         rollouts.close()

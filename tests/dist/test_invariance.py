@@ -26,8 +26,9 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout as RankLayout
 from spmd_rl.distributed import World, solo
-from spmd_rl.learn import exchange, prepare, token_advantages
+from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.fsdp2 import FSDP2Backend
@@ -55,7 +56,7 @@ LENGTHS = [[[5], [12], [1], [9]], [[3, 4], [2, 2], [8]], [[30], [2]], [[4, 1], [
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """How the same samples lie."""
 
     budget: int
@@ -66,17 +67,17 @@ class Layout:
     """of the order in which tickets and answers come to the plan; None: their own"""
 
 
-LAYOUTS = (
-    Layout(10_000, lambda s, size: s.ticket % size),
-    Layout(1, lambda s, size: size - 1, seed=1),  # one sample a micro-batch; all come from one rank
-    Layout(60, lambda s, size: (s.ticket + s.answer) % size, seed=2),  # a ticket's samples come from several
+ARRANGEMENTS = (
+    Arrangement(10_000, lambda s, size: s.ticket % size),
+    Arrangement(1, lambda s, size: size - 1, seed=1),  # one sample a micro-batch; all come from one rank
+    Arrangement(60, lambda s, size: (s.ticket + s.answer) % size, seed=2),  # a ticket's samples come from several
 )
-"""A case meets each of them at one world size, and a loss each of them at every world size: see `layout_of`."""
+"""A case meets each of them at one world size, and a loss each of them at every world size: see `arrangement_of`."""
 
 
-def layout_of(case: int, size: int) -> Layout:
+def arrangement_of(case: int, size: int) -> Arrangement:
     """For the case of this number."""
-    return LAYOUTS[(case + SIZES.index(size)) % len(LAYOUTS)]
+    return ARRANGEMENTS[(case + SIZES.index(size)) % len(ARRANGEMENTS)]
 
 
 def groups() -> list[Group]:
@@ -95,32 +96,33 @@ def groups() -> list[Group]:
     return made
 
 
-def harvest(world: World, layout: Layout) -> Collected:
+def harvest(world: World, arrangement: Arrangement) -> Collected:
     """All samples, as the rollout would hand them to this rank."""
     everything = groups()
-    if layout.seed is not None:
-        rng = random.Random(layout.seed)
+    if arrangement.seed is not None:
+        rng = random.Random(arrangement.seed)
         rng.shuffle(everything)
         everything = [replace(g, samples=tuple(rng.sample(g.samples, len(g.samples)))) for g in everything]
     mine = []
     for g in everything:
-        here = tuple(s for s in g.samples if layout.holder(s, world.size) == world.rank)
+        here = tuple(s for s in g.samples if arrangement.holder(s, world.size) == world.rank)
         mine += [replace(g, samples=here)] if here else []
-    outcomes = outcomes_of(everything, lambda s: layout.holder(s, world.size))
+    outcomes = outcomes_of(everything, lambda s: arrangement.holder(s, world.size))
     return Collected(1, tuple(mine), (), outcomes, 0.0, 0, 0)
 
 
-def prepared(world: World, layout: Layout, settings: AlgorithmConfig) -> Batch:
+def prepared(world: World, arrangement: Arrangement, settings: AlgorithmConfig) -> Batch:
     """[all] This rank's share of the step, as the learner makes it; old and reference logprobs are made up."""
-    collected = harvest(world, layout)
-    sizes = {"num_updates": 1, "num_ranks": world.size, "hidden_size": 32, "max_tokens": 32}
+    collected = harvest(world, arrangement)
+    sizes = {"num_updates": 1, "num_shards": world.size, "hidden_size": 32, "max_tokens": 32}
     plan, _ = prepare.plan(collected, settings, Moments(), **sizes)
-    (batch,) = exchange.deal(collected, plan, 1, world)
+    data = Layout(world).data
+    (batch,) = redistribute(collected, plan, 1, data, world)
     place = batch.token_ids.double() + 7 * batch.position_ids
     batch.old_logprobs, batch.ref_logprobs = (
         ((batch.rollout_logprobs + 0.4 * noise) * batch.loss_mask).float() for noise in (place.sin(), place.cos())
     )
-    token_advantages.finish([batch], plan, settings, 0.0, world, seed=0)
+    token_advantages.finish([batch], plan, settings, 0.0, data, seed=0)
     return batch
 
 
@@ -144,7 +146,7 @@ def references(_: World, path: str) -> None:
         gradients, outputs = {}, None
         with solo() as world:
             for case, settings in CASES.items():
-                batch = prepared(world, LAYOUTS[0], settings)
+                batch = prepared(world, ARRANGEMENTS[0], settings)
                 outputs = outputs or padded_forward(model, batch)  # the same for all
                 per_token, _ = bind_loss(settings)(*outputs, batch)
                 loss = (per_token * batch.weights[batch.loss_mask]).sum()
@@ -164,9 +166,9 @@ def errors(world: World, path: str) -> list[tuple[str, str, str, str, float]]:
         forward = partial(backend._forward, temperature=TEMPERATURE)
         wanted = torch.load(Path(path) / f"{dtype}.pt")
         for number, (case, settings) in enumerate(CASES.items()):
-            layout = layout_of(number, world.size)
-            train.tokens_per_microbatch = layout.budget
-            backend._accumulate(prepared(world, layout, settings), forward, bind_loss(settings))
+            arrangement = arrangement_of(number, world.size)
+            train.tokens_per_microbatch = arrangement.budget
+            backend._accumulate(prepared(world, arrangement, settings), forward, bind_loss(settings))
             for name, p in backend._model.named_parameters():
                 whole = distribute_tensor(wanted[case][name], p.device_mesh, p.placements, src_data_rank=None)
                 got, want = p.grad.to_local().double(), whole.to_local().double()

@@ -4,8 +4,9 @@ import pytest
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.distributed import World
-from spmd_rl.learn import exchange, prepare
+from spmd_rl.distributed import Layout, World
+from spmd_rl.learn import prepare
+from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.rollout import Rollouts
 from tests.dist.harness import run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
@@ -22,9 +23,9 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
         plan, _ = prepare.plan(
-            collected, cfg.algorithm, Moments(), num_updates=1, num_ranks=world.size, hidden_size=64, max_tokens=12
+            collected, cfg.algorithm, Moments(), num_updates=1, num_shards=world.size, hidden_size=64, max_tokens=12
         )
-        (batch,) = exchange.deal(collected, plan, 1, world)
+        (batch,) = redistribute(collected, plan, 1, Layout(world).data, world)
         weight = world.reduce("weights", {"sum": float(batch.weights.double().sum())})["sum"]
         outcomes = [[o.ticket, o.reject_reason, o.answers["score"].tolist()] for o in collected.outcomes]
         seen.append([outcomes, [g.ticket for g in collected.groups], weight])

@@ -17,7 +17,7 @@ from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
 from tests.models import tiny
-from tests.training import SHARES, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, SHARES, TEMPERATURE, backend, global_batch, loss, share_of
 
 
 def updates(world: World, mine, seeds) -> list[dict[str, float]]:

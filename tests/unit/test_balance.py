@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.learn.balance import WORTH_SPREADING, assign, partition, workload
+from spmd_rl.learn.balance import WORTH_SPREADING, partition, spread, workload
 
 
 def loads(costs, num_parts) -> list[int]:
@@ -19,10 +19,12 @@ def loads(costs, num_parts) -> list[int]:
     return sums
 
 
-def assigned(samples, num_ranks, hidden_size) -> tuple[list[int], list[int]]:
-    """`assign` of (ticket, tokens of the prompt, all tokens) per sample."""
-    ranks, loads = assign(np.array(samples, np.int64).reshape(-1, 3), num_ranks, hidden_size)
-    return ranks.tolist(), loads
+def assigned(samples, num_shards, hidden_size, units=None) -> tuple[list[int], list[int]]:
+    """`spread` of (ticket, tokens of the prompt, all tokens) per sample; each is a unit of its own by default."""
+    rows = np.array(samples, np.int64).reshape(-1, 3)
+    numbers = np.arange(len(rows)) if units is None else np.array(units)
+    shards, loads = spread(np.insert(rows, 1, numbers, axis=1), num_shards, hidden_size)
+    return shards.tolist(), loads
 
 
 def heaviest_by_hand(costs, num_parts) -> int:
@@ -141,3 +143,29 @@ def test_loads_are_what_the_ranks_compute(samples, num_ranks) -> None:
     spread = partition([workload(total, 64) for _, _, total in samples], num_ranks)
     if len({(rank, ticket) for rank, (ticket, _, _) in zip(spread, samples, strict=True)}) > len(prompts):
         assert max(loads) <= max(work(spread)) + sum(loads) // WORTH_SPREADING / num_ranks
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 300)), max_size=20),
+    num_shards=st.integers(1, 5),
+)
+def test_a_unit_is_never_torn_apart(rows, num_shards) -> None:
+    rows = sorted((ticket, unit, more) for ticket, unit, more in rows)
+    samples = [(ticket, 5 + ticket, 5 + ticket + more) for ticket, _, more in rows]
+    shards, loads = assigned(samples, num_shards, 64, [unit for _, unit, _ in rows])
+    of_unit = {}
+    for (ticket, unit, _), shard in zip(rows, shards, strict=True):
+        assert of_unit.setdefault((ticket, unit), shard) == shard
+    held = {(shard, ticket) for (ticket, _, _), shard in zip(rows, shards, strict=True)}
+    own = [workload(total, 64) - workload(prompt, 64) for _, prompt, total in samples]
+    for shard in range(num_shards):
+        rest = sum(cost for cost, at in zip(own, shards, strict=True) if at == shard)
+        assert loads[shard] == rest + sum(workload(5 + ticket, 64) for at, ticket in held if at == shard)
+
+
+def test_pairs_of_one_ticket_are_spread_as_pairs() -> None:
+    """Whole, the ticket would keep three of four shards idle; as single answers it would tear its pairs."""
+    samples = [(0, 1, 100)] * 8
+    shards, _ = assigned(samples, 4, 64, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert sorted(shards[::2]) == [0, 1, 2, 3] and shards[::2] == shards[1::2]

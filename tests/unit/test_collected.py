@@ -77,9 +77,9 @@ def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
         assert (row["num_answer_tokens"], row["num_tokens"]) == (num_sampled(s), num_tokens(s))
         assert row["num_prompt_tokens"] == len(s.turns[0].prompt_ids)
         assert row["truncated"] == (s.turns[-1].finish_reason == "length")
-        assert row["stale"] == any(v != VERSION for t in s.turns for v in t.versions)
+        assert row["lag"] == max(VERSION - v for t in s.turns for v in t.versions)
         assert row["greedy"] == s.greedy
-    assert any(rows["stale"]) and not all(rows["stale"])
+    assert any(rows["lag"]) and not all(rows["lag"])
 
 
 def split(g: Group, sizes: tuple[int, ...]) -> list[Group]:

@@ -18,9 +18,10 @@ def batch_of(lengths, keys) -> Batch:
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         starts=torch.tensor([0, *lengths]).cumsum(0),
         keys=torch.tensor(keys),
+        units=torch.arange(len(keys)),
         loss_mask=torch.zeros(total, dtype=torch.bool),
         rollout_logprobs=torch.zeros(total),
-        versions=torch.zeros(total, dtype=torch.int64),
+        lags=torch.zeros(total, dtype=torch.int32),
         advantages=torch.zeros(total),
         weights=torch.zeros(total),
     )

@@ -11,8 +11,8 @@ import torch
 
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
-from spmd_rl.distributed import solo
-from spmd_rl.learn import Learner, evaluate, lineage, policy_loss
+from spmd_rl.distributed import Layout, solo
+from spmd_rl.learn import Learner, evaluate, policy_loss, sample_log
 from spmd_rl.rollout import Rollouts
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
@@ -26,6 +26,8 @@ class FakeBackend:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        with solo() as world:
+            self.layout = Layout(world)
 
     def logprobs(self, batch, temperature):
         self.asked.append("logprobs")
@@ -165,10 +167,10 @@ def test_evaluation_is_due_before_every_n_and_at_the_end() -> None:
     assert 0 <= metrics["val/score/mean"] <= 1
 
 
-def test_lineage_says_why_each_sample_was_kept_or_not() -> None:
+def test_the_sample_log_says_why_each_sample_was_kept_or_not() -> None:
     harvest = collected(GROUPS[:1])
     _, _, learner = step(RlvrConfig(), harvest)
-    rows = list(lineage.rows(harvest, learner.plan))
+    rows = list(sample_log.rows(harvest, learner.plan))
     assert [(r.ticket, r.answer, r.kept, r.reject_reason) for r in rows] == [
         (4, 0, True, None), (4, 1, True, None), (4, 2, False, "no score"),
     ]  # fmt: skip
@@ -176,16 +178,14 @@ def test_lineage_says_why_each_sample_was_kept_or_not() -> None:
     assert [row.turns[0].logprobs for row in rows] == [[-0.1] * 2, [-0.1] * 3, [-0.1]]
 
 
-def test_lineage_finds_its_own_rows_in_everyones_plan() -> None:
+def test_the_sample_log_finds_its_own_rows_in_everyones_plan() -> None:
     everyones = [group(ticket, [(2, ticket / 8), (1, 0.0), (1, 1.0)]) for ticket in (3, 4, 5, 6)]
     plan = planned(everyones)
     advantages = dict(zip(map(tuple, plan.keys.tolist()), plan.advantages.tolist(), strict=True))
     for mine in ([everyones[0], everyones[2]], [everyones[3]], []):
         harvest = replace(collected(mine), dropped=((group(1, [(2, 1.0)]), "too easy"),))
-        rows = list(lineage.rows(harvest, plan))
-        assert [(row.ticket, row.answer, row.kept, row.reject_reason) for row in rows[:1]] == [
-            (1, 0, False, "too easy")
-        ]
+        rows = list(sample_log.rows(harvest, plan))
+        assert [(row.ticket, row.answer, row.kept, row.reject_reason) for row in rows[:1]] == [(1, 0, False, "too easy")]
         assert rows[0].advantage is None
         assert {(row.ticket, row.answer): row.advantage for row in rows[1:]} == {
             s.key: advantages[s.key] for g in mine for s in g.samples
@@ -205,7 +205,7 @@ def test_a_line_of_the_sample_log() -> None:
     samples = Sample(4, 0, tuple(turns[:2]), verdicts[0]), Sample(4, 1, (turns[2],), verdicts[1])
     harvest = collected([Group(Prompt("1d", (Message("user", "?"),), "toy", "42"), 4, samples)])
     head = '"id":"1d","domain":"toy","messages":[{"role":"user","content":"?"}],"ground_truth":"42"'
-    told = [msgspec.json.encode(row).decode() for row in lineage.rows(harvest, plan_of(harvest, AlgorithmConfig()))]
+    told = [msgspec.json.encode(row).decode() for row in sample_log.rows(harvest, plan_of(harvest, AlgorithmConfig()))]
     assert told == [
         f'{{"ticket":4,"answer":0,{head},"turns":['
         '{"text":"a","prompt_ids":[5,6],"token_ids":[1],"logprobs":[-0.1],"versions":[0],"finish_reason":"stop"},'

@@ -12,11 +12,12 @@ from msgspec import structs
 
 from spmd_rl.algo import ADVANTAGES, TOKEN_ADVANTAGES
 from spmd_rl.algo.moments import Moments
-from spmd_rl.batch import Batch, flatten, lay_out, pack
+from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.distributed import solo
-from spmd_rl.learn import balance, exchange, prepare
+from spmd_rl.distributed import Layout, solo
+from spmd_rl.learn import balance, prepare
 from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.learn.scores import shape
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
@@ -47,14 +48,14 @@ def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
 GROUPS = [group(4, [(2, 1.0), (3, 0.0), (1, None)]), group(7, [(5, 0.5), (1, 0.0)]), group(9, [(2, 1.0), (2, 0.0)])]
 
 
-def planned(groups: list[Group], num_updates: int = 1, num_ranks: int = 1, version: int = 0, **settings) -> Plan:
+def planned(groups: list[Group], num_updates: int = 1, num_shards: int = 1, version: int = 0, **settings) -> Plan:
     c = collected(groups, version=version)
     algorithm = AlgorithmConfig(**settings)
-    return plan_of(c, algorithm, num_updates=num_updates, num_ranks=num_ranks)
+    return plan_of(c, algorithm, num_updates=num_updates, num_shards=num_shards)
 
 
-def plan_of(c: Collected, algorithm: AlgorithmConfig, num_updates: int = 1, num_ranks: int = 1) -> Plan:
-    sizes = {"num_updates": num_updates, "num_ranks": num_ranks, "hidden_size": 64, "max_tokens": 1024}
+def plan_of(c: Collected, algorithm: AlgorithmConfig, num_updates: int = 1, num_shards: int = 1) -> Plan:
+    sizes = {"num_updates": num_updates, "num_shards": num_shards, "hidden_size": 64, "max_tokens": 1024}
     return prepare.plan(c, algorithm, Moments(), **sizes)[0]
 
 
@@ -65,7 +66,8 @@ def columns(plan: Plan) -> list:
 
 def batches(groups: list[Group], num_updates: int = 1, **settings) -> list[Batch]:
     with solo() as world:
-        return exchange.deal(collected(groups), planned(groups, num_updates, **settings), num_updates, world)
+        plan = planned(groups, num_updates, **settings)
+        return redistribute(collected(groups), plan, num_updates, Layout(world).data, world)
 
 
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
@@ -108,7 +110,7 @@ def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: d
         more = (structs.replace(sample(g.ticket, number, 9, 1.0), verdict=verdict) for number in (4, 5))
         dirty.append(structs.replace(g, samples=(*g.samples, *more)))
     dirty.append(group(3, [(5, None), (5, None), (5, None), (5, None)]))
-    sizes = {"num_updates": 2, "num_ranks": 2, "hidden_size": 64, "max_tokens": 1024, "greedy_answer": greedy}
+    sizes = {"num_updates": 2, "num_shards": 2, "hidden_size": 64, "max_tokens": 1024, "greedy_answer": greedy}
     plans = [prepare.plan(collected(some), algorithm, Moments(), **sizes) for some in (clean, dirty)]
     assert columns(plans[0][0]) == columns(plans[1][0]) and plans[0][1] == plans[1][1]
     assert any(plans[0][0].advantages) and len(plans[0][0].keys) == (9 if greedy else 12)
@@ -117,17 +119,17 @@ def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: d
 def test_each_minibatch_is_balanced_by_itself() -> None:
     lengths = [[900, 100, 700], [300, 500, 200], [600, 400, 800], [50, 1000, 450]]
     groups = [group(ticket, [(n, float(i)) for i, n in enumerate(row)]) for ticket, row in enumerate(lengths)]
-    plan = planned(groups, num_updates=2, num_ranks=3)
-    tokens, trainers, minibatches = plan.lengths.tolist(), plan.trainers.tolist(), plan.minibatches.tolist()
+    plan = planned(groups, num_updates=2, num_shards=3)
+    tokens, shards, minibatches = plan.lengths.tolist(), plan.data_rank.tolist(), plan.minibatches.tolist()
     assert tokens == [n + 3 for row in lengths for n in row]
     assert minibatches == [0] * 6 + [1] * 6
     slowest = total = 0
     prompt = balance.workload(3, 64)  # computed once for the samples of a ticket on a rank
     for number in range(2):
         rows = [row for row, m in enumerate(minibatches) if m == number]
-        loads = [prompt * len({int(plan.keys[r][0]) for r in rows if trainers[r] == rank}) for rank in range(3)]
+        loads = [prompt * len({int(plan.keys[r][0]) for r in rows if shards[r] == rank}) for rank in range(3)]
         for row in rows:
-            loads[trainers[row]] += balance.workload(tokens[row], 64) - prompt
+            loads[shards[row]] += balance.workload(tokens[row], 64) - prompt
         assert all(loads) and max(loads) < 1.25 * sum(loads) / 3
         slowest, total = slowest + max(loads), total + sum(loads)
     assert plan.balance == pytest.approx(3 * slowest / total)
@@ -137,9 +139,9 @@ def test_each_minibatch_is_balanced_by_itself() -> None:
 def test_who_trains_a_sample_does_not_depend_on_who_made_it() -> None:
     made = collected(GROUPS)
     elsewhere = replace(made, outcomes=outcomes_of(GROUPS, lambda s: s.ticket % 3))
-    plans = [plan_of(c, AlgorithmConfig(), num_ranks=3) for c in (made, elsewhere)]
-    assert not np.array_equal(plans[0].holders, plans[1].holders)
-    assert np.array_equal(plans[0].trainers, plans[1].trainers) and set(plans[0].trainers.tolist()) == {0, 1, 2}
+    plans = [plan_of(c, AlgorithmConfig(), num_shards=3) for c in (made, elsewhere)]
+    assert not np.array_equal(plans[0].src_rank, plans[1].src_rank)
+    assert np.array_equal(plans[0].data_rank, plans[1].data_rank) and set(plans[0].data_rank.tolist()) == {0, 1, 2}
 
 
 def test_columns_of_a_packed_batch() -> None:
@@ -151,25 +153,13 @@ def test_columns_of_a_packed_batch() -> None:
     assert batch.weights[batch.loss_mask].tolist() == pytest.approx([0.2] * 5)
 
 
-def test_columns_travel_unchanged() -> None:
-    samples = [s for g in GROUPS for s in g.samples]
-    tokens, lengths = flatten(samples)
-    rows = exchange.to_rows(tokens)
-    assert rows.shape == (len(tokens), 13) and rows.dtype == torch.uint8
-    packed = pack(samples)
-    arrived = lay_out(packed.keys.numpy(), lengths, exchange.to_tokens(rows.clone()), *np.zeros((2, len(samples))))
-    for name in ("token_ids", "position_ids", "starts", "keys", "loss_mask", "rollout_logprobs", "versions"):
-        column, expected = getattr(arrived, name), getattr(packed, name)
-        assert torch.equal(column, expected) and column.dtype == expected.dtype, name
-
-
 @settings(deadline=None)
 @given(order=st.permutations(range(4)))
 def test_select_is_pack_of_the_selected(order: list[int]) -> None:
     samples = [sample(1, a, 1 + a, 1.0) for a in range(4)]
     chosen = pack(samples).select(order)
     expected = pack([samples[i] for i in order])
-    for name in ("token_ids", "position_ids", "starts", "keys", "loss_mask", "rollout_logprobs", "versions"):
+    for name in ("token_ids", "position_ids", "starts", "keys", "loss_mask", "rollout_logprobs", "lags", "units"):
         assert torch.equal(getattr(chosen, name), getattr(expected, name)), name
 
 
@@ -177,4 +167,4 @@ def test_nothing_at_all_is_legal() -> None:
     plan = planned([], num_updates=2)
     assert len(plan.keys) == 0 and not plan.stale and plan.balance == 1.0
     assert [b.num_tokens for b in batches([], 2)] == [0, 0]
-    assert pack([]).select([]).num_segments == 0
+    assert pack([]).select([]).num_samples == 0

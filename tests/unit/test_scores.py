@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import solo
-from spmd_rl.learn import lineage, prepare, repetition
-from spmd_rl.learn.scores import Metadata, left_out, loss_weights, shape
+from spmd_rl.learn import prepare, repetition, sample_log
+from spmd_rl.learn.masking import mask
+from spmd_rl.learn.scores import Metadata, shape
 from spmd_rl.types import Group, Verdict
 from tests.unit.test_prepare import GROUPS, collected, group, planned
 
@@ -20,7 +21,7 @@ def shaped(groups: list[Group], running: Moments | None = None, max_tokens: int 
 
 
 def reasons(groups: list[Group], **settings) -> dict[int, str]:
-    return left_out(Metadata.of(collected(groups)), AlgorithmConfig(**settings))
+    return mask(Metadata.of(collected(groups)), AlgorithmConfig(**settings))[0]
 
 
 def truncated(g: Group, answer: int) -> Group:
@@ -59,35 +60,36 @@ def test_masks_give_their_reasons() -> None:
     assert reasons(groups, max_len_mask=True, **long) == {0: "truncated", 1: "long and wrong"}
 
 
-def test_what_is_left_out_stays_in_the_baseline_and_leaves_the_divisor() -> None:
+def test_what_is_masked_stays_in_the_baseline_and_leaves_the_divisor() -> None:
     groups = [truncated(group(1, [(3, 1.0), (5, 0.0)]), 0)]
     plan = planned(groups, max_len_mask=True, norm_std=False)
     assert plan.keys.tolist() == [[1, 1]] and plan.advantages.tolist() == [-0.5]
     assert plan.weights.tolist() == pytest.approx([1 / 5])
-    assert plan.left_out == (((1, 0), "truncated"),)
-    rows = list(lineage.rows(collected(groups), plan))
+    assert plan.masked == (((1, 0), "truncated"),)
+    rows = list(sample_log.rows(collected(groups), plan))
     assert [(row.kept, row.reject_reason) for row in rows] == [(False, "truncated"), (True, None)]
 
 
 def test_loss_weights_have_mean_one() -> None:
     data = Metadata.of(collected([group(1, [(2, 1.0), (6, 0.0)]), group(2, [(4, 0.0), (4, 0.0)])]))
-    weights = loss_weights(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True), torch.arange(4))
+    _, weights = mask(data, AlgorithmConfig(length_loss_weight=True, difficulty_loss_weight=True))
     raw = torch.tensor([1.5 * 1.25, 0.5 * 1.25, 1.0 * 2.0, 1.0 * 2.0])
     assert weights.tolist() == pytest.approx((raw / raw.mean()).tolist())
     plan = planned([group(1, [(2, 1.0), (6, 0.0)])], length_loss_weight=True)
     assert plan.weights.tolist() == pytest.approx([1.5 / 8, 0.5 / 8])
-    some = loss_weights(data, AlgorithmConfig(length_loss_weight=True), torch.tensor([1, 2]))
-    assert some.mean() == pytest.approx(1.0), "those that do not train have no part in the mean"
+    cut_off = Metadata.of(collected([truncated(group(1, [(2, 1.0), (6, 0.0)]), 0), group(2, [(4, 0.0), (4, 0.0)])]))
+    _, some = mask(cut_off, AlgorithmConfig(length_loss_weight=True, max_len_mask=True))
+    assert len(some) == 3 and some.mean() == pytest.approx(1.0), "those that do not train have no part in the mean"
 
 
 def test_the_greedy_answer_is_a_baseline_and_never_trains() -> None:
     groups = [group(1, [(2, 1.0), (2, 0.0), (2, 0.75)]), group(2, [(2, 1.0), (2, 0.0), (2, None)])]
     settings = AlgorithmConfig(advantage="remax", reward_scale=2)
-    sizes = {"num_updates": 1, "num_ranks": 1, "hidden_size": 64, "max_tokens": 8}
+    sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 8}
     plan, _ = prepare.plan(collected(groups), settings, Moments(), greedy_answer=2, **sizes)
     assert plan.keys.tolist() == [[1, 0], [1, 1]] and plan.advantages.tolist() == [0.5, -1.5]
     no_score = [((2, answer), "no greedy score") for answer in (0, 1)]
-    assert plan.left_out == (((1, 2), "greedy baseline"), *no_score)
+    assert plan.masked == (((1, 2), "greedy baseline"), *no_score)
 
 
 def test_repetition_is_told_by_the_rank_that_holds_the_answer() -> None:
@@ -98,6 +100,6 @@ def test_repetition_is_told_by_the_rank_that_holds_the_answer() -> None:
     with solo() as world:
         told = repetition.penalties(collected([twice]), settings, world)
     assert told == {(3, 0): 0.0, (3, 1): -0.25}
-    sizes = {"num_updates": 1, "num_ranks": 1, "hidden_size": 64, "max_tokens": 8}
+    sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 8}
     plan, _ = prepare.plan(collected([twice]), settings, Moments(), penalties=told, **sizes)
     assert plan.mean_reward == pytest.approx((1.0 - 0.25) / 2)

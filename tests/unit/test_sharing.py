@@ -90,7 +90,7 @@ def steps(num_steps: int) -> Batch:
 
 def separate(batch: Batch) -> PrefixTree:
     """Every sample by itself."""
-    alone = torch.full((batch.num_segments,), -1)
+    alone = torch.full((batch.num_samples,), -1)
     return PrefixTree(batch.token_ids, batch.position_ids, batch.starts, alone, torch.arange(batch.num_tokens))
 
 
@@ -256,6 +256,6 @@ def test_any_tree_has_the_logits_and_gradients_of_plain_rows(models, batch: Batc
 @given(batch=forests(), budget=st.integers(5, 40))
 def test_the_budget_counts_the_tokens_that_are_computed(batch: Batch, budget: int) -> None:
     bins = plan(batch, budget)
-    assert sorted(s for one in bins for s in one) == list(range(batch.num_segments))
+    assert sorted(s for one in bins for s in one) == list(range(batch.num_samples))
     for one in bins:
         assert len(one) == 1 or len(share_prefixes(batch.select(one)).token_ids) <= budget

@@ -8,8 +8,9 @@ import torch
 
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.distributed import solo
+from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import token_advantages
+from spmd_rl.learn.token_selection import mark, token_numbers
 from tests.unit.test_prepare import GROUPS, planned, sample
 
 PLAN = planned(GROUPS)
@@ -30,7 +31,8 @@ def finished(batches: list[Batch], **settings) -> tuple[list[list[float]], dict[
     algorithm = AlgorithmConfig(**settings)
     with solo() as world:
         plan = replace(PLAN, num_sampled=batches[0].loss_mask.sum()[None], minibatches=torch.tensor([0]))
-        metrics = token_advantages.finish(batches, plan, algorithm, algorithm.kl_reward_coef, world, seed=7)
+        data = Layout(world).data
+        metrics = token_advantages.finish(batches, plan, algorithm, algorithm.kl_reward_coef, data, seed=7)
     assert all(not batch.advantages[~batch.loss_mask].any() for batch in batches)
     return [batch.advantages[batch.loss_mask].tolist() for batch in batches], metrics
 
@@ -89,8 +91,8 @@ def test_clip_cov_draws_the_same_tokens_wherever_they_lie() -> None:
     assert int(together.marked.sum()) == 3
     assert torch.equal(together.marked, second.marked)
     with solo() as world:
-        ids = [token_advantages._ids(batch, (7, 1)) for batch in (together, first)]
-        token_advantages.mark(first, AlgorithmConfig(**settings), 8, world, (7, 1))
+        ids = [token_numbers(batch, (7, 1)) for batch in (together, first)]
+        mark(first, AlgorithmConfig(**settings), 8, Layout(world).data, (7, 1))
     assert torch.equal(ids[0][:8], ids[1]) and len(set(ids[0].tolist())) == 17
 
 

@@ -21,8 +21,8 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
     """One row per finished sample of this rank, in (ticket, answer) order."""
     kept = [(group, None) for group in collected.groups]
     groups = sorted([*kept, *collected.dropped], key=lambda pair: pair[0].ticket)
-    left_out = dict(plan.left_out)
-    # The plan is everyone's: what it says of a ticket of ours lies side by side in it.
+    masked = dict(plan.masked)
+    # The plan holds the samples of all ranks, and those of one ticket side by side.
     tickets, answers = plan.keys.T
     own, advantages = [group.ticket for group, _ in groups], plan.advantages
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
@@ -32,9 +32,9 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
         messages = msgspec.Raw(_encode(prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             advantage = planned.get(sample.answer)
-            why_not = reason or left_out.get(sample.key)
-            if why_not is None and advantage is None:
-                why_not = "no score"
+            reject_reason = reason or masked.get(sample.key)
+            if reject_reason is None and advantage is None:
+                reject_reason = "no score"
             yield SampleRow(
                 ticket=sample.ticket,
                 answer=sample.answer,
@@ -45,19 +45,19 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
                 turns=turns,
                 verdict=_verdict(sample.verdict),
                 advantage=advantage,
-                kept=why_not is None,
-                reject_reason=why_not,
+                kept=reject_reason is None,
+                reject_reason=reject_reason,
             )
 
 
 def _turns(group: Group) -> Iterator[list[TurnRow]]:
-    """Of each sample. What takes time is done for all at once: `round`, and the ids of the prompt they share."""
+    """The turns of each sample. What takes time is done once for all: rounding, and the ids of the common prompt."""
     rendered = group.samples[0].turns[0].prompt_ids
     common = msgspec.Raw(_encode(rendered.tolist()))
     exact = np.array(concat([turn.logprobs for sample in group.samples for turn in sample.turns], "f"), np.float64)
     logprobs, begin = exact.round(DECIMALS).tolist(), 0
     for sample in group.samples:
-        told = []
+        rows = []
         for turn in sample.turns:
             end = begin + len(turn.token_ids)
             row = TurnRow(
@@ -68,11 +68,11 @@ def _turns(group: Group) -> Iterator[list[TurnRow]]:
                 versions=turn.versions.tolist(),
                 finish_reason=turn.finish_reason,
             )
-            told.append(row)
+            rows.append(row)
             begin = end
-        yield told
+        yield rows
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
-    told = {"status": verdict.status, "score": verdict.score, "parts": dict(verdict.parts)}
-    return told | {"detail": verdict.detail} if verdict.detail else told
+    fields = {"status": verdict.status, "score": verdict.score, "parts": dict(verdict.parts)}
+    return fields | {"detail": verdict.detail} if verdict.detail else fields

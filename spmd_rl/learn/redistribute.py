@@ -1,0 +1,41 @@
+"""From the ranks that generated the samples to those that train them: one all-to-all, once a step.
+
+    batches = redistribute(collected, plan, num_updates, policy.layout.data, world)  # [all]
+
+The plan says who gets which sample. A sample itself stays on the rank that generated it, for the sample log.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.batch import Batch, pack
+from spmd_rl.distributed import DataShard, World
+from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.transfer import transfer
+from spmd_rl.rollout import Collected
+
+
+def redistribute(collected: Collected, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
+    """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
+
+    data: this rank's shard of the policy's. RunFailed, on all ranks alike, unless they have the same plan.
+    """
+    samples = {sample.key: sample for group in collected.groups for sample in group.samples}
+    keys = map(tuple, plan.keys[plan.src_rank == world.rank].tolist())
+    packed = pack([samples[key] for key in keys if key in samples], version=collected.step - 1)
+    packed.advantages = packed.weights = None  # every rank has them, in the plan
+    with world.phase("coordination"):
+        batch = transfer("prepare: samples", packed, plan.route(data), world, plan.columns())  # [all]
+    mine = plan.data_rank == data.rank
+    batch.advantages = _at_sampled(plan.advantages[mine], batch)
+    batch.weights = _at_sampled(plan.weights[mine], batch)
+    if num_updates == 1:
+        return [batch]
+    numbers = plan.minibatches[mine]
+    return [batch.select(np.flatnonzero(numbers == number)) for number in range(num_updates)]
+
+
+def _at_sampled(values: np.ndarray, batch: Batch) -> Tensor:
+    """The value of each sample at its sampled tokens, 0 elsewhere. float32 [T]."""
+    return torch.from_numpy(values.astype(np.float32)).repeat_interleave(batch.starts.diff()) * batch.loss_mask
