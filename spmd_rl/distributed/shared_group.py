@@ -176,7 +176,7 @@ class SharedGroup(dist.ProcessGroup):
         """This rank's index in the group."""
         return self._index
 
-    def getBackendName(self) -> str:  # noqa: N802 torch's name
+    def getBackendName(self) -> str:
         """The name that it is registered under."""
         return NAME
 
@@ -185,7 +185,7 @@ class SharedGroup(dist.ProcessGroup):
         """Its name in the job."""
         return self._name
 
-    def getGroupName(self) -> str:  # noqa: N802 torch's name
+    def getGroupName(self) -> str:
         """The same, as torch's C++ asks for it."""
         return self._name
 

@@ -63,7 +63,9 @@ class World:
     All ranks of the job, or some of them: see `subset`.
     """
 
-    def __init__(self, me: Membership, joined: Joined, journal: Journal, traffic: Traffic, subset: Subset = ALL) -> None:
+    def __init__(
+        self, me: Membership, joined: Joined, journal: Journal, traffic: Traffic, subset: Subset = ALL
+    ) -> None:
         self._me, self._joined, self.traffic, self._subset = me, joined, traffic, subset
         self.ranks = subset.ranks or tuple(range(me.size))
         """Numbers of these ranks in the job; `rank` is an index of it."""

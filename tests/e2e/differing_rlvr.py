@@ -4,7 +4,6 @@ DIFFERS="policy.lr=3e-5" torchrun ... tests/e2e/differing_rlvr.py key=value ...
 DIFFERS="package torch=9.9"; DIFFERS="row 17"
 """
 
-
 import importlib.metadata
 import os
 import sys
