@@ -1,7 +1,7 @@
 """`shm`: a torch.distributed backend for CPU ranks of one machine, over memory that they share.
 
-gloo, the other backend for tensors on the CPU, sends every byte through a loopback socket and wakes threads for it. Here
-a collective copies what others need into shared memory, meets them, and copies or sums what it needs in place.
+gloo, the other backend for tensors on the CPU, sends every byte through a loopback socket and wakes threads for it. A
+collective here copies what other ranks need into shared memory, meets them, and copies or sums in place what it needs.
 Sums are taken in rank order, those of bfloat16 and float16 in float32 and rounded once.
 
 Every operation is done when it returns, `async_op` or not, and meets all ranks of the group. Left out: send and recv.
