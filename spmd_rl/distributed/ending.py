@@ -117,7 +117,7 @@ def print_error(text: str) -> None:
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:
-    """Send SIGKILL to those that still run at the deadline: a stopped one never exits, and the agent waits 30 s for it."""
+    """Send SIGKILL to those that still run at the deadline: a stopped one never exits; its agent waits 30 s."""
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:

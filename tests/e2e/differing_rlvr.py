@@ -23,7 +23,8 @@ def other_row(number: int) -> None:
 
     def loading(cfg):
         prompts = load(cfg)
-        prompts.train[number] = msgspec.structs.replace(prompts.train[number], ground_truth="another")
+        other = msgspec.structs.replace(prompts.train[number], ground_truth="another")
+        prompts.train = (*prompts.train[:number], other, *prompts.train[number + 1 :])
         return prompts
 
     Prompts.load = loading
