@@ -43,43 +43,43 @@ GRACE_SECONDS = 10.0
 def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
     """Compose, check, run. Returns after a good end, else leaves the process with the code above."""
     argv = sys.argv[1:] if argv is None else argv
-    ending = Ending(given_run_dir(pipeline, argv))
+    exit_ = Exit(given_run_dir(pipeline, argv))
     try:
         asked = parse(pipeline, argv)
         if asked.help:
             return say(help_text(pipeline, schema, run))
         if asked.cfg:
-            ending.folder = None  # it only shows: nothing is written, not even its error
+            exit_.folder = None  # it only shows: nothing is written, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
-        ending.folder = Path(cfg.run.dir)
+        exit_.folder = Path(cfg.run.dir)
         check(cfg)
         check_same_run(cfg, pipeline)
         if rank() == 0:
             shipped = load(pipeline, schema)
             for line in unused_settings(cfg, shipped):
                 print(f"warning: {line}", file=sys.stderr)
-        ending.start()
+        exit_.start()
         run(cfg)
         gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
     except KeyboardInterrupt:
-        ending.leave(130, "interrupted" if rank() == 0 else "")
+        exit_.leave(130, "interrupted" if rank() == 0 else "")
     except UserError as error:
         if isinstance(error, Disagreement) and rank() != 0:
-            ending.leave(2, "")
-        ending.tell(2, str(error))
+            exit_.leave(2, "")
+        exit_.fail(2, str(error))
     except RunFailed as error:
-        ending.tell(1, str(error))
+        exit_.fail(1, str(error))
     except Exception as error:  # noqa: BLE001 - the boundary of a rank: recorded, then the end of the process
         if full := full_disk(error):
-            ending.tell(2, f"disk full: {full.filename or ending.folder}")
+            exit_.fail(2, f"disk full: {full.filename or exit_.folder}")
         traceback.print_exc()
-        ending.tell(1, one_line(error), printed=True)
+        exit_.fail(1, one_line(error), printed=True)
 
 
-class Ending:
-    """How this process leaves."""
+class Exit:
+    """How this process reports an error and exits."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -93,8 +93,8 @@ class Ending:
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
 
-    def tell(self, code: int, line: str, printed: bool = False) -> NoReturn:
-        """Say `line` once, whoever comes first, and leave. `printed`: it stands on stderr already."""
+    def fail(self, code: int, line: str, printed: bool = False) -> NoReturn:
+        """Print `line` once for all ranks that fail alike, and exit. `printed`: it stands on stderr already."""
         line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)

@@ -18,7 +18,7 @@ from spmd_rl.distributed.world import World
 from spmd_rl.errors import Disagreement
 
 NAMED = 3
-"""Differences that are told at most."""
+"""The most differences that an error names."""
 IF_CHOSEN = ("vllm", "sglang", "megatron-core", "deepspeed", "peft")
 """Packages that count only where a setting names them."""
 FOLLOW = ("run.name", "run.dir")
@@ -33,8 +33,8 @@ def agree_on_start(world: World, cfg: Any, data: Mapping[str, Sequence[Any]]) ->
     """
     values = _values(cfg)
     rows = {name: [[row.id, _digest(row)] for row in found] for name, found in data.items()}
-    told = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
-    if len(set(told)) == 1:
+    digests = world.gather("start: settings, versions and data", _digest([values, rows]))  # [all]
+    if len(set(digests)) == 1:
         return
     everyone = world.gather("start: values of each rank", values)  # [all] all have seen the same digests
     keys = sorted({key for theirs in everyone for key in theirs}, key=lambda key: (key in FOLLOW, key))

@@ -32,13 +32,13 @@ _decoder = cache(msgspec.msgpack.Decoder)
 
 
 def _plain(value: Any) -> Any:
-    """An array as msgpack can say it."""
+    """Return an array as what msgpack can encode."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.shape, value.tobytes()]
     raise NotImplementedError
 
 
-_spell_out = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_plain).encode
+_encode_arrays = msgspec.msgpack.Encoder(order="deterministic", enc_hook=_plain).encode
 
 
 class _Brief(reprlib.Repr):
@@ -53,7 +53,7 @@ class Collectives:
     """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
 
     def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting, traffic: Traffic) -> None:
-        """`group` takes tensors on the CPU, and is None for one rank alone. `meeting` journals a name, and numbers it."""
+        """`group` takes tensors on the CPU; None for one rank alone. `meeting` journals a name, and numbers it."""
         self._group, self._meeting, self._traffic = group, meeting, traffic
         self._rank, self._size = (group.rank(), group.size()) if group is not None else (0, 1)
 
@@ -77,9 +77,9 @@ class Collectives:
         common = max(digests, key=lambda d: (digests.count(d), -digests.index(d)))
         odd = [rank for rank, digest in enumerate(digests) if digest != common]
         if odd:
-            told = self.gather(name, _Brief().repr(value))  # all ranks see the same digests, and come here
-            shown, expected = told[odd[0]], told[digests.index(common)]
-            raise RunFailed(f"{name}: ranks {odd} differ from the others: {shown} instead of {expected}")
+            shown = self.gather(name, _Brief().repr(value))  # all ranks see the same digests, and come here
+            found, expected = shown[odd[0]], shown[digests.index(common)]
+            raise RunFailed(f"{name}: ranks {odd} differ from the others: {found} instead of {expected}")
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
         """[all] Element by element, in float64 and in rank order; every rank must bring the same keys."""
@@ -107,20 +107,20 @@ class Collectives:
             self._traffic.count(len(head) + len(payload))
             records = _gather(self._group, head + payload)  # [all]
             if any(not record.startswith(head) for record in records):
-                self._tell_apart([_HEAD.unpack_from(record) for record in records])
+                self._fail_apart([_HEAD.unpack_from(record) for record in records])
             return [record[_HEAD.size :] for record in records]
 
-    def _tell_apart(self, places: list[tuple[int, bytes]]) -> NoReturn:
+    def _fail_apart(self, places: list[tuple[int, bytes]]) -> NoReturn:
         """RunFailed, alike on all ranks: they stand in different collectives."""
-        told = []
+        parts = []
         for seq, label in dict.fromkeys(places):
             ranks = [rank for rank, place in enumerate(places) if place == (seq, label)]
-            told.append(f"ranks {ranks} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}")
-        raise RunFailed("ranks are in different collectives: " + "; ".join(told))
+            parts.append(f"ranks {ranks} in '{label.rstrip(bytes(1)).decode(errors='replace')}' #{seq}")
+        raise RunFailed("ranks are in different collectives: " + "; ".join(parts))
 
 
 def _digest(value: Any) -> bytes:
-    return xxhash.xxh3_128_digest(_spell_out(value))
+    return xxhash.xxh3_128_digest(_encode_arrays(value))
 
 
 def _gather(group: dist.ProcessGroup, payload: bytes) -> list[bytes]:

@@ -1,6 +1,6 @@
-"""How a rank's process ends when the run does not come to its own end: one word for all ranks, then quickly.
+"""How a rank's process ends when the run does not come to its own end: for one reason on all ranks, and quickly.
 
-The first rank to fail, to see a stall or to be signalled writes that word to the store; the others read it within a
+The first rank to fail, to see a stall or to be signalled writes the reason to the store; the others read it within a
 second. Nothing here meets other ranks. A process that ends here does not unwind: its `with` blocks are not left.
 """
 
@@ -24,12 +24,12 @@ from spmd_rl.distributed.journal import Journal
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = 1.0
 GRACE_SECONDS = 0.5
-"""Two ticks of the watchdog: by then the peers have read a word."""
+"""Two ticks of the watchdog: by then the other ranks have read the reason."""
 _KEY = "end"
 
 
 class End(msgspec.Struct, frozen=True):
-    """Why the run ends, as the first rank to know told the others."""
+    """Why the run ends, as the first rank to know it wrote for the others."""
 
     kind: Literal["error", "stall", "signal"]
     rank: int
@@ -49,37 +49,37 @@ class Ending:
         """Whether the caller is the one to end this process."""
         return self._claimed.acquire(blocking=False)
 
-    def declare(self, end: End) -> End:
-        """Tell all ranks; returns the word that stands, which is another's if that came first."""
-        standing = [end]
+    def announce(self, end: End) -> End:
+        """Write why the run ends, for all ranks. Returns the first reason written, which may be another rank's."""
+        first = [end]
 
-        def tell() -> None:
-            with contextlib.suppress(dist.DistError):  # without a store the peers know anyway
-                word = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
-                standing[0] = msgspec.msgpack.decode(word, type=End)
+        def write() -> None:
+            with contextlib.suppress(dist.DistError):  # without a store the other ranks know anyway
+                found = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
+                first[0] = msgspec.msgpack.decode(found, type=End)
 
-        _bounded(tell, 1.0)
-        return standing[0]
+        _call_with_limit(write, 1.0)
+        return first[0]
 
-    def declared(self) -> End | None:
-        """The word that stands, if there is one."""
+    def announced(self) -> End | None:
+        """Return why the run ends, if a rank has announced it."""
         return msgspec.msgpack.decode(self._store.get(_KEY), type=End) if self._store.check([_KEY]) else None
 
-    def follow(self, end: End) -> NoReturn:
-        """End this process because of another rank's word, or of a stall."""
+    def end_with(self, end: End) -> NoReturn:
+        """End this process because of what another rank announced, or of a stall."""
         if end.kind == "stall":
             self._dump_stacks()
             if min(self._heartbeats.live()) == self._rank:
                 with contextlib.suppress(OSError):
                     (self._run_dir / "hang.txt").write_text(end.text + "\n")
-                say(end.text)
+                print_error(end.text)
             time.sleep(GRACE_SECONDS)  # our end breaks the others' connections: let them dump where they hang
-            self.depart(1, "ended by a stall", end)
-        say(text := f"rank {self._rank}: ended because {end.text}")
-        self.depart(1, text, end)
+            self.exit(1, "ended by a stall", end)
+        print_error(text := f"rank {self._rank}: ended because {end.text}")
+        self.exit(1, text, end)
 
-    def depart(self, code: int, text: str, end: End | None = None) -> NoReturn:
-        """Journal `text`, give rank 0's callbacks their seconds, see the local peers off, exit with `code`."""
+    def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
+        """Journal `text`, run rank 0's callbacks for some seconds, kill what is left of this node's ranks, and exit."""
         began = time.monotonic()
         with contextlib.suppress(OSError):
             self._journal.note("error", text=text)
@@ -91,9 +91,9 @@ class Ending:
                 if peer.rank not in live:
                     _send(peer.pid, signal.SIGUSR1)  # its stacks, if a call that holds the GIL silenced it
         for callback in [*self.callbacks * (self._rank == 0), sys.stdout.flush]:
-            _bounded(callback, began + _CALLBACK_SECONDS - time.monotonic())
+            _call_with_limit(callback, began + _CALLBACK_SECONDS - time.monotonic())
         if all(self._rank < peer.rank for peer in peers if peer.rank in live):
-            _see_off([peer.pid for peer in peers], began + _PEER_SECONDS)
+            _kill_at([peer.pid for peer in peers], began + _PEER_SECONDS)
         os._exit(code)
 
     def _dump_stacks(self) -> None:
@@ -103,21 +103,21 @@ class Ending:
             faulthandler.dump_traceback(out, all_threads=True)
 
 
-def _bounded(call: Callable[[], object], seconds: float) -> None:
+def _call_with_limit(call: Callable[[], object], seconds: float) -> None:
     """Run `call` on a thread of its own and wait no longer than `seconds`; what it raises is printed, no more."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(max(0.0, seconds))
 
 
-def say(text: str) -> None:
-    """Straight to stderr: a thread that hangs may hold the lock of `sys.stderr`."""
+def print_error(text: str) -> None:
+    """Write straight to stderr: a thread that hangs may hold the lock of `sys.stderr`."""
     with contextlib.suppress(OSError):
         os.write(2, (text + "\n").encode())
 
 
-def _see_off(pids: list[int], deadline: float) -> None:
-    """SIGKILL what is left at the deadline: a stopped process never exits, and the agent would wait 30 s for it."""
+def _kill_at(pids: list[int], deadline: float) -> None:
+    """Send SIGKILL to those that still run at the deadline: a stopped one never exits; its agent waits 30 s."""
     while time.monotonic() < deadline and any(map(running, pids)):
         time.sleep(0.05)
     for pid in pids:
@@ -130,7 +130,7 @@ def _send(pid: int, signum: int) -> None:
 
 
 def running(pid: int) -> bool:
-    """Whether it has not exited; one that its agent has yet to reap has."""
+    """Return whether a process has not exited; a zombie has."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,6 @@
-"""What stands between a rank and a silent end: heartbeats, watchdog, signals, and the word that ends all ranks.
+"""`Guard`: keeps a rank from ending, or hanging, in silence: heartbeats, a watchdog, signals, one end for all ranks.
 
-`Guard` ties them to a world for as long as it is open. It meets the others once, when it is made.
+It lives as long as its world is open, and meets the other ranks once, when it is made.
 """
 
 import faulthandler
@@ -16,7 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from spmd_rl.distributed.collectives import Collectives
-from spmd_rl.distributed.ending import End, Ending, running, say
+from spmd_rl.distributed.ending import End, Ending, print_error, running
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership
@@ -46,7 +46,7 @@ class Guard:
         collectives.barrier("start: clocks")
         mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
-        self._journal, self._declared = journal, False
+        self._journal, self._announced = journal, False
         self._heartbeats = Heartbeats(store, mine, peers, journal)
         self.ending = Ending(store, self._heartbeats, journal, run_dir)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -59,42 +59,46 @@ class Guard:
         self._watchdog.leaving = True
 
     def close(self) -> None:
-        """Stand down. From here on signals have their default effect again."""
+        """Stop watching. From here on signals have their default effect again."""
         if not self.ending.claim():
             _wait_for_the_end()
-        self._stand_down()
+        self._stop()
 
-    def failed(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """An `__exit__`: tell the others what went wrong here, then let it propagate. The first call counts.
+    def on_exception(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Announce the exception to the other ranks, as the `__exit__` of a block, and let it propagate.
+
+        Only the first call does anything.
 
         What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
         here with one line that names that rank. A mistake that all ranks make alike propagates on all of them.
         """
-        if kind is None or self._declared:
+        if kind is None or self._announced:
             return
-        self._declared = True
+        self._announced = True
         if not self.ending.claim():
             _wait_for_the_end()
         text = f"rank {self._me.rank} failed: {kind.__name__}: {error}".splitlines()[0]
         if not (all_alike := issubclass(kind, UserError | RunFailed)):
-            text += self._gone()
-        first = self.ending.declare(End("error", self._me.rank, text))
+            text += self._killed_ranks()
+        first = self.ending.announce(End("error", self._me.rank, text))
         if first.rank != self._me.rank and not all_alike:
-            self.ending.follow(first)
+            self.ending.end_with(first)
         self._journal.note("error", text=text)
         if self._me.size == 1:
-            self._stand_down()
+            self._stop()
         else:  # nothing that hangs while the interpreter ends may keep the others waiting
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
 
-    def _gone(self) -> str:
-        """A rank of this node that was killed (the kernel's out-of-memory killer says nothing) is why we failed."""
+    def _killed_ranks(self) -> str:
+        """Name the ranks of this node that were killed: why we failed, where the kernel ran out of memory."""
         peers = self._heartbeats.local_peers()
         time.sleep(0.1 * bool(peers))  # its connections break just before it is gone
         gone = [str(peer.rank) for peer in peers if not running(peer.pid)]
         return f" (rank {', '.join(gone)} is gone: killed?)" if gone else ""
 
-    def _stand_down(self) -> None:
+    def _stop(self) -> None:
         self._watchdog.stop()
         self._signals.close()
         faulthandler.unregister(signal.SIGUSR1)
@@ -102,12 +106,12 @@ class Guard:
     def _signalled(self, signum: signal.Signals) -> None:
         if self.ending.claim():
             text = f"rank {self._me.rank} received {signum.name}"
-            self.ending.declare(End("signal", self._me.rank, text))
+            self.ending.announce(End("signal", self._me.rank, text))
             if self._me.rank == 0:
-                say(f"{text}: ending")
-            self.ending.depart(128 + signum, text)
+                print_error(f"{text}: ending")
+            self.ending.exit(128 + signum, text)
 
 
 def _wait_for_the_end() -> None:
-    """Another thread is ending this process."""
+    """Block while another thread ends this process."""
     threading.Event().wait()

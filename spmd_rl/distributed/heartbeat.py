@@ -1,4 +1,4 @@
-"""Heartbeats through the store: each rank's last word on itself, and one counter of everybody's progress.
+"""Heartbeats through the store: where each rank is, and one counter of the progress of all.
 
 A beat costs the store the same at any world size; all beats are read only when something is wrong. Ages are measured
 on the reader's clock, corrected by what the clocks showed when the ranks met.
@@ -23,7 +23,7 @@ class Heartbeats:
         """`peers`: all ranks, by rank, `me` included, their clocks read together."""
         self._store, self._journal = store, journal
         self.me, self.peers = me, peers
-        self._told = 0
+        self._reported = 0
 
     def beat(self) -> int:
         """Publish this rank's place; returns the progress of all ranks together since the start."""
@@ -32,18 +32,18 @@ class Heartbeats:
         self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(beat))
         journal.progress += journal.excused()
         progress = journal.progress
-        news, self._told = progress - self._told, progress
-        return self._store.add("progress", news)
+        increment, self._reported = progress - self._reported, progress
+        return self._store.add("progress", increment)
 
     def pulses(self) -> list[Pulse]:
         """Every rank's last heartbeat, by rank."""
         now = time.monotonic() - self.me.clock
         keys = [f"beat/{peer.rank}" for peer in self.peers]
         heard = [self._store.check([key]) for key in keys]
-        words = iter(self._store.multi_get([key for key, there in zip(keys, heard, strict=True) if there]))
+        found = iter(self._store.multi_get([key for key, there in zip(keys, heard, strict=True) if there]))
         pulses = []
         for peer, there in zip(self.peers, heard, strict=True):
-            beat = msgspec.msgpack.decode(next(words), type=Beat) if there else None
+            beat = msgspec.msgpack.decode(next(found), type=Beat) if there else None
             age = now - (beat.clock - peer.clock) if beat else now
             pulses.append(Pulse(peer, beat, age, age < SILENT_SECONDS))
         return pulses

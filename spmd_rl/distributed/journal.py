@@ -1,7 +1,7 @@
 """What a rank is doing: phases, named collectives and a progress counter, in memory and in `journal/rank-N.jsonl`.
 
 The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog tells the
-peers. It judges nothing: when progress has stopped for too long is `watchdog.py`'s word.
+other ranks. When progress has stopped for too long is decided in `watchdog.py`.
 
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 """
@@ -148,7 +148,7 @@ class Journal:
             self.progress += 1
 
     def expect(self, seconds: float) -> None:
-        """Something from outside of the ranks, a verdict, may take so long from now on: until then idling is no stall."""
+        """Something from outside of the ranks, a verdict, may take so long from now: until then idling is no stall."""
         self._expected_until = time.monotonic() + seconds
 
     def excused(self) -> bool:

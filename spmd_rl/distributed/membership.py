@@ -22,7 +22,7 @@ from spmd_rl.distributed import shared_group
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)
-"""Timeout of stores and groups: what is a stall is the journal's word, never that of a library's clock."""
+"""Timeout of stores and groups: what is a stall is decided by the watchdog, never by a library's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Joined:
     store: dist.Store
     """of this start alone"""
     nonce: str
-    """a random word that only this start's ranks know"""
+    """a random name that only this start's ranks know"""
     host: dist.ProcessGroup | None
     """all ranks, for what lies in the hosts' memory: metadata and samples; None at size 1"""
 
@@ -131,10 +131,10 @@ def form_group(name: str, ranks: Sequence[int], backend: str | None = None) -> d
 
 
 def _agree_on_nonce(store: dist.Store, rank: int, size: int) -> str:
-    """[all] A random word that all ranks of this start share, and no other start.
+    """[all] A random name that all ranks of this start share, and no other start.
 
     An agent that restarts its ranks hands them the store of the last attempt, addresses of the dead included, and not
-    always a new restart count. So each rank asks under a word of its own, which only a living rank 0 can answer.
+    always a new restart count. So each rank asks under a name of its own, which only a living rank 0 can answer.
     """
     word = secrets.token_hex(8)
     if rank > 0:

@@ -80,12 +80,12 @@ def _ranks(pulses: Sequence[Pulse]) -> str:
 
 def _where(pulse: Pulse) -> str:
     peer, beat = pulse.peer, pulse.beat
-    told = f"rank {peer.rank} (pid {peer.pid} on {peer.host}): "
+    text = f"rank {peer.rank} (pid {peer.pid} on {peer.host}): "
     if beat is None:
-        return told + "no heartbeat ever: stopped or dead; no stack"
+        return text + "no heartbeat ever: stopped or dead; no stack"
     if not pulse.live:
-        told += f"no heartbeat for {pulse.age:.1f} s: stopped or dead; no stack. Last seen "
-    told += f"in phase {beat.phase or 'none'}, "
+        text += f"no heartbeat for {pulse.age:.1f} s: stopped or dead; no stack. Last seen "
+    text += f"in phase {beat.phase or 'none'}, "
     if beat.place:
-        return told + f"in collective {_place(beat.place)}"
-    return told + (f"after collective {_place(beat.last)}" if beat.last else "before any collective")
+        return text + f"in collective {_place(beat.place)}"
+    return text + (f"after collective {_place(beat.last)}" if beat.last else "before any collective")

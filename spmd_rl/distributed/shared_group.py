@@ -1,7 +1,7 @@
 """`shm`: a torch.distributed backend for CPU ranks of one machine, over memory that they share.
 
-gloo, the other backend for tensors on the CPU, sends every byte through a loopback socket and wakes threads for it. Here
-a collective copies what others need into shared memory, meets them, and copies or sums what it needs in place.
+gloo, the other backend for tensors on the CPU, sends every byte through a loopback socket and wakes threads for it. A
+collective here copies what other ranks need into shared memory, meets them, and copies or sums in place what it needs.
 Sums are taken in rank order, those of bfloat16 and float16 in float32 and rounded once.
 
 Every operation is done when it returns, `async_op` or not, and meets all ranks of the group. Left out: send and recv.
@@ -176,7 +176,7 @@ class SharedGroup(dist.ProcessGroup):
         """This rank's index in the group."""
         return self._index
 
-    def getBackendName(self) -> str:  # noqa: N802 torch's name
+    def getBackendName(self) -> str:
         """The name that it is registered under."""
         return NAME
 
@@ -185,7 +185,7 @@ class SharedGroup(dist.ProcessGroup):
         """Its name in the job."""
         return self._name
 
-    def getGroupName(self) -> str:  # noqa: N802 torch's name
+    def getGroupName(self) -> str:
         """The same, as torch's C++ asks for it."""
         return self._name
 

@@ -5,9 +5,9 @@
     memory.read(peer, offset, like)            # what a peer has published
 
 Each rank owns an anonymous file (memfd) that grows as needed and dies with its last mapping: it has no name, and a
-killed run leaves nothing behind. It has two halves, used in turn: who has arrived at a meeting has read all of the last.
-Ranks wait for each other in process-shared POSIX semaphores, hence in the kernel, and look every tenth of a second
-whether the rank they wait for still lives.
+killed run leaves nothing behind. It has two halves, used in turn: a rank that has arrived at a meeting has read all of
+the last one. Ranks wait for each other in process-shared POSIX semaphores, hence in the kernel, and look every tenth of
+a second whether the rank they wait for still lives.
 """
 
 import ctypes
@@ -43,7 +43,8 @@ class Semaphores:
         self._memory, self._pids, size = memory, pids, len(pids)
         self._libc = ctypes.CDLL(None, use_errno=True)
         addresses = [
-            [memory.data_ptr() + (begin * size + end) * _SEMAPHORE_BYTES for end in range(size)] for begin in range(size)
+            [memory.data_ptr() + (begin * size + end) * _SEMAPHORE_BYTES for end in range(size)]
+            for begin in range(size)
         ]
         self._all = [ctypes.c_void_p(address) for row in addresses for address in row]
         peers = [peer for peer in range(size) if peer != rank]

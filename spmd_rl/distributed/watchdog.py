@@ -1,4 +1,4 @@
-"""The watchdog thread of a rank: beats, listens for the word that ends the run, and says it when progress stops.
+"""The watchdog thread of a rank: sends heartbeats, ends the process when the run ends, and ends the run at a stall.
 
 A stall is *no rank's* progress counter moving for `stall_seconds`, never mere time in a phase: a rank may work for an
 hour in one call as long as anyone moves. One that works long in a library calls `World.progress`.
@@ -20,7 +20,7 @@ class Watchdog:
     """Starts with its construction; `stop` it before the groups are destroyed."""
 
     def __init__(self, heartbeats: Heartbeats, ending: Ending, stall_seconds: float, stacks: str) -> None:
-        """`stall_seconds`: infinity watches for the peers' word alone."""
+        """`stall_seconds`: infinity looks for no stalls."""
         self._heartbeats, self._ending = heartbeats, ending
         self._stall_seconds, self._stacks = stall_seconds, stacks
         self._progress = -1
@@ -44,7 +44,7 @@ class Watchdog:
         except dist.DistError as lost:
             if not self.leaving and self._ending.claim():
                 rank = self._heartbeats.me.rank
-                self._ending.follow(End("error", rank, f"the store is lost, its process or node is gone: {lost}"))
+                self._ending.end_with(End("error", rank, f"the store is lost, its process or node is gone: {lost}"))
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -55,17 +55,17 @@ class Watchdog:
         progress = self._heartbeats.beat()
         if progress != self._progress:
             self._progress, self._moved = progress, now
-        end = self._ending.declared()
+        end = self._ending.announced()
         if end is None and now - self._moved > self._stall_seconds:
             report = hang_report(self._heartbeats.pulses(), self._stall_seconds, self._stacks)
-            end = self._ending.declare(End("stall", self._heartbeats.me.rank, report))
+            end = self._ending.announce(End("stall", self._heartbeats.me.rank, report))
         if end is not None:
-            self._obey(end)
+            self._end(end)
 
-    def _obey(self, end: End) -> None:
+    def _end(self, end: End) -> None:
         """End this process, unless its main thread is already about it."""
         if end.kind == "error" and self._stopped.wait(GRACE_SECONDS):
             return  # the rank that failed exits first, and our main thread may fail of the same cause
         if self._ending.claim():
-            self._ending.follow(end)
+            self._ending.end_with(end)
         self._stopped.set()

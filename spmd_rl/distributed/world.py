@@ -63,7 +63,9 @@ class World:
     All ranks of the job, or some of them: see `subset`.
     """
 
-    def __init__(self, me: Membership, joined: Joined, journal: Journal, traffic: Traffic, subset: Subset = ALL) -> None:
+    def __init__(
+        self, me: Membership, joined: Joined, journal: Journal, traffic: Traffic, subset: Subset = ALL
+    ) -> None:
         self._me, self._joined, self.traffic, self._subset = me, joined, traffic, subset
         self.ranks = subset.ranks or tuple(range(me.size))
         """Numbers of these ranks in the job; `rank` is an index of it."""
@@ -102,12 +104,12 @@ class World:
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
         guard = Guard(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
         guard.ending.callbacks = world._callbacks
-        world._failed = guard.failed
+        world._failed = guard.on_exception
         faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
             if me.size == 1:
                 stack.callback(dist.destroy_process_group)  # meets nobody: also with an exception pending
-            stack.push(guard.failed)
+            stack.push(guard.on_exception)
             yield world
             guard.leaving()
             world.barrier("end of run")

@@ -87,7 +87,9 @@ def _plain_all_reduce(rows: Tensor, group: dist.ProcessGroup) -> None:
     rows.copy_(whole)
 
 
-def all_to_all(group: dist.ProcessGroup, rank: int, size: int, dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
+def all_to_all(
+    group: dist.ProcessGroup, rank: int, size: int, dtype: torch.dtype
+) -> Iterator[tuple[str, list[Tensor]]]:
     """Uneven ones, some empty: rank i sends i + j rows to rank j, none to itself."""
     count: Callable[[int, int], int] = lambda src, dst: 0 if src == dst else src + dst  # noqa: E731
     sent, received = [count(rank, j) for j in range(size)], [count(i, rank) for i in range(size)]

@@ -4,7 +4,6 @@ DIFFERS="policy.lr=3e-5" torchrun ... tests/e2e/differing_rlvr.py key=value ...
 DIFFERS="package torch=9.9"; DIFFERS="row 17"
 """
 
-
 import importlib.metadata
 import os
 import sys
@@ -24,7 +23,8 @@ def other_row(number: int) -> None:
 
     def loading(cfg):
         prompts = load(cfg)
-        prompts.train[number] = msgspec.structs.replace(prompts.train[number], ground_truth="another")
+        other = msgspec.structs.replace(prompts.train[number], ground_truth="another")
+        prompts.train = (*prompts.train[:number], other, *prompts.train[number + 1 :])
         return prompts
 
     Prompts.load = loading

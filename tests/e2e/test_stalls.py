@@ -28,7 +28,7 @@ CASES = [
     for phase in POINTS
 ]
 AWAITED = {
-    "publish": "window: meet",
+    "publish": "weights: gather",
     "generate": "generate: end of step",
     "score": "generate: end of step",
     "prepare": "prepare: samples",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.distributed import Journal, solo
+from spmd_rl.distributed.journal import Place
 from spmd_rl.distributed.report import Beat, Peer, Pulse, hang_report
 
 
@@ -20,9 +21,9 @@ def test_lines_are_there_on_entry_and_a_restart_appends(tmp_path: Path) -> None:
         journal.set_step(7)
         with journal.phase("update"), journal.collective("plan") as seq:
             assert seq == 1
-            assert journal.inside == ("plan", 1)
+            assert journal.inside == Place("plan", 1)
             entered = lines(journal)
-        assert (journal.inside, journal.last) == (None, ("plan", 1))
+        assert (journal.inside, journal.last) == (None, Place("plan", 1))
         journal.close()
     assert [line["event"] for line in entered[-4:]] == ["start", "step", "enter", "collective"]
     expected = {"event": "collective", "phase": "update", "name": "plan", "seq": 1, "step": 7}
@@ -44,10 +45,10 @@ def test_a_wait_counts_as_arrived_at_the_next_collective_and_leaves_no_trace(tmp
     journal = Journal(tmp_path, 0)
     for _ in range(2):
         with journal.waiting("end of step"):
-            assert journal.inside == ("end of step", 1)
+            assert journal.inside == Place("end of step", 1)
         assert journal.inside is None
     with journal.collective("end of step"):
-        assert journal.inside == ("end of step", 1)
+        assert journal.inside == Place("end of step", 1)
     assert [line["event"] for line in lines(journal)] == ["start", "collective", "collective_done"]
 
 
@@ -94,17 +95,34 @@ def test_interleaved_phases_are_our_mistake() -> None:
             inner.__exit__(None, None, None)
 
 
-def test_everything_that_happens_is_progress() -> None:
+def test_what_moves_is_progress_and_a_phase_is_not() -> None:
     with solo() as world:
         counts = [world.journal.progress]
         world.progress(5)
         counts.append(world.journal.progress)
-        with world.phase("update"):
+        with world.phase("score"), world.journal.kind("wait"):
+            world.journal.idle(True)
             counts.append(world.journal.progress)
             world.barrier("b")
             counts.append(world.journal.progress)
-    assert counts[1] == counts[0] + 5
-    assert counts == sorted(set(counts))
+    assert counts[1] == counts[2] == counts[0] + 5
+    assert counts[3] > counts[2]
+
+
+def test_a_rank_is_excused_while_it_is_slow_or_expects_something(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    with journal.slow(60):
+        with journal.slow(0):
+            assert journal.excused()
+    assert not journal.excused()
+    with journal.slow(0):
+        assert not journal.excused()
+    journal.expect(60)
+    assert not journal.excused(), "it has other things to do"
+    journal.idle(True)
+    assert journal.excused()
+    journal.expect(0)
+    assert not journal.excused()
 
 
 def test_an_event_costs_microseconds(tmp_path: Path) -> None:
@@ -119,17 +137,17 @@ def test_an_event_costs_microseconds(tmp_path: Path) -> None:
     assert best < 20e-6
 
 
-def pulse(rank: int, phase: str, place: tuple[str, int] | None, age: float = 0.1) -> Pulse:
-    beat = Beat(0.0, 4, phase, place, place or ("plan", 8))
+def pulse(rank: int, phase: str, place: Place | None, age: float = 0.1) -> Pulse:
+    beat = Beat(0.0, 4, phase, place, place or Place("plan", 8))
     return Pulse(Peer(rank, "0", "host", 100 + rank, 0.0), beat, age, age < 1.5)
 
 
 def test_report_tells_apart_those_who_arrived() -> None:
-    plan = ("plan", 9)
+    plan = Place("plan", 9)
     pulses = [
         pulse(0, "prepare", plan),
         pulse(1, "prepare", plan),
-        pulse(2, "update", ("norm", 9)),
+        pulse(2, "update", Place("norm", 9)),
         pulse(3, "prepare", plan, age=6.04),
         pulse(4, "generate", None),
         Pulse(Peer(5, "1", "other", 7, 0.0), None, 9.0, False),

@@ -55,7 +55,8 @@ class Gather:
         gathered = mine
         if self._size > 1:
             gathered = buffers.take("gathered", self._size * sum(pieces), self._dtype, device)
-            _all_gather(gathered, mine, group=self._group)
+            with self._layout.world.collective("weights: gather", kind="copy"):  # [all]
+                _all_gather(gathered, mine, group=self._group)
         columns = gathered.view(self._size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
             if self._size > 1:
