@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e.runs import EXACT, Running, Toy
 
-SETTINGS = (*EXACT, "steps=2", "policy.lr=1e-5", "eval.every=0", "rollout.extra_prompts=0")
+SETTINGS = (*EXACT, "steps=2", "policy.lr=1e-5", "eval.every=0", "rollout.over_sample=0")
 SIZES = {
     "smollm2": ("llama", {"tie": True, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "qwen2": ("qwen2", {}),
