@@ -75,7 +75,7 @@ class Engine(Protocol):
         ...
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the weights as the engine keeps them, by the names given to `load`; None for one not plain and whole."""
+        """Yield the weights as the engine keeps them, by the names given to `load`; None: not plain and whole."""
         ...
 
     def awake(self) -> AbstractContextManager[None]:

@@ -114,8 +114,8 @@ class StepResult:
         positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.counted})
         used = frozenset(map(coordinator.round.order.ticket, positions))
         finished = [report for r in reports for report in r.finished]
-        running = [part for r in reports for part in r.running]
-        assert not any(part.ticket in used for part in running), "a used ticket is still under way"
+        running = [group_slice for r in reports for group_slice in r.running]
+        assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in finished if r.ticket not in used] if settings.partial_rollout else []
         seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
@@ -131,8 +131,8 @@ class StepResult:
     def collected(self, step: int, finished: Mapping[GroupSlice, Group]) -> Collected:
         """Return the step as the rank sees it that holds these finished slices."""
         slices: dict[int, list[Group]] = defaultdict(list)
-        for part in sorted(set(finished) - self.carried):
-            slices[part.ticket].append(finished[part])
+        for group_slice in sorted(set(finished) - self.carried):
+            slices[group_slice.ticket].append(finished[group_slice])
         reasons = self.outcomes.reasons
         groups = [(_joined(some), reasons.get(t) if t in self.used else "surplus") for t, some in slices.items()]
         return Collected(

@@ -151,7 +151,9 @@ class Rollouts:
             collected = result.collected(step, self._finished)
             self._cursor = self._cursor.after(result.used)
             self._carried = result.carried
-            self._finished = {part: group for part, group in self._finished.items() if part in result.carried}
+            self._finished = {
+                group_slice: group for group_slice, group in self._finished.items() if group_slice in result.carried
+            }
             if self._previous:
                 self._previous.forget(shared=world.rank == 0)
             self._previous = coordinator
@@ -161,8 +163,8 @@ class Rollouts:
     async def _until_end(self, claim: Claim, coordinator: Coordinator, step: int) -> int:
         """Fill `_finished` until the step has ended. Returns the number of requests stopped then."""
         self._reports.clear()
-        for part in sorted(self._finished):
-            self._report(part, coordinator, step)
+        for group_slice in sorted(self._finished):
+            self._report(group_slice, coordinator, step)
         while True:
             with self._on_the_way_to_end():
                 if coordinator.ended():
@@ -170,11 +172,11 @@ class Rollouts:
                 await self._start_slices(claim)
             with self._on_the_way_to_end():
                 await self._poll(coordinator)
-            for part in sorted(part for part, samples in self._running.items() if samples.done()):
-                samples = tuple(self._running.pop(part).result())
-                _, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
-                self._finished[part] = Group(prompt, part.ticket, samples)
-                self._report(part, coordinator, step)
+            for group_slice in sorted(group_slice for group_slice, samples in self._running.items() if samples.done()):
+                samples = tuple(self._running.pop(group_slice).result())
+                _, prompt = self.prompts.ticket(group_slice.ticket, self._cfg.seed)
+                self._finished[group_slice] = Group(prompt, group_slice.ticket, samples)
+                self._report(group_slice, coordinator, step)
         num_stopped = await self._engine_loop.drain()
         if not self._settings.partial_rollout:
             await self._cancel()
@@ -187,20 +189,20 @@ class Rollouts:
 
     async def _start_slices(self, claim: Claim) -> None:
         """Start as many as there is room for."""
-        while parts := claim.next((self._num_slots - self._engine_loop.num_requests) // self._settings.slice_size):
-            for part in parts:
-                self._running[part] = self._start_slice(part)
+        while slices := claim.next((self._num_slots - self._engine_loop.num_requests) // self._settings.slice_size):
+            for group_slice in slices:
+                self._running[group_slice] = self._start_slice(group_slice)
             await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
 
-    def _start_slice(self, part: GroupSlice) -> Samples:
+    def _start_slice(self, group_slice: GroupSlice) -> Samples:
         s = self._settings
-        epoch, prompt = self.prompts.ticket(part.ticket, self._cfg.seed)
+        epoch, prompt = self.prompts.ticket(group_slice.ticket, self._cfg.seed)
         sampling = Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)
-        first = part.number * s.slice_size
+        first = group_slice.number * s.slice_size
         answers = dict.fromkeys(range(s.answers_per_prompt)[first:][: s.slice_size], sampling)
         if self._cfg.algorithm.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
-        return self._start(prompt, part.ticket, epoch, answers, self._engine_loop)
+        return self._start(prompt, group_slice.ticket, epoch, answers, self._engine_loop)
 
     def _start(
         self, prompt: Prompt, ticket: int, epoch: int, answers: dict[int, Sampling], engine_loop: EngineLoop
@@ -214,12 +216,12 @@ class Rollouts:
         samples.add_done_callback(lambda _: engine_loop.wake())
         return samples
 
-    def _report(self, part: GroupSlice, coordinator: Coordinator, step: int) -> None:
+    def _report(self, group_slice: GroupSlice, coordinator: Coordinator, step: int) -> None:
         """The verdicts of this slice are all in; resolve the ticket if it is the last of it."""
-        report = SliceReport.of(self._finished[part], part.number, self._world.rank, version=step - 1)
-        self._reports[part] = report
-        position = coordinator.round.order.position(part.ticket)
-        pooled = coordinator.pool(position, part.number, _pack(report.answers))
+        report = SliceReport.of(self._finished[group_slice], group_slice.number, self._world.rank, version=step - 1)
+        self._reports[group_slice] = report
+        position = coordinator.round.order.position(group_slice.ticket)
+        pooled = coordinator.pool(position, group_slice.number, _pack(report.answers))
         if pooled is not None:
             rows = answer_rows(row for answers in pooled for row in _unpack(answers))
             report.reject_reason = reject_reason(rows, self._settings.min_answers, self._settings.filter)

@@ -69,7 +69,7 @@ class Cluster:
         used = {round.order.ticket(position) for position in positions}
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
         num_stale = sum(replica.num_stale(trained, number) for replica in replicas)
-        self._carried = frozenset(part for replica in replicas for part in replica.close(used))
+        self._carried = frozenset(group_slice for replica in replicas for group_slice in replica.close(used))
         self.cursor = self.cursor.after(used)
         for index, coordinator in enumerate(coordinators):
             coordinator.forget(shared=index == 0)

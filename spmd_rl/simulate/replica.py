@@ -21,9 +21,9 @@ class Replica:
     def __init__(self, scene: Scene, store: CountingStore) -> None:
         self.engine = Engine(scene.speed, scene.max_running)
         self.running: dict[GroupSlice, int] = {}
-        """parts under way -> answers that have not ended"""
+        """slices under way -> answers that have not ended"""
         self.finished: list[GroupSlice] = []
-        """parts whose verdicts are in, as they came"""
+        """slices whose verdicts are in, as they came"""
         self.look = self.ended_at = 0.0
         """when it has to look at the store next; when it knew the step's end"""
         self._scene, self._store = scene, store
@@ -39,8 +39,8 @@ class Replica:
         self.engine.advance(now)
         for request, num_tokens in self._carried.items():
             self.engine.add(request, num_tokens)
-        for part in self.finished:
-            self._report(part)
+        for group_slice in self.finished:
+            self._report(group_slice)
 
     @property
     def due(self) -> float:
@@ -65,17 +65,17 @@ class Replica:
 
     def turn(self, now: float) -> bool:
         """All that happens now. Whether this replica knows that the step has ended."""
-        for part, _ in self.engine.advance(now):
-            self.running[part] -= 1
-            if self.running[part] == 0:
-                self._verdicts.append((now + self._scene.verdict_seconds, part))
+        for group_slice, _ in self.engine.advance(now):
+            self.running[group_slice] -= 1
+            if self.running[group_slice] == 0:
+                self._verdicts.append((now + self._scene.verdict_seconds, group_slice))
         news = self.look <= now
         while self._verdicts and self._verdicts[0][0] <= now:
             news = True
-            _, part = self._verdicts.popleft()
-            del self.running[part]
-            self.finished.append(part)
-            self._report(part)
+            _, group_slice = self._verdicts.popleft()
+            del self.running[group_slice]
+            self.finished.append(group_slice)
+            self._report(group_slice)
         if not news and (self.waits_for is not None or isinstance(self._claim, StaticClaim)):
             return False  # an answer has ended, which others do not see and which lets nothing start here
         self.look = inf
@@ -87,36 +87,40 @@ class Replica:
 
     def num_stale(self, trained: set[int], step: int) -> int:
         """Answers to these tickets that were begun before the step."""
-        parts = [part for part in self.finished if part.ticket in trained and self._begun[part] < step]
-        return sum(len(self._scene.answers(part)) for part in parts)
+        slices = [
+            group_slice
+            for group_slice in self.finished
+            if group_slice.ticket in trained and self._begun[group_slice] < step
+        ]
+        return sum(len(self._scene.answers(group_slice)) for group_slice in slices)
 
     def close(self, used: set[int]) -> list[GroupSlice]:
         """The step has ended: what it did not use is aborted or, if the settings say so, carried; what is carried."""
         self._carried = self.engine.stop()
-        assert not any(part.ticket in used for part in self.running), "a used ticket is still under way"
+        assert not any(group_slice.ticket in used for group_slice in self.running), "a used ticket is still under way"
         if not self._scene.settings.partial_rollout:
             for under_way in (self._carried, self._verdicts, self.running, self.finished):
                 under_way.clear()
-        self.finished = [part for part in self.finished if part.ticket not in used]
+        self.finished = [group_slice for group_slice in self.finished if group_slice.ticket not in used]
         carried = [*self.running, *self.finished]
-        self._begun = {part: self._begun[part] for part in carried}
+        self._begun = {group_slice: self._begun[group_slice] for group_slice in carried}
         return carried
 
     def _start(self, now: float) -> None:
         room = (self._slots - self.engine.num_requests) // self._scene.settings.slice_size
-        parts = self._claim.next(min(room, self._coordinator.round.slices))
-        for part in parts:
-            answers = self._scene.answers(part)
-            self.running[part], self._begun[part] = len(answers), self._step
+        slices = self._claim.next(min(room, self._coordinator.round.slices))
+        for group_slice in slices:
+            answers = self._scene.answers(group_slice)
+            self.running[group_slice], self._begun[group_slice] = len(answers), self._step
             for answer, num_tokens in answers.items():
-                self.engine.add((part, answer), num_tokens)
-        if parts:
+                self.engine.add((group_slice, answer), num_tokens)
+        if slices:
             self.look = now + STORE_SECONDS  # for more
 
-    def _report(self, part: GroupSlice) -> None:
-        position = self._coordinator.round.order.position(part.ticket)
-        if self._coordinator.pool(position, part.number, b"") is not None:
-            self._coordinator.resolve(position, self._scene.qualifies(part.ticket))
+    def _report(self, group_slice: GroupSlice) -> None:
+        position = self._coordinator.round.order.position(group_slice.ticket)
+        if self._coordinator.pool(position, group_slice.number, b"") is not None:
+            self._coordinator.resolve(position, self._scene.qualifies(group_slice.ticket))
 
     def _ended(self, now: float) -> bool:
         before = self._store.looks

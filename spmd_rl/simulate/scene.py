@@ -27,10 +27,10 @@ class Scene:
     """share of the tickets that qualify for training, whatever their length"""
     seed: int = 0
 
-    def answers(self, part: GroupSlice) -> dict[int, int]:
+    def answers(self, group_slice: GroupSlice) -> dict[int, int]:
         """Return answer -> tokens."""
-        first, size = part.number * self.settings.slice_size, self.settings.slice_size
-        lengths = self.lengths.of(part.ticket, self.settings.answers_per_prompt)
+        first, size = group_slice.number * self.settings.slice_size, self.settings.slice_size
+        lengths = self.lengths.of(group_slice.ticket, self.settings.answers_per_prompt)
         return dict(enumerate(lengths[first : first + size], first))
 
     def qualifies(self, ticket: int) -> bool:

@@ -6,16 +6,16 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.operations = 0
-        """all but looks"""
+        """All that was asked but looks."""
         self.looks = 0
-        """whether the step has ended, or another ticket may start"""
+        """Questions whether the step has ended, or another ticket may start."""
         self._values: dict[str, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._values)
 
     def peek(self, key: str) -> bytes:
-        """What is there, or 0: the simulation's own look, which does not count."""
+        """Return what is there, or 0: the own look of the simulation, which does not count."""
         return self._values.get(key, b"0")
 
     def _count(self, key: str, look: bool) -> None:

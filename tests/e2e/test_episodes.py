@@ -93,4 +93,4 @@ def test_a_mistake_in_an_episode_costs_that_sample(toy: Toy) -> None:
     started = run(toy, "unlucky", "reward.error_budget=0.1", ranks=0, name="spent")
     assert started.wait() == 1
     line = started.text().strip().splitlines()[-1]
-    assert "reward.error_budget=0.1: 25% of the answers of step 1 got no score; the first: error: my_episodes.py:" in line
+    assert "reward.error_budget=0.1: 25% of the answers of step 1 got no score; the first: error: my_epis" in line
