@@ -13,6 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from unicodedata import normalize
 
+from msgspec import to_builtins
+
 from spmd_rl.config.schema import DataConfig
 from spmd_rl.data import reasoning_gym
 from spmd_rl.data.mix import Mix
@@ -83,7 +85,7 @@ class Prompts:
         """Return 32 hexadecimal digits over all prompts in order, by which ranks compare what they have loaded."""
         digest = blake2b(digest_size=16)
         for prompt in (*self.train, *self.eval):
-            messages = [[m.role, m.content] for m in prompt.messages]
+            messages = [[m.role, to_builtins(m.content)] for m in prompt.messages]
             digest.update(json.dumps([prompt.id, messages, prompt.domain, prompt.ground_truth]).encode())
         digest.update(b"%d" % len(self.eval))
         return digest.hexdigest()
@@ -127,8 +129,13 @@ def content_id(messages: Iterable[Message]) -> str:
     Contents are in Unicode NFC, with each run of white space as one space. The ground truth is not included: one
     question with two answers is one question, and must not be both trained on and held out.
     """
-    content = [[m.role, normalize("NFC", " ".join(m.content.split()))] for m in messages]
+    content = [[m.role, _normal(m.content) if isinstance(m.content, str) else to_builtins(m.content)] for m in messages]
     return blake2b(json.dumps(content, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+
+
+def _normal(text: str) -> str:
+    """In NFC, with runs of white space as one blank."""
+    return normalize("NFC", " ".join(text.split()))
 
 
 def is_held_out(content: str, holdout: float) -> bool:

@@ -14,7 +14,7 @@ from spmd_rl.config.schema import DataConfig
 from spmd_rl.data import Prompts, content_id, counter_seed
 from spmd_rl.data.prompts import is_held_out
 from spmd_rl.errors import UserError
-from spmd_rl.types import Message, Prompt
+from spmd_rl.types import ImagePart, Message, Prompt, TextPart
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -108,6 +108,8 @@ def test_content_id_is_for_good() -> None:
     assert content_id([Message("user", "What is 2 + 2?")]) == "d3ba9969eca81991a451b6ffdda35f1d"
     assert content_id([Message("user", "a"), Message("user", "b")]) != content_id([Message("user", "a b")])
     assert content_id([Message("user", "a")]) != content_id([Message("system", "a")])
+    images = [content_id([Message("user", (TextPart("a"), ImagePart("image/png", data)))]) for data in (b"1", b"2")]
+    assert len({*images, content_id([Message("user", "a")])}) == 3
     assert is_held_out("3fffffffffffffff" + "0" * 16, 0.25) and not is_held_out("4" + "0" * 31, 0.25)
 
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.types import Message
+from spmd_rl.types import ImagePart, Message, TextPart
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
@@ -32,6 +32,14 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     return tmp_path
+
+
+def test_text_in_parts_is_rendered_as_one_text_and_an_image_is_refused(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    parts = (TextPart("2 + "), TextPart("2?"))
+    assert tokenizer.render([Message("user", parts)]) == tokenizer.render([Message("user", "2 + 2?")])
+    with pytest.raises(UserError, match=r"^policy.model: a prompt holds an image, which needs a processor"):
+        tokenizer.render([Message("user", (*parts, ImagePart("image/png", b"\x89")))])
 
 
 def test_template_is_followed_with_a_generation_prompt(folder: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl import wire
-from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+from spmd_rl.types import AnswerInfo, ImagePart, Message, Prompt, TextPart, Verdict
 
 PROMPT = Prompt("ab" * 16, (Message("user", "2 + 2?"),), "math", "4", {"task": "sum", "entry": {"metadata": [1, 2.5]}})
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
@@ -23,6 +23,12 @@ def test_a_question_arrives_as_it_was_asked():
     assert (item.id, item.domain, item.timeout) == (7, "math", 1.5)
     question = wire.SCORE_INPUT.unpack(item.input)
     assert question == wire.ScoreInput(PROMPT, "vier \u2713", AnswerInfo(3, "stop"))
+
+
+def test_parts_of_a_message_arrive_as_they_were():
+    parts = TextPart("what is this?"), ImagePart("image/png", b"\x89PNG"), ImagePart("image/jpeg", path="/a/b.jpg")
+    asked = wire.ScoreInput(Prompt("0" * 32, (Message("user", parts),), "math", ""), "4", AnswerInfo(3, "stop"))
+    assert wire.SCORE_INPUT.unpack(wire.pack(asked)) == asked
 
 
 def test_a_verdict_arrives_as_it_was_given():
