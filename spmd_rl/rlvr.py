@@ -35,13 +35,15 @@ def run(cfg: RlvrConfig) -> None:
             if world.rank == 0:
                 print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)
             return
+        train_world = world.subset("train", range(world.size))  # [all] every rank trains ...
+        generate_world = world.subset("generate", range(world.size))  # [all] ... and generates
         track = stack.enter_context(Run.open(cfg, world))  # [all]
         with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
             scorer = stack.enter_context(
                 sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
             )
-            roles = train.build_roles(cfg, world)  # [all]
-            generator = engine.build(cfg, world)  # [all]
+            roles = train.build_roles(cfg, train_world)  # [all]
+            generator = engine.build(cfg, generate_world)  # [all]
         publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
         rollouts = stack.enter_context(closing(Rollouts(cfg, generator, prompts, scorer, tokenizer, world)))  # [all]
         learner = Learner(cfg, *roles, world)

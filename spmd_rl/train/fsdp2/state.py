@@ -29,7 +29,10 @@ class StateFiles:
     def __init__(self, world: World) -> None:
         """[all] Form a process group: DCP's collectives must not mix with training's, and are not NCCL's business."""
         self._world = world
-        self._group = dist.new_group(backend="gloo", timeout=FOREVER) if dist.is_initialized() else None
+        self._group = None
+        if dist.is_initialized():
+            ranks = list(world.ranks)
+            self._group = dist.new_group(ranks, FOREVER, "gloo", use_local_synchronization=True)  # [all]
 
     def save(self, state: State, folder: Path) -> list[Path]:
         """[all] Write each rank's part of `state` into the existing, empty `folder`; the files that this rank wrote.
