@@ -141,6 +141,13 @@ class World:
         """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
         return mesh(self._unique(f"{self._subset.name} mesh", self.ranks), self.ranks, self.rank, self.device, axes)
 
+    def process_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup | None:
+        """[all] Form a torch process group of these ranks for a library's own use; None in a world without groups.
+
+        backend: that of the default group, unless given.
+        """
+        return form_group(self._unique(name, self.ranks), self.ranks, backend) if dist.is_initialized() else None
+
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "World | None":
         """[ranks] The same interface over some of these ranks (indices, like `rank`), on those; None on the others.
 

@@ -13,7 +13,7 @@ import pytest
 from tests.house.sources import FILES, ROOT, Function, rel, tree, words
 
 VERBS = {
-    *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "collective"),
+    *("gather", "broadcast", "agree", "reduce", "barrier", "exchange", "mesh", "collective", "process_group"),
 }
 HOLDERS = {"world", "_world", "layout", "_layout", "_data", "collectives", "_collectives", "group", "_group", "dist"}
 """What the verbs are called on; `logits.gather` is another thing."""

@@ -185,7 +185,9 @@ def test_the_sample_log_finds_its_own_rows_in_everyones_plan() -> None:
     for mine in ([everyones[0], everyones[2]], [everyones[3]], []):
         harvest = replace(collected(mine), dropped=((group(1, [(2, 1.0)]), "too easy"),))
         rows = list(sample_log.rows(harvest, plan))
-        assert [(row.ticket, row.answer, row.kept, row.reject_reason) for row in rows[:1]] == [(1, 0, False, "too easy")]
+        assert [(row.ticket, row.answer, row.kept, row.reject_reason) for row in rows[:1]] == [
+            (1, 0, False, "too easy")
+        ]
         assert rows[0].advantage is None
         assert {(row.ticket, row.answer): row.advantage for row in rows[1:]} == {
             s.key: advantages[s.key] for g in mine for s in g.samples

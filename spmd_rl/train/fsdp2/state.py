@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 from spmd_rl.distributed import World
-from spmd_rl.distributed.membership import FOREVER
 
 State = dict[str, dict[str, Tensor]]
 """Tensors by part (`model`, `optimizer`) and name."""
@@ -29,10 +27,7 @@ class StateFiles:
     def __init__(self, world: World) -> None:
         """[all] Form a process group: DCP's collectives must not mix with training's, and are not NCCL's business."""
         self._world = world
-        self._group = None
-        if dist.is_initialized():
-            ranks = list(world.ranks)
-            self._group = dist.new_group(ranks, FOREVER, "gloo", use_local_synchronization=True)  # [all]
+        self._group = world.process_group("checkpoint", "gloo")  # [all]
 
     def save(self, state: State, folder: Path) -> list[Path]:
         """[all] Write each rank's part of `state` into the existing, empty `folder`; the files that this rank wrote.
