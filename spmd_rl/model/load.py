@@ -83,7 +83,15 @@ def load_weights(
     are not looked for. `on_progress` is called after each tensor. UserError, before anything is read, if a weight is
     missing, unknown to the model or of another shape.
     """
-    wanted = _stored_names(model, files, fresh)
+    if problem := mismatch(model, files, fresh):
+        raise UserError(problem)
+    wanted = _stored_tensors(model, files, fresh)
+    for name, tensor in wanted.items():
+        if files.shape(name) != list(tensor.shape):
+            raise UserError(
+                f"policy.model: {files.file_of(name)}: {name} has the shape {files.shape(name)}, "
+                f"not {list(tensor.shape)} as config.json says"
+            )
     for name, tensor in model.named_parameters():
         if name in fresh:
             _local(tensor).zero_()
@@ -94,26 +102,26 @@ def load_weights(
         on_progress()
 
 
-def _stored_names(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, Tensor]:
-    """The model's tensors by the name under which each is stored; those that tie weights share an entry."""
-    owners: dict[int, list[str]] = defaultdict(list)
-    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}
-    for name, tensor in tensors.items():
-        owners[id(tensor)].append(name)
-    stored = [next((name for name in names if name in files.names), names[0]) for names in owners.values()]
-    if missing := sorted(name for name in stored if name not in files.names):
-        raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
-    known = {*tensors, *fresh, *(name for name, _ in model.named_buffers())}
+def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> str:
+    """Say which weight of the model is not stored under its name, or which stored name it lacks; empty if all fit."""
+    wanted = _stored_tensors(model, files, fresh)
+    if missing := sorted(wanted.keys() - files.names):
+        return f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}"
+    known = {*model.state_dict(keep_vars=True), *fresh, *(name for name, _ in model.named_buffers())}
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # as transformers does
     for name in files.names:
         if name not in known and not any(re.search(pattern, name) for pattern in ignored):
-            raise UserError(f"policy.model: {files.file_of(name)} holds {name}, which {type(model).__name__} lacks")
-    for name in stored:
-        if files.shape(name) != list(tensors[name].shape):
-            raise UserError(
-                f"policy.model: {files.file_of(name)}: {name} has the shape {files.shape(name)}, "
-                f"not {list(tensors[name].shape)} as config.json says"
-            )
+            return f"policy.model: {files.file_of(name)} holds {name}, which {type(model).__name__} lacks"
+    return ""
+
+
+def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, Tensor]:
+    """The model's tensors by the name under which each is stored; those that tie weights share an entry."""
+    tied: dict[int, list[str]] = defaultdict(list)
+    tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}
+    for name, tensor in tensors.items():
+        tied[id(tensor)].append(name)
+    stored = (next((name for name in names if name in files.names), names[0]) for names in tied.values())
     return {name: tensors[name] for name in stored}
 
 

@@ -8,8 +8,8 @@ import torch
 
 from spmd_rl.config.schema import RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.model.build import build_on_meta, model_directory
-from spmd_rl.model.load import WeightFiles, load_weights
+from spmd_rl.model.build import build_model, build_on_meta, model_directory
+from spmd_rl.model.load import WeightFiles, load_weights, mismatch
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend
 
 
@@ -48,11 +48,12 @@ def build_role(name: str, cfg: RlvrConfig, world: World, total_updates: int = 1)
     train = cfg.train if name == "policy" else own.train.over(cfg.train)
     dtype = getattr(torch, own.dtype or cfg.policy.dtype)
     layout = Layout(world, tp=train.tp, pp=train.pp, cp=train.cp, ep=train.ep, key=key)  # [all]
-    model = build_on_meta(
-        own.model or cfg.policy.model, dtype if name == "reference" else torch.float32, cfg.policy.trust_remote_code
-    )
-    files = WeightFiles(model_directory(own.model or cfg.policy.model))
+    folder, remote_code = model_directory(own.model or cfg.policy.model), cfg.policy.trust_remote_code
+    held_dtype = dtype if name == "reference" else torch.float32
+    model, files = build_on_meta(folder, held_dtype, remote_code), WeightFiles(folder)
     load = partial(load_weights, files=files, on_progress=world.progress)
+    if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
+        model, load = build_model(folder, held_dtype, "cpu", remote_code), None
     build = BACKENDS[train.name]
     role = build(name, model, load, layout, train, dtype, own, total_updates)
     world.journal.note("loaded", role=name, bytes=files.bytes_read)
@@ -62,7 +63,7 @@ def build_role(name: str, cfg: RlvrConfig, world: World, total_updates: int = 1)
 def _build_fsdp2(
     name: str,
     model: torch.nn.Module,
-    load: Callable[..., None],
+    load: Callable[..., None] | None,
     layout: Layout,
     train: TrainConfig,
     dtype: torch.dtype,
@@ -77,7 +78,7 @@ def _build_fsdp2(
         return FSDP2Backend(model, layout, train, dtype, own, total_updates, load)
     head = with_value_head(model).get_output_embeddings()
     fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
-    return FSDP2Critic(model, layout, train, dtype, own, total_updates, partial(load, fresh=fresh))
+    return FSDP2Critic(model, layout, train, dtype, own, total_updates, load and partial(load, fresh=fresh))
 
 
 BACKENDS = {"fsdp2": _build_fsdp2}
