@@ -116,7 +116,7 @@ def prepared(world: World, arrangement: Arrangement, settings: AlgorithmConfig) 
     collected = harvest(world, arrangement)
     sizes = {"num_updates": 1, "num_shards": world.size, "hidden_size": 32, "max_tokens": 32}
     plan, _ = prepare.plan(collected, settings, Moments(), **sizes)
-    data = Layout(world).data
+    data = RankLayout(world).data
     (batch,) = redistribute(collected, plan, 1, data, world)
     place = batch.token_ids.double() + 7 * batch.position_ids
     batch.old_logprobs, batch.ref_logprobs = (

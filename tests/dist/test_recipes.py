@@ -7,7 +7,6 @@ that ratios are not 1.
 from array import array
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 

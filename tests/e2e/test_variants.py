@@ -19,6 +19,15 @@ def test_other_model_families(tmp_path, kind: str) -> None:
     assert line["train_infer/abs_diff/mean"] < 0.05  # bfloat16
 
 
+def test_a_mixture_of_experts_is_loaded_by_transformers_and_trains(tmp_path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    run = Toy(tmp_path, "qwen3_moe", **sizes).start("steps=1", "policy.dtype=float32", ranks=2)
+    assert run.wait() == 0, run.text()[-3000:]
+    line = run.metrics()[1]
+    assert line["actor/grad_norm"] > 1e-3
+    assert line["train_infer/abs_diff/mean"] < 1e-4
+
+
 def test_reference_several_updates_and_recomputation_on_two_ranks(tmp_path) -> None:
     run = Toy(tmp_path).start(
         "steps=2", "algorithm.kl_coef=0.1", "train.updates_per_step=2", "train.activation_checkpointing=true",
