@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.run_identity import saved_config
-from spmd_rl.config.unused import files, no_critic, no_reference
+from spmd_rl.config.sections.data import files
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.targets import UNPROVIDED, build_target, import_coroutine
-
-NOT_PARALLEL = {"fsdp2": ("pp", "cp", "ep")}
-"""The parallel axes that each backend does not support"""
 
 VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
@@ -50,14 +47,9 @@ def check(cfg: Any) -> None:
 
 
 def check_mesh(cfg: Any) -> None:
-    """Check that the backend supports its parallel sizes, and that they divide the world size."""
-    axes = {axis: getattr(cfg.train, axis) for axis in ("tp", "pp", "cp", "ep")}
-    for axis, size in axes.items():
-        if axis in NOT_PARALLEL.get(cfg.train.name, ()) and size != 1:
-            raise UserError(f"train.{axis}: {size} is impossible with train={cfg.train.name}; must be 1")
-    copy = axes["tp"] * axes["pp"] * axes["cp"]
-    if world_size() % copy:
-        raise UserError(f"train.tp: tp x pp x cp = {copy} ranks a model copy do not divide {world_size()} ranks")
+    """Check that the ranks of a model copy divide the world size."""
+    if world_size() % cfg.train.tp:
+        raise UserError(f"train.tp: {cfg.train.tp} does not divide {world_size()} ranks")
 
 
 def check_engine(cfg: Any) -> None:
@@ -108,9 +100,9 @@ def check_heads(tp: int, path: Path) -> None:
 def check_models(cfg: Any) -> None:
     """Check the directories of the policy, and of the reference and the critic where they are loaded."""
     check_model("policy.model", cfg.policy.model)
-    if hasattr(cfg, "reference") and cfg.reference.model and not no_reference(cfg):
+    if hasattr(cfg, "reference") and cfg.reference.model and cfg.algorithm.uses_reference:
         check_model("reference.model", cfg.reference.model)
-    if hasattr(cfg, "critic") and cfg.critic.model and not no_critic(cfg):
+    if hasattr(cfg, "critic") and cfg.critic.model and cfg.algorithm.uses_critic:
         check_model("critic.model", cfg.critic.model)
 
 

@@ -40,14 +40,12 @@ def entries(schema: type) -> Iterator[Entry]:
 
 @cache
 def field_docs(section: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, as one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    docs = {}
+    """Return the docstring below each field of a dataclass, its own or inherited, as one line."""
+    docs = {} if section.__base__ is object else dict(field_docs(section.__base__))
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body  # type: ignore[attr-defined]
     for field, text in pairwise(body):
-        doc = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, str):
-            docs[field.target.id] = " ".join(doc.split())
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            docs[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return docs
 
 

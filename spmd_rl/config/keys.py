@@ -1,16 +1,19 @@
 """The dotted keys of a schema: its leaves, their types, and the key nearest to a misspelt one.
 
 A section whose entries stand beside its own keys (`reward.math.*` beside `reward.error_budget`) holds them in a field
-marked `metadata={"inline": "<domain>"}`, of type `dict[str, <section>]`.
+marked `metadata={"inline": True}`, of type `dict[str, <section>]`.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from spmd_rl.errors import UserError
+
+PLACEHOLDERS = {"reward": {"<domain>": {}}}
+"""The inline entries that stand for all"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,61 +32,48 @@ def inline_field(section: type) -> Field | None:
     return next((field for field in fields(section) if "inline" in field.metadata), None)
 
 
-def entry_type(section: type) -> type:
-    """Return the dataclass of an inline entry of `section`."""
-    holder = inline_field(section)
-    assert holder is not None
-    return get_args(get_type_hints(section)[holder.name])[1]
+def key_types(section: type, given: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the name and type of each key of a section, and of each inline entry among the names `given`.
 
-
-def own_keys(section: type) -> dict[str, Any]:
-    """Return the name and type of each key of the section itself; a dataclass type is a section of its own."""
-    hints = get_type_hints(section)
-    return {field.name: hints[field.name] for field in fields(section) if "inline" not in field.metadata}
-
-
-def leaves(section: type, entries: Mapping[str, Any] | None = None, prefix: str = "") -> Iterator[Leaf]:
-    """Yield all settings below `section`, in order of declaration.
-
-    Inline entries are those that the tree of values `entries` names; without any, a placeholder stands for them
-    (`reward.<domain>.target`).
+    A type that is a dataclass is a section of its own.
     """
-    given = entries if isinstance(entries, Mapping) else {}
+    hints, holder = get_type_hints(section), inline_field(section)
+    known = {field.name: hints[field.name] for field in fields(section) if field is not holder}
+    entries = [name for name in given if name not in known] if holder else []
+    return known | {name: get_args(hints[holder.name])[1] for name in entries}
+
+
+def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str = "") -> Iterator[Leaf]:
+    """Yield all settings below `section`, in order of declaration, with the inline entries that the tree `given` names.
+
+    By default a placeholder stands for these (`reward.<domain>.target`).
+    """
     by_name = {field.name: field for field in fields(section)}
-    known = own_keys(section)
-    for name, kind in known.items():
+    for name, kind in key_types(section, given).items():
         if is_dataclass(kind):
-            yield from leaves(kind, given.get(name), f"{prefix}{name}.")
+            below = given.get(name)
+            yield from leaves(kind, below if isinstance(below, Mapping) else {}, f"{prefix}{name}.")
         else:
             yield Leaf(prefix + name, kind, section, by_name[name])
-    if holder := inline_field(section):
-        for name in [n for n in given if n not in known] or [holder.metadata["inline"]]:
-            yield from leaves(entry_type(section), given.get(name), f"{prefix}{name}.")
 
 
 def check_keys(values: Mapping[str, Any], schema: type) -> None:
     """Raise a `UserError` for the first key of the tree `values` that `schema` lacks, naming the nearest known key."""
-    known = [leaf.key for leaf in leaves(schema, values)]
-    for key, section in _unknown_keys(values, schema, ""):
-        if section:
-            raise UserError(f"{key}: is a section, not a value; say {key}.<key>=value")
-        raise UserError(f"{key}: unknown key; did you mean {nearest(key, known)}?")
 
+    def check(tree: Mapping[str, Any], section: type, prefix: str) -> None:
+        known = key_types(section, [name for name, value in tree.items() if isinstance(value, Mapping)])
+        for name, value in tree.items():
+            key, kind = f"{prefix}{name}", known.get(name)
+            if kind is None:
+                key = next(flatten({key: value}), (key, value))[0]
+                near = nearest(key, [leaf.key for leaf in leaves(schema, values)])
+                raise UserError(f"{key}: unknown key; did you mean {near}?")
+            if is_dataclass(kind):
+                if not isinstance(value, Mapping):
+                    raise UserError(f"{key}: is a section, not a value; say {key}.<key>=value")
+                check(value, kind, f"{key}.")
 
-def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iterator[tuple[str, bool]]:
-    """Yield each key that is unknown, with False, and each section that was given a value, with True."""
-    known, inline = own_keys(section), inline_field(section)
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        kind = known.get(name)
-        if kind is None and inline and isinstance(value, Mapping):
-            kind = entry_type(section)
-        if kind is None:
-            yield next(flatten({key: value}), (key, value))[0], False
-        elif is_dataclass(kind) and isinstance(value, Mapping):
-            yield from _unknown_keys(value, kind, f"{key}.")
-        elif is_dataclass(kind):
-            yield key, True
+    check(values, schema, "")
 
 
 def nearest(key: str, known: list[str]) -> str:

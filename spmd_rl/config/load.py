@@ -9,7 +9,7 @@ for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from spmd_rl.config.keys import check_keys, entry_type, inline_field, leaves, own_keys, type_name
+from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
 from spmd_rl.config.run_identity import fill_run
 from spmd_rl.errors import UserError
 
@@ -148,16 +148,12 @@ def build(schema: type[T], values: DictConfig) -> T:
 def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
     """Return the defaults and types of a section, with a node for each inline entry that `values` names."""
     node = OmegaConf.structured(section)
-    known, holder = own_keys(section), inline_field(section)
     with open_dict(node):
-        for name, kind in known.items():
+        if holder := inline_field(section):
+            node.pop(holder.name)
+        for name, kind in key_types(section, values).items():
             if is_dataclass(kind):
                 node[name] = _typed(kind, values.get(name) or {})
-        if holder:
-            node.pop(holder.name)
-            for name in values:
-                if name not in known:
-                    node[name] = _typed(entry_type(section), values[name])
     return node
 
 
@@ -173,18 +169,14 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
 
 def _construct(section: type, tree: Mapping[str, Any], prefix: str) -> Any:
     """Construct a section after its subsections; its errors get their prefix here."""
-    known, holder = own_keys(section), inline_field(section)
-    arguments: dict[str, Any] = {}
-    for name, kind in known.items():
+    holder, names = inline_field(section), {field.name for field in fields(section)}
+    arguments: dict[str, Any] = {holder.name: {}} if holder else {}
+    for name, kind in key_types(section, tree).items():
         value = tree[name]
         if value == MISSING:
             raise UserError(f"{prefix}{name}: must be given")
-        arguments[name] = _construct(kind, value, f"{prefix}{name}.") if is_dataclass(kind) else value
-    if holder:
-        entry = entry_type(section)
-        arguments[holder.name] = {
-            name: _construct(entry, value, f"{prefix}{name}.") for name, value in tree.items() if name not in known
-        }
+        target = arguments if name in names else arguments[holder.name]
+        target[name] = _construct(kind, value, f"{prefix}{name}.") if is_dataclass(kind) else value
     try:
         return section(**arguments)
     except UserError as error:

@@ -7,9 +7,8 @@ imports or the number of ranks. YAML files under `configs/` hold only what diffe
 from dataclasses import dataclass, field
 
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, AlgorithmConfig
-from spmd_rl.config.sections.critic import CriticConfig
 from spmd_rl.config.sections.data import DataConfig, RewardConfig, RewardsConfig
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
+from spmd_rl.config.sections.models import CriticConfig, EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from spmd_rl.config.sections.rollout import EvalConfig, FilterConfig, RolloutConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from spmd_rl.distributed.traffic import Traffic
 from spmd_rl.errors import RunFailed
 
 Meeting = Callable[[str], AbstractContextManager[int]]
@@ -52,9 +51,9 @@ class _Brief(reprlib.Repr):
 class Collectives:
     """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
 
-    def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting, traffic: Traffic) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
         """`group` takes tensors on the CPU; None for one rank alone. `meeting` journals a name, and numbers it."""
-        self._group, self._meeting, self._traffic = group, meeting, traffic
+        self._group, self._meeting = group, meeting
         self._rank, self._size = (group.rank(), group.size()) if group is not None else (0, 1)
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
@@ -104,7 +103,6 @@ class Collectives:
             if self._group is None:
                 return [payload]
             head = _HEAD.pack(seq, f"{kind} {name}".encode()[:64])
-            self._traffic.count(len(head) + len(payload))
             records = _gather(self._group, head + payload)  # [all]
             if any(not record.startswith(head) for record in records):
                 self._fail_apart([_HEAD.unpack_from(record) for record in records])

@@ -55,15 +55,11 @@ class DataShard:
 class Layout:
     """A world's ranks as a mesh of data parallelism (`dp`) by tensor parallelism (`tp`, which varies fastest)."""
 
-    def __init__(self, world: World, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, key: str = "train") -> None:
+    def __init__(self, world: World, *, tp: int = 1, key: str = "train") -> None:
         """[all] The data-parallel size is what is left of the world's ranks.
 
-        key: the settings section that an error names. UserError if `tp` does not divide the ranks, or if an axis other
-        than `tp` is larger than 1.
+        key: the settings section that an error names. UserError if `tp` does not divide the ranks.
         """
-        for axis, size in {"pp": pp, "cp": cp, "ep": ep}.items():
-            if size != 1:
-                raise UserError(f"{key}.{axis}: {size} is not supported; must be 1")
         if world.size % tp:
             raise UserError(f"{key}.tp: {tp} does not divide {world.size} ranks")
         self.world, self.key = world, key

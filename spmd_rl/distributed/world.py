@@ -29,7 +29,6 @@ from spmd_rl.distributed.collectives import Collectives, Reduction
 from spmd_rl.distributed.guard import Guard
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Joined, Membership, form_group, host_backend, join, membership, mesh
-from spmd_rl.distributed.traffic import CountedStore, Traffic
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
@@ -63,17 +62,15 @@ class World:
     All ranks of the job, or some of them: see `subset`.
     """
 
-    def __init__(
-        self, me: Membership, joined: Joined, journal: Journal, traffic: Traffic, subset: Subset = ALL
-    ) -> None:
-        self._me, self._joined, self.traffic, self._subset = me, joined, traffic, subset
+    def __init__(self, me: Membership, joined: Joined, journal: Journal, subset: Subset = ALL) -> None:
+        self._me, self._joined, self._subset = me, joined, subset
         self.ranks = subset.ranks or tuple(range(me.size))
         """Numbers of these ranks in the job; `rank` is an index of it."""
         self.rank, self.size = self.ranks.index(me.rank), len(self.ranks)
         self.local_rank, self.local_size = me.local_rank, me.local_size
         """Index of this rank on its machine, and the number of the job's ranks there."""
         self.device = me.device
-        self.store = CountedStore(dist.PrefixStore(f"world/{subset.name}", joined.store), traffic)
+        self.store = dist.PrefixStore(f"world/{subset.name}", joined.store)
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
         sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{joined.nonce}-{me.node}"
@@ -81,7 +78,7 @@ class World:
         self._callbacks: list[Callable[[], None]] = []
         self._failed: ExitCallback = lambda kind, error, traceback: None
         self._num_formed: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"), traffic)
+        self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"))
 
     @classmethod
     @contextmanager
@@ -98,8 +95,7 @@ class World:
         joined = join(me)
         run_dir = Path(cfg.run.dir)
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=joined.nonce)
-        traffic = Traffic()
-        world = cls(me, joined, journal, traffic)
+        world = cls(me, joined, journal)
         stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
         signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
         guard = Guard(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
@@ -164,7 +160,7 @@ class World:
         unique = self._unique(f"{name} host", members)
         host = form_group(unique, members, host_backend(self._me)) if len(members) > 1 else None  # [ranks]
         joined = replace(self._joined, host=host)
-        return World(self._me, joined, self.journal, self.traffic, Subset(name, members, written))
+        return World(self._me, joined, self.journal, Subset(name, members, written))
 
     def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
         """A name for a group of these ranks, the same on all of them."""
@@ -209,10 +205,8 @@ class World:
         """
         self.agree(name, [counts * rows.shape[1], agreed])  # [all]
         assert len(rows) == counts[self.rank].sum(), "other rows than was agreed"
-        self.traffic.meeting_bytes += rows.nbytes
         if self.size == 1:
             return rows
-        self.traffic.meetings += 1
         sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         arrived = rows.new_empty(sum(received), rows.shape[1])
         with self.collective(f"{name}: rows", kind="wait"):  # [all]

@@ -27,9 +27,7 @@ class Roofline:
         self._policy, self._reference, self._critic = policy, reference, critic
         self._warmup = cfg.algorithm.critic_warmup
         self._spec = find_device_spec(cfg.track.device, world.device, cfg.policy.dtype)
-        offload = cfg.train.offload and world.device.type != "cpu"
-        itemsize = getattr(torch, cfg.policy.dtype).itemsize
-        self._devices = Devices(world.size, cfg.engine.tp, itemsize, offload)
+        self._devices = Devices(world.size, cfg.engine.tp, getattr(torch, cfg.policy.dtype).itemsize)
 
     def metrics(self, collected: Collected, plan: Plan, needs_old: bool) -> Metrics:
         """Seconds by phase, equal on all ranks. needs_old: the policy's logprobs were computed before the update."""

@@ -6,11 +6,10 @@
 It is a bound, not a model of what happens: every device is busy all the time, all answers of a replica are decoded
 side by side, and a prompt that answers share is computed once. Only what cannot be parallel is not: the tokens of an
 answer come one by one, each after a pass over all weights. It does not count rewards (they overlap generation),
-evaluation, checkpoints, aborted answers and recomputed activations; a partial rollout counts whole in the step that
-ends it.
+evaluation, checkpoints, the weights' way to the engine, aborted answers and recomputed activations; a partial rollout
+counts whole in the step that ends it.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,11 +18,6 @@ import torch
 
 from spmd_rl.config.schema import DeviceSpecConfig
 from spmd_rl.model.size import ModelSize
-
-STATE_BYTES = 12
-"""Bytes of a trained parameter that move in an offload: float32 master weight and AdamW's two moments"""
-MASTER_BYTES = 4
-"""Bytes of a frozen parameter that move in an offload"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +28,22 @@ class DeviceSpec:
     """Dense floating-point operations per second in the compute dtype"""
     memory_bandwidth: float
     """Bytes per second between the device and its memory"""
-    link_bandwidth: float = math.inf
-    """Bytes per second from another device of the node"""
-    host_bandwidth: float = math.inf
-    """Bytes per second from or to the memory of the host"""
 
 
-def _from_data_sheet(teraflops: float, memory_tb: float, link_gb: float, host_gb: float) -> DeviceSpec:
+def _from_data_sheet(teraflops: float, memory_tb: float) -> DeviceSpec:
     """Return what a data sheet's figures come to at best: 0.8 of the arithmetic in matrix products, 0.9 of the memory's
     bandwidth in streams (790 TFLOP/s and 4.3 TB/s on H200)."""
-    return DeviceSpec(0.8e12 * teraflops, 0.9e12 * memory_tb, 1e9 * link_gb, 1e9 * host_gb)
+    return DeviceSpec(0.8e12 * teraflops, 0.9e12 * memory_tb)
 
 
 KNOWN_DEVICES = {
-    "NVIDIA A100-SXM4-80GB": _from_data_sheet(312, 2.039, 300, 32),
-    "NVIDIA H100 80GB HBM3": _from_data_sheet(989.4, 3.35, 450, 64),
-    "NVIDIA H200": _from_data_sheet(989.4, 4.8, 450, 64),
-    "NVIDIA B200": _from_data_sheet(2250, 8.0, 900, 64),
-    "AMD Instinct MI300X": _from_data_sheet(1307.4, 5.3, 448, 64),
+    "NVIDIA A100-SXM4-80GB": _from_data_sheet(312, 2.039),
+    "NVIDIA H100 80GB HBM3": _from_data_sheet(989.4, 3.35),
+    "NVIDIA H200": _from_data_sheet(989.4, 4.8),
+    "NVIDIA B200": _from_data_sheet(2250, 8.0),
+    "AMD Instinct MI300X": _from_data_sheet(1307.4, 5.3),
 }
-"""Devices by the name that the driver gives, from the vendors' data sheets: dense bfloat16 without sparsity, HBM,
-NVLink or Infinity Fabric in one direction, PCIe in one direction"""
+"""Devices by the name that the driver gives, from the vendors' data sheets: dense bfloat16 without sparsity, HBM"""
 
 
 def find_device_spec(settings: DeviceSpecConfig, device: torch.device, dtype: str) -> DeviceSpec | None:
@@ -63,11 +52,7 @@ def find_device_spec(settings: DeviceSpecConfig, device: torch.device, dtype: st
     known = KNOWN_DEVICES.get(name) if dtype == "bfloat16" else None
     flops = settings.flops or (known and known.flops)
     memory = settings.memory_bandwidth or (known and known.memory_bandwidth)
-    if not flops or not memory:
-        return None
-    link = settings.link_bandwidth or (known.link_bandwidth if known else math.inf)
-    host = settings.host_bandwidth or (known.host_bandwidth if known else math.inf)
-    return DeviceSpec(flops, memory, link, host)
+    return DeviceSpec(flops, memory) if flops and memory else None
 
 
 class TokenCounts(NamedTuple):
@@ -136,8 +121,6 @@ class Devices(NamedTuple):
     """Ranks that hold one copy of the engine"""
     itemsize: int
     """Bytes of a weight in the engine, and of a number in its KV cache"""
-    offload: bool
-    """Whether the trainer's weights and states leave the device and come back once a step"""
 
 
 def roofline(
@@ -148,7 +131,7 @@ def roofline(
     devices: Devices,
     spec: DeviceSpec,
 ) -> dict[str, float]:
-    """Return the least seconds of `generate`, `logprobs`, `train`, `publish` and `offload`, named as in `time/*`."""
+    """Return the least seconds of `generate`, `logprobs` and `train`, named as in `time/*`."""
     flops = spec.flops * devices.ranks
     one_pass = [trained.forward_flops(p.size) / flops for p in passes]
     return {
@@ -156,8 +139,6 @@ def roofline(
         "logprobs": sum(p.forwards * seconds for p, seconds in zip(passes, one_pass, strict=True)),
         # the backward pass computes a product for the weights' gradient and one for the input's
         "train": sum(3 * p.updated * seconds for p, seconds in zip(passes, one_pass, strict=True)),
-        "publish": publish_seconds(policy, devices, spec),
-        "offload": offload_seconds(passes, devices, spec) if devices.offload else 0.0,
     }
 
 
@@ -174,18 +155,3 @@ def generate_seconds(tokens: TokenCounts, size: ModelSize, devices: Devices, spe
     weights = tokens.longest * size.read * devices.itemsize / (devices.tp * memory)
     cache = size.kv * devices.itemsize * tokens.attended / (devices.ranks * memory)
     return prefill + max(weights + cache, tokens.answer_flops(size) / flops)
-
-
-def publish_seconds(size: ModelSize, devices: Devices, spec: DeviceSpec) -> float:
-    """Return the seconds in which each rank receives its part of the engine over its link.
-
-    A single rank reads it from its memory and writes it there.
-    """
-    num_bytes = size.parameters * devices.itemsize / devices.tp
-    return num_bytes / spec.link_bandwidth if devices.ranks > 1 else 2 * num_bytes / spec.memory_bandwidth
-
-
-def offload_seconds(passes: Sequence[Pass], devices: Devices, spec: DeviceSpec) -> float:
-    """Return the seconds of moving the state of trained models out and in again, and frozen weights in."""
-    num_bytes = sum(p.size.parameters * (2 * STATE_BYTES if p.updated else MASTER_BYTES) for p in passes)
-    return num_bytes / (devices.ranks * spec.host_bandwidth)

@@ -137,7 +137,6 @@ class Run:
                 self._open_trackers(step)
             self._world.journal.take_times()  # what came before the first step belongs to no step
             self._memory.take()
-            self._world.traffic.take()
             self._step_start = time.perf_counter()
 
     def _end(self, step: int) -> None:
@@ -150,7 +149,6 @@ class Run:
         self.add(
             {f"memory/{_metric_name(phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()}, "max"
         )
-        self.add({f"system/{name}": count for name, count in self._world.traffic.take().items()}, "sum")
         with self._world.phase("coordination"):
             self._reduce()  # [all]
         self._add_derived()

@@ -4,26 +4,25 @@
 and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows TensorBoard's event files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.config.schema import TrackConfig
 from spmd_rl.errors import UserError
 
 
-class Tracker(Protocol):
+@dataclass(frozen=True, slots=True)
+class Tracker:
     """A service or file format that receives metrics."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of a finished step."""
-        ...
-
-    def close(self) -> None:
-        """Send what is buffered."""
-        ...
+    log: Callable[[int, Mapping[str, float]], object]
+    """Send the metrics of a finished step: `log(step, values)`."""
+    close: Callable[[], object]
+    """Send what is buffered."""
 
 
 def check(cfg: TrackConfig) -> None:
@@ -38,84 +37,53 @@ def open_trackers(
     cfg: TrackConfig, run_dir: Path, run_id: str, first_step: int, settings: Mapping[str, Any]
 ) -> list[Tracker]:
     """Open the chosen trackers. `run_id` stays the same after a resume, which begins with `first_step`."""
-    trackers: list[Tracker] = []
+    trackers = []
     if cfg.wandb != "off":
-        trackers.append(Wandb(cfg.wandb, run_dir, run_id, settings))
+        trackers.append(wandb(cfg.wandb, run_dir, run_id, settings))
     if cfg.tensorboard:
-        trackers.append(TensorBoard(run_dir, first_step))
+        trackers.append(tensorboard(run_dir, first_step))
     if cfg.swanlab != "off":
-        trackers.append(SwanLab(cfg.swanlab, run_dir, run_id, settings))
+        trackers.append(swanlab(cfg.swanlab, run_dir, run_id, settings))
     return trackers
 
 
-class Wandb:
-    """A Weights & Biases run, continued under the same id after a resume."""
+def wandb(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
+    """Open a Weights & Biases run, or continue the one of this id."""
+    import wandb
 
-    def __init__(self, mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project="spmd_rl",
-            name=run_dir.name,
-            id=run_id,
-            resume="allow",
-            dir=run_dir,
-            mode=mode,
-            config=dict(settings),
-            settings=wandb.Settings(console="off"),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of a finished step."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Send what is buffered."""
-        self._run.finish()
+    run = wandb.init(**_run(run_dir, run_id, settings), dir=run_dir, mode=mode, settings=wandb.Settings(console="off"))
+    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-class SwanLab:
-    """A SwanLab experiment, continued under the same id after a resume."""
+def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> Tracker:
+    """Open a SwanLab experiment, or continue the one of this id."""
+    import swanlab
 
-    def __init__(self, mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> None:
-        import swanlab
-
-        options = {
-            "project": "spmd_rl",
-            "name": run_dir.name,
-            "id": run_id,
-            "resume": "allow",
-            "log_dir": str(run_dir / "swanlab"),
-            "mode": "online" if mode == "cloud" else mode,
-            "config": dict(settings),
-            "settings": swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
-        }
-        # On the main thread it would take SIGINT, which belongs to the world's own thread.
-        with ThreadPoolExecutor(1) as pool:
-            self._run = pool.submit(swanlab.init, **options).result()
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of a finished step."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Send what is buffered."""
-        self._run.finish()
+    options = {
+        **_run(run_dir, run_id, settings),
+        "log_dir": str(run_dir / "swanlab"),
+        "mode": "online" if mode == "cloud" else mode,
+        "settings": swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
+    }
+    # On the main thread it would take SIGINT, which belongs to the world's own thread.
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(swanlab.init, **options).result()
+    return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-class TensorBoard:
-    """TensorBoard event files; a resume hides what an earlier process wrote from its first step on."""
+def tensorboard(run_dir: Path, first_step: int) -> Tracker:
+    """Open TensorBoard event files; a resume hides what an earlier process wrote from its first step on."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of a finished step."""
+    def log(step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
-            self._writer.add_scalar(key, value, step)
+            writer.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        """Send what is buffered."""
-        self._writer.close()
+    return Tracker(log, writer.close)
+
+
+def _run(run_dir: Path, run_id: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that wandb and SwanLab share."""
+    return {"project": "spmd_rl", "name": run_dir.name, "id": run_id, "resume": "allow", "config": dict(settings)}

@@ -25,8 +25,6 @@ from tests.bench.our_side import EVERY
 
 TARGET = 100.0
 """us a sample"""
-COUNTS = {"store_operations": "store operations", "meetings": "meetings", "meeting_bytes": "bytes"}
-"""What a run counts (see `dist/traffic.py`): each rank's part in a meeting counts, and so do the samples' own bytes."""
 PHASES = ("generate", "score", "prepare", "train", "publish", "coordination", "track", "other")
 
 
@@ -68,7 +66,6 @@ class Size:
             "us_per_sample": [1e6 * s.rank_cpu_seconds / num_samples for s in self.stretches],
             "us_per_sample_sidecar": [1e6 * (s.cpu_seconds - s.rank_cpu_seconds) / num_samples for s in self.stretches],
             "ms_per_step": [1e3 * s.seconds / self.every for s in self.stretches],
-            "counts": {c: sum(li[f"system/{c}"] for li in lines) / num_samples / len(self.stretches) for c in COUNTS},
             "phases_ms": {p: 1e3 * statistics.median(li.get(f"time/{p}", 0.0) for li in lines) for p in PHASES},
         }
 
@@ -96,7 +93,7 @@ def main() -> None:
     for seed in options.seed:
         runs += measure(options, seed)
         show.record(options.json, {"benchmark": "coordination", "runs": runs})
-    costs, counts, drawn = [], [], []
+    costs, drawn = [], []
     for prompts, ranks in product(options.prompts, options.ranks):
         mine = [run for run in runs if (run["ranks"], run["prompts"]) == (ranks, prompts)]
         cpu, sidecar, wall = (
@@ -107,12 +104,10 @@ def main() -> None:
         costs.append([*head, f"{min(cpu):.0f}", f"{statistics.median(cpu):.0f}", f"{min(cpu) / TARGET:.2f}"])
         costs[-1] += [f"{statistics.median(sidecar):.0f}", f"{statistics.median(wall):.1f}"]
         costs[-1] += [f"{statistics.fmean(run['phases_ms'][phase] for run in mine):.1f}" for phase in PHASES]
-        counts.append([*head, *(f"{statistics.fmean(run['counts'][count] for run in mine):.2f}" for count in COUNTS)])
         parts = [("least stretch", min(cpu)), ("more in the median", statistics.median(cpu) - min(cpu))]
         drawn.append(show.Bar(f"{ranks} rank(s), {mine[0]['samples']} samples", parts))
     columns = ["ranks", "samples", "least", "median", f"of {TARGET:.0f}", "sidecar's", "ms a step", *PHASES]
     show.table("Coordination: CPU-us per sample; wall per step and by phase, in ms", columns, costs)
-    show.table("Counts per sample, over all ranks", ["ranks", "samples", *COUNTS.values()], counts)
     title = "What coordination costs, model compute stubbed out"
     show.bars(options.svg, title, "CPU us a sample", drawn, mark=(TARGET, f"{TARGET:.0f} us"))
 

@@ -50,7 +50,7 @@ def test_without_tensor_parallelism_each_rank_leads_its_own_shard() -> None:
 
 def refusals(world: World) -> list[str]:
     told = []
-    for axes in ({"tp": 2}, {"pp": 3}, {"tp": 2, "key": "reference.train"}):
+    for axes in ({"tp": 2}, {"tp": 2, "key": "reference.train"}):
         try:
             Layout(world, **axes)
         except UserError as error:
@@ -61,7 +61,6 @@ def refusals(world: World) -> list[str]:
 def test_a_layout_that_does_not_fit_is_the_users_mistake() -> None:
     wanted = [
         "train.tp: 2 does not divide 3 ranks",
-        "train.pp: 3 is not supported; must be 1",
         "reference.train.tp: 2 does not divide 3 ranks",
     ]
     assert run_ranks(3, refusals) == [wanted] * 3

@@ -72,7 +72,7 @@ TOLD_AT_ONCE = [
         "reward.toy.target: tests.e2e.toy_reward:ParityReward cannot be built with reward.toy.a",
     ),
     ("engine.tp=2", "engine.tp: 2 is impossible, "),
-    ("train.pp=3", "train.pp: 3 is impossible with train=fsdp2"),
+    ("train.tp=3", "train.tp: 3 does not divide "),
     ("--multirun", "--multirun: not supported, "),
 ]
 

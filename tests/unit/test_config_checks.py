@@ -8,7 +8,8 @@ from spmd_rl.config.checks import check
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.config.unused import files, unused_settings
+from spmd_rl.config.sections.data import files
+from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import UserError
 from tests.unit.test_config_load import DOORS
 
@@ -87,8 +88,8 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ),
         ("reward.math.target=judges:Mute", "reward.math.target: judges:Mute has neither `score` nor `score_batch`"),
         ("~reward.math", "reward: no domain has a rewarder; say reward.<domain>.target=module:Class"),
-        ("train.tp=2", "train.tp: tp x pp x cp = 2 ranks a model copy do not divide 1 ranks"),
-        ("train.cp=2", "train.cp: 2 is impossible with train=fsdp2; must be 1"),
+        ("train.tp=2", "train.tp: 2 does not divide 1 ranks"),
+        ("train.cp=2", "train.cp: unknown key; did you mean train."),
         ("engine.tp=2", "engine.tp: 2 is impossible, engine=native holds a whole model per rank"),
         ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
         ("checkpoint.resume=/no/such", "checkpoint.resume: no directory /no/such; known names: auto, never"),

@@ -109,7 +109,7 @@ def test_interrupt_and_exit(place):
         (["rollout.temperature=-1"], "rollout.temperature: must be greater than 0, not -1.0"),
         (["policy.model=/no/such"], "policy.model: no directory /no/such; "),
         (["reward.reasoning_gym.target=judge:Nobody"], "reward.reasoning_gym.target: judge:Nobody cannot be imported"),
-        (["train.pp=3"], "train.pp: 3 is impossible"),
+        (["train.tp=3"], "train.tp: 3 does not divide 1 ranks"),
         (["algorithm=grop"], "algorithm: unknown option 'grop'; known: cispo, clip_cov, "),
         (["--multirun"], "--multirun: not supported"),
         (["--cfg", "all"], "argument --cfg/-c: invalid choice: 'all'"),

@@ -221,7 +221,7 @@ def test_trackers_get_the_line_and_keep_their_id(tmp_path: Path, monkeypatch: py
             seen.append(("closed",))
 
     monkeypatch.setattr("spmd_rl.track.trackers.find_spec", lambda name: True)
-    monkeypatch.setattr("spmd_rl.track.trackers.Wandb", Recorder)
+    monkeypatch.setattr("spmd_rl.track.trackers.wandb", Recorder)
     states = []
     for first in (0, 1):
         cfg = settings(tmp_path, wandb="offline")

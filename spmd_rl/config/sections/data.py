@@ -12,6 +12,8 @@ from spmd_rl.errors import UserError
 
 CPUS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
+GENERATORS = "reasoning_gym:"
+"""Prefix of the sources of prompts that are generators, not files"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
@@ -121,7 +123,7 @@ class RewardsConfig:
 
     error_budget: float = 0.1
     """Share of the answers of a step that may be without a score; above it the run stops and says why."""
-    domains: dict[str, RewardConfig] = field(default_factory=dict, metadata={"inline": "<domain>"})
+    domains: dict[str, RewardConfig] = field(default_factory=dict, metadata={"inline": True})
     """`reward.<domain>.*`"""
 
     def __post_init__(self) -> None:
@@ -134,6 +136,12 @@ def split_command(server: str) -> list[str]:
         return shlex.split(server)
     except ValueError as error:
         raise UserError(f"server: {error}: {server!r}") from None
+
+
+def files(source: str | None) -> list[str]:
+    """Return the files among the comma-separated sources of `data.train` or `data.eval`."""
+    parts = [part.strip() for part in source.split(",")] if source else []
+    return [part for part in parts if not part.startswith(GENERATORS)]
 
 
 def expand_list(paths: str) -> str:

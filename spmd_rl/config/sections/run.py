@@ -54,17 +54,13 @@ class DeviceSpecConfig:
     """The best rates that one device reaches: `track.device`."""
 
     flops: float | None = None
-    """Floating-point operations per second that a device reaches at best in `policy.dtype`; like the next three, the
+    """Floating-point operations per second that a device reaches at best in `policy.dtype`; like the next, the
     measure of `system/efficiency`. Default: those of the device itself, if it is known and the dtype is bfloat16."""
     memory_bandwidth: float | None = None
     """Bytes per second between a device and its own memory."""
-    link_bandwidth: float | None = None
-    """Bytes per second from another device of the node."""
-    host_bandwidth: float | None = None
-    """Bytes per second from or to the memory of the host."""
 
     def __post_init__(self) -> None:
-        above(self, flops=0, memory_bandwidth=0, link_bandwidth=0, host_bandwidth=0)
+        above(self, flops=0, memory_bandwidth=0)
 
 
 @dataclass
