@@ -13,18 +13,16 @@ EPSILON = 1e-6
 
 def group_sum(values: Tensor, groups: Tensor) -> Tensor:
     """Sum `values` [n] over the group of each sample. groups: int64 [n]. Returns [n], dtype of `values`."""
-    return _sum(values, _dense(groups))
-
-
-def group_min(values: Tensor, groups: Tensor) -> Tensor:
-    """Return the smallest of `values` [n] in the group of each sample, [n]."""
-    return _min(values, _dense(groups))
+    index = _dense(groups)
+    return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
 def group_mean(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the mean over the group of each sample, [n], weighted by `weights` [n] (default 1; sums must be
     positive)."""
-    return _mean(values, _dense(groups), _weights(values, weights))
+    index, weights = _dense(groups), _weights(values, weights)
+    low = torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")[index]
+    return low + group_sum((values - low) * weights, index) / group_sum(weights, index)
 
 
 def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -32,15 +30,9 @@ def group_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> 
 
     `weights` are counts: a sample of weight w stands for w equal ones.
     """
-    return group_mean_std(values, groups, weights)[1]
-
-
-def group_mean_std(values: Tensor, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `group_mean` and `group_std` together."""
-    index, weights = _dense(groups), _weights(values, weights)
-    mean, counts = _mean(values, index, weights), _sum(weights, index)
-    squares = _sum((values - mean).square() * weights, index)
-    return mean, (squares / (counts - 1).clamp(min=1)).sqrt()
+    weights = _weights(values, weights)
+    squares = group_sum((values - group_mean(values, groups, weights)).square() * weights, groups)
+    return (squares / (group_sum(weights, groups) - 1).clamp(min=1)).sqrt()
 
 
 def _dense(groups: Tensor) -> Tensor:
@@ -50,16 +42,3 @@ def _dense(groups: Tensor) -> Tensor:
 
 def _weights(values: Tensor, weights: Tensor | None) -> Tensor:
     return torch.ones_like(values) if weights is None else weights.to(values.dtype)
-
-
-def _sum(values: Tensor, index: Tensor) -> Tensor:
-    return torch.zeros_like(values).index_add(0, index, values)[index]
-
-
-def _min(values: Tensor, index: Tensor) -> Tensor:
-    return torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")[index]
-
-
-def _mean(values: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    low = _min(values, index)
-    return low + _sum((values - low) * weights, index) / _sum(weights, index)

@@ -25,7 +25,7 @@ class Scored:
     """int64 [n]: equal numbers mark equal (group, state before the step) (GiGPO)"""
 
     def __post_init__(self) -> None:
-        assert bool(self.scores.isfinite().all()), "a score is finite, or its verdict is an error"
+        assert bool(self.scores.isfinite().all()), "a score is not finite: its verdict must be an error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ prompt format (see docs/DATA.md). The dataset has no state: the rollout knows wh
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from unicodedata import normalize
@@ -96,20 +97,17 @@ class _EpochOrder:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
-        self._orders: dict[tuple[int, int], list[int]] = {}
+        self._order = lru_cache(2)(self._sorted)  # the epoch before may still be needed by other tickets
 
     def prompt(self, number: int, seed: int) -> tuple[int, Prompt]:
         """Return the epoch and the prompt at a position of the sequence."""
         epoch, index = divmod(number, len(self._prompts))
         return epoch, self._prompts[self._order(seed, epoch)[index]]
 
-    def _order(self, seed: int, epoch: int) -> list[int]:
+    def _sorted(self, seed: int, epoch: int) -> list[int]:
         """Return the indices of the prompts, sorted by the hash of (seed, epoch, id)."""
-        if (seed, epoch) not in self._orders:
-            keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self._prompts]
-            kept = list(self._orders.items())[-1:]  # the epoch before, which other tickets still need
-            self._orders = dict([*kept, ((seed, epoch), sorted(range(len(keys)), key=keys.__getitem__))])
-        return self._orders[seed, epoch]
+        keys = [(counter_seed(seed, epoch, prompt.id), prompt.id) for prompt in self._prompts]
+        return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _checked_mix(mix: Mapping[str, float], train: Sequence[Prompt]) -> Mix:

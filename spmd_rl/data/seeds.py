@@ -19,17 +19,6 @@ def counter_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
-class Seeds:
-    """The seeds that share their first parts: `Seeds(a, b).seed(c)` is `counter_seed(a, b, c)`."""
-
-    def __init__(self, *parts: int | str) -> None:
-        self._parts = parts
-
-    def seed(self, *parts: int | str) -> int:
-        """Return the seed of the shared parts followed by these."""
-        return counter_seed(*self._parts, *parts)
-
-
 def _encode(part: int | str) -> str:
     if type(part) is int:
         text = str(part)

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.data.prompts import Prompts
-from spmd_rl.data.seeds import Seeds
+from spmd_rl.data import Prompts, counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import UserError
@@ -209,9 +209,9 @@ class Rollouts:
     ) -> Samples:
         """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order."""
         any_of_them = next(iter(answers.values()))
-        seeds = Seeds(any_of_them.seed, any_of_them.split, epoch, prompt.id)
+        seed = partial(counter_seed, any_of_them.seed, any_of_them.split, epoch, prompt.id)
         fixed = (self._budget, self._tokenizer, engine_loop, self._scorer)
-        contexts = [Context(prompt, ticket, answer, seeds, sampling, *fixed) for answer, sampling in answers.items()]
+        contexts = [Context(prompt, ticket, answer, seed, sampling, *fixed) for answer, sampling in answers.items()]
         samples = asyncio.gather(*[play(self._episode, ctx) for ctx in contexts])
         samples.add_done_callback(lambda _: engine_loop.wake())
         return samples

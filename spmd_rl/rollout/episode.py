@@ -28,7 +28,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from spmd_rl.data.seeds import Seeds
 from spmd_rl.errors import RunFailed, UserError, one_line
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
@@ -68,8 +67,8 @@ class Context:
     prompt: Prompt
     ticket: int
     answer: int
-    seeds: Seeds
-    """Those of the prompt's answers in this epoch: a draw follows from the answer's number, the turn and its tokens."""
+    seed: Callable[..., int]
+    """The seed of a draw for this prompt in this epoch, from the answer's number, the turn and its tokens."""
     sampling: Sampling
     budget: Budget
     tokenizer: Tokenizer
@@ -120,7 +119,7 @@ class Context:
             prompt_ids=tokens,
             max_new_tokens=limit - num_begun,
             temperature=s.temperature,
-            seed=self.seeds.seed(answer, number, self.num_sampled + num_begun),
+            seed=self.seed(answer, number, self.num_sampled + num_begun),
             order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
         )

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from spmd_rl.track.run_reader import RunData, read_run
-from spmd_rl.track.svg import Frame, Point, Series, axes, padded, polyline
+from spmd_rl.track.svg import Series, axes, frame_around, polyline
 
 WIDTH, HEIGHT = 760.0, 340.0
 KINDS = (
@@ -30,19 +30,12 @@ polyline{fill:none;stroke:var(--c);stroke-width:2.2;stroke-linejoin:round;stroke
 
 def draw(runs: Sequence[RunData], title: str) -> str:
     """Return the SVG document. Raises ValueError where no run has a score."""
-    lines = [(kind, run.series(kind[1])) for kind in KINDS for run in runs]
-    lines = [(kind, points) for kind, points in lines if points]
+    lines = [Series(name, color, run.series(key)) for name, key, color in KINDS for run in runs]
+    lines = [line for line in lines if line.points]
     if not lines:
         raise ValueError("no scores to draw")
-    xs = [x for _, points in lines for x, _ in points]
-    ys = [y for _, points in lines for _, y in points]
-    frame = Frame(
-        WIDTH, HEIGHT, (min(xs), max(max(xs), min(xs) + 1)), padded(ys), left=44, right=140, top=48, bottom=34
-    )
-    body = axes(frame) + "".join(
-        polyline(frame, Series("", color, points)) for (_, _, color), points in reversed(lines)
-    )
-    body += _legend(lines)
+    frame = frame_around(lines, WIDTH, HEIGHT, left=44, right=140, top=48, bottom=34)
+    body = axes(frame) + "".join(polyline(frame, line) for line in reversed(lines)) + _legend(lines)
     heading = (
         f'<text class="title" x="10" y="22">{escape(title)}</text><text class="num" x="10" y="38">mean score</text>'
     )
@@ -52,16 +45,16 @@ def draw(runs: Sequence[RunData], title: str) -> str:
     )
 
 
-def _legend(lines: Sequence[tuple[tuple[str, str, str], Sequence[Point]]]) -> str:
+def _legend(lines: Sequence[Series]) -> str:
     """Return the name of each kind with the last value of each of its lines, in a column on the right."""
-    ends: dict[tuple[str, str, str], list[str]] = {}
-    for kind, points in lines:
-        ends.setdefault(kind, []).append(f"{points[-1][1]:.2f}")
+    ends: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        ends.setdefault((line.name, line.color), []).append(f"{line.points[-1][1]:.2f}")
     x = WIDTH - 128
     return "".join(
         f'<text class="key" x="{x}" y="{64 + 36 * row}" style="fill:{color}">{escape(name)}</text>'
         f'<text class="num" x="{x}" y="{78 + 36 * row}">{", ".join(values)}</text>'
-        for row, ((name, _, color), values) in enumerate(ends.items())
+        for row, ((name, color), values) in enumerate(ends.items())
     )
 
 

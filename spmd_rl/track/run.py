@@ -10,6 +10,7 @@ with Run.open(cfg, world) as track:
 import fcntl
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from spmd_rl.track import launch_info, render
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine
 from spmd_rl.track.profile import trace
-from spmd_rl.track.progress import ProgressLine
+from spmd_rl.track.progress import describe
 from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
@@ -50,7 +51,6 @@ class Run:
         self._samples = SampleLog(self.directory / "samples", world.rank, world.size)
         self._memory = PhaseMemory(world.device)
         self._trackers: list[Tracker] = []
-        self._progress = ProgressLine(cfg.steps, live=not cfg.debug) if world.rank == 0 else None
         self._step: int | None = None
         self._num_started = 0
         self._step_start: float | None = None
@@ -156,7 +156,7 @@ class Run:
             with self._world.phase("track"):
                 self._samples.merge(step)
                 self._metrics.append(step, self._line)
-                self._progress.show(step, self._line)
+                print(describe(step, self._cfg.steps, self._line), file=sys.stderr, flush=True)
                 for tracker in self._trackers:
                     tracker.log(step, self._line)
         self._step = None
@@ -189,9 +189,7 @@ class Run:
         self._trackers = open_trackers(self._cfg.track, self.directory, self._id, step, settings)
 
     def _close(self, clean: bool) -> None:
-        """Restore the terminal, write the report and close the trackers, whatever ends the run."""
-        if self._progress is not None:
-            self._progress.close()
+        """Write the report and close the trackers, whatever ends the run."""
         for close in (self.write_report, self._close_trackers):
             if clean:
                 close()

@@ -141,17 +141,21 @@ def _dot(frame: Frame, x: float, y: float) -> str:
     )
 
 
+def frame_around(all_series: Sequence[Series], width: float, height: float, **margins: float) -> Frame:
+    """Return the frame of a chart that shows all points of some series; none of them is empty."""
+    xs = [x for series in all_series for x, _ in series.points]
+    ys = [y for series in all_series for _, y in series.points]
+    last = max(xs) if max(xs) > min(xs) else min(xs) + 1
+    return Frame(width, height, (min(xs), last), padded(ys), **margins)
+
+
 def line_chart(all_series: Sequence[Series], width: float = 560, height: float = 210) -> str:
     """Draw lines over steps. Empty series are skipped; without any other the chart is an empty string."""
     shown = [series for series in all_series if series.points]
     if not shown:
         return ""
-    xs = [x for series in shown for x, _ in series.points]
-    ys = [y for series in shown for _, y in series.points]
-    last = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    frame = Frame(width, height, (min(xs), last), padded(ys))
-    lines = "".join(polyline(frame, series) for series in shown)
-    return svg(width, height, axes(frame) + lines)
+    frame = frame_around(shown, width, height)
+    return svg(width, height, axes(frame) + "".join(polyline(frame, series) for series in shown))
 
 
 def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230) -> str:

@@ -6,6 +6,7 @@ not see waits inside a library's own collectives (FSDP's, the engine's): they co
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def read_journals(directory: Path, num_steps: int) -> dict[int, list[Span]]:
     ranks: dict[int, list[Span]] = {}
     found = ((re.fullmatch(r"rank-(\d+)", path.stem), path) for path in directory.glob("rank-*.jsonl"))
     for rank, path in sorted((int(match[1]), path) for match, path in found if match)[:MAX_RANKS]:
-        events = _last_start(_tail(path))
+        events = _tail(path)
         steps = sorted({event["step"] for event in events if event["event"] == "step"})[-num_steps:]
         ranks[rank] = [span for span in spans(events) if span.step in steps]
     return {rank: found for rank, found in ranks.items() if found}
@@ -127,23 +128,16 @@ def coalesce(row: Iterable[Span], shortest: float) -> list[Span]:
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """Return the events of the last `_TAIL_BYTES` of a journal."""
+    """Return the events of the last start in the last `_TAIL_BYTES` of a journal."""
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _TAIL_BYTES))
         lines = file.read().split(b"\n")
-    first = 1 if size > _TAIL_BYTES else 0
-    return [event for line in lines[first:-1] if (event := _event(line))]
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """Decode a line of a journal; None if a full disk or a kill cut it short."""
-    try:
-        return _decode(line)
-    except msgspec.DecodeError:
-        return None
-
-
-def _last_start(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    starts = [i for i, event in enumerate(events) if event["event"] == "start"]
-    return events[starts[-1] :] if starts else events
+    events: list[dict[str, Any]] = []
+    for line in lines[int(size > _TAIL_BYTES) : -1]:
+        with suppress(msgspec.DecodeError):  # cut short by a full disk or a kill
+            event = _decode(line)
+            if event["event"] == "start":
+                events.clear()
+            events.append(event)
+    return events

@@ -8,7 +8,7 @@ unless the function says otherwise.
 import torch
 from torch import Tensor
 
-from spmd_rl.algo.groups import EPSILON, group_mean, group_mean_std, group_std, group_sum
+from spmd_rl.algo.groups import EPSILON, group_mean, group_std, group_sum
 from spmd_rl.algo.inputs import Scored
 
 
@@ -21,10 +21,8 @@ def grpo(scored: Scored, *, norm_std: bool) -> Tensor:
     Keys: `norm_std`: divide by the standard deviation (false: Dr.GRPO).
     Use: the default, for verifiable rewards with several answers per prompt.
     """
-    if not norm_std:
-        return scored.scores - group_mean(scored.scores, scored.groups)
-    mean, std = group_mean_std(scored.scores, scored.groups)
-    return (scored.scores - mean) / (std + EPSILON)
+    centred = scored.scores - group_mean(scored.scores, scored.groups)
+    return centred / (group_std(scored.scores, scored.groups) + EPSILON) if norm_std else centred
 
 
 def dr_grpo(scored: Scored) -> Tensor:
@@ -70,9 +68,9 @@ def reinforce_pp_baseline(scored: Scored) -> Tensor:
     Source: REINFORCE++ (arXiv 2501.03262, REINFORCE++-baseline). A sample counts as often as it has tokens.
     Use: as `grpo`, where groups are small or their standard deviation is often near 0.
     """
-    centred, batch = grpo(scored, norm_std=False), torch.zeros_like(scored.groups)
-    mean, std = group_mean_std(centred, batch, scored.lengths.clamp(min=1))
-    return (centred - mean) / (std + EPSILON)
+    centred = grpo(scored, norm_std=False)
+    batch, lengths = torch.zeros_like(scored.groups), scored.lengths.clamp(min=1)
+    return (centred - group_mean(centred, batch, lengths)) / (group_std(centred, batch, lengths) + EPSILON)
 
 
 def remax(scored: Scored) -> Tensor:

@@ -4,6 +4,8 @@ Every loss takes `Tokens` (N tokens of whole samples) and returns the loss per t
 float [N] each (see `ratios.quantities`). The caller weights and sums them (see `aggregation.py`).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,10 +32,7 @@ def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Use: the default. GRPO averages it with `seq-mean-token-mean`, DAPO with `token-mean`, Dr.GRPO with
     `seq-mean-token-sum-norm`.
     """
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio)
-    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    return -objective, quantities(log_ratio, ratio, clipped)
+    return _clipped(tokens, safe_exp(log_ratios(tokens)), clip_low, clip_high)
 
 
 def dual_clip(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
@@ -63,7 +62,7 @@ def segment_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Keys: `clip_low`, `clip_high`: the band of s_k; as narrow as GSPO's where turns are long.
     Use: multi-turn agents. On single-turn samples it is `gspo`.
     """
-    return _run_clip(tokens, tokens.segments, clip_low, clip_high)
+    return _clipped(tokens, safe_exp(run_means(log_ratios(tokens), tokens.segments)), clip_low, clip_high)
 
 
 def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -78,7 +77,7 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Keys: `clip_low`, `clip_high`: the band of s_i, far narrower than a token's; the paper takes 3e-4 and 4e-4.
     Use: rewards are of whole samples; mixtures of experts, whose token ratios jump with the routing.
     """
-    return _run_clip(tokens, tokens.samples, clip_low, clip_high)
+    return _clipped(tokens, safe_exp(run_means(log_ratios(tokens), tokens.samples)), clip_low, clip_high)
 
 
 def gspo_token(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -92,11 +91,8 @@ def gspo_token(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Keys: `clip_low`, `clip_high`: as in `gspo`.
     Use: sequence ratios together with token advantages (a critic, step rewards).
     """
-    log_ratio = log_ratios(tokens)
-    sample_ratio = safe_exp(run_means(log_ratio.detach(), tokens.samples))
-    ratio = sample_ratio * (tokens.logprobs - tokens.logprobs.detach()).exp()
-    objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    return -objective, quantities(log_ratio, ratio, clipped)
+    sample_ratio = safe_exp(run_means(log_ratios(tokens).detach(), tokens.samples))
+    return _clipped(tokens, sample_ratio * (tokens.logprobs - tokens.logprobs.detach()).exp(), clip_low, clip_high)
 
 
 def raft_pp(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -111,14 +107,10 @@ def raft_pp(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Keys: `clip_low`, `clip_high`: as in `ppo_clip`; only the upper bound ever binds.
     Use: binary rewards and a simple, hard-to-break baseline; entropy falls faster than under GRPO.
     """
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio)
-    objective, clipped = surrogate(ratio, tokens.advantages.clamp(min=0), clip_low, clip_high)
-    return -objective, quantities(log_ratio, ratio, clipped)
+    positive = replace(tokens, advantages=tokens.advantages.clamp(min=0))
+    return _clipped(positive, safe_exp(log_ratios(tokens)), clip_low, clip_high)
 
 
-def _run_clip(tokens: Tokens, runs: Tensor, clip_low: float, clip_high: float) -> Loss:
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(run_means(log_ratio, runs))
+def _clipped(tokens: Tokens, ratio: Tensor, clip_low: float, clip_high: float) -> Loss:
     objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    return -objective, quantities(log_ratio, ratio, clipped)
+    return -objective, quantities(log_ratios(tokens), ratio, clipped)

@@ -231,9 +231,8 @@ class AlgorithmConfig:
         require(plain or not self.uses_greedy, "norm_mean_type: remax has its baseline, leave both norms at none")
         counts = self.advantage == "pass_at_k"  # normalised, no score would reach `pass_score`
         require(plain or not counts, "norm_mean_type: pass_at_k counts right answers, leave both norms at none")
-        critics = ", ".join(name for name in ADVANTAGES if needs_critic(name))
         for key, given in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
-            require(self.uses_critic or not given, f"{key}: there is no critic; only advantage={critics} has one")
+            require(self.uses_critic or not given, f"{key}: there is no critic; only advantage=gae has one")
 
     @property
     def uses_reference(self) -> bool:
@@ -248,9 +247,4 @@ class AlgorithmConfig:
     @property
     def uses_critic(self) -> bool:
         """Whether a critic is trained."""
-        return needs_critic(self.advantage)
-
-
-def needs_critic(advantage: str) -> bool:
-    """Return whether the estimator of this name reads a critic's values."""
-    return advantage == "gae"
+        return self.advantage == "gae"
