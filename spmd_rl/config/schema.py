@@ -7,43 +7,21 @@ imports or the number of ranks. YAML files under `configs/` hold only what diffe
 from dataclasses import dataclass, field
 
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, AlgorithmConfig
-from spmd_rl.config.sections.data import DataConfig, RewardConfig, RewardsConfig
+from spmd_rl.config.sections.data import DataConfig, RewardsConfig
+from spmd_rl.config.sections.data import RewardConfig as RewardConfig
 from spmd_rl.config.sections.models import CriticConfig, EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
-from spmd_rl.config.sections.rollout import EvalConfig, FilterConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
-    DeviceSpecConfig,
     JournalConfig,
     PublishConfig,
     RunConfig,
     SidecarConfig,
     TrackConfig,
 )
+from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
 from spmd_rl.config.values import at_least, require
-
-__all__ = [
-    "PIPELINES",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DeviceSpecConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "FilterConfig",
-    "JournalConfig",
-    "PolicyConfig",
-    "PublishConfig",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RewardsConfig",
-    "RlvrConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SidecarConfig",
-    "TrackConfig",
-    "TrainConfig",
-]
 
 
 @dataclass

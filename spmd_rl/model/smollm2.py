@@ -9,7 +9,8 @@ in a few seconds, and moved into place whole; a second call returns at once.
 Two things are done here rather than by `from_pretrained(gguf_file=...)` of transformers:
 * The tokenizer. transformers drops the digit splitting that the file names (`tokenizer.ggml.pre = smollm`), so that a
   blank line or several spaces before a digit become other tokens than those the model was trained on.
-* The weights, because that road is three times slower. A test compares the two, tensor by tensor.
+* The weights, because that road needs the package accelerate, and is three times slower. A test compares the two,
+  tensor by tensor.
 
 Weights are stored in bfloat16: rounding a 4-bit weight to 8 bits of mantissa is far below the error it already
 carries, and fp32 and bf16 runs then start from the same numbers. Left out: every other GGUF model.
@@ -53,6 +54,30 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "dtype": "bfloat16",
+}
+"""The model's configuration, as the metadata of the file give it"""
 
 
 def default_dir() -> Path:
@@ -132,11 +157,9 @@ def convert(gguf_path: Path, out: Path) -> None:
     from safetensors.torch import save_file
 
     reader = GGUFReader(gguf_path)
-    config = model_config(reader)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    save_file(tensors(reader, heads), out / "model.safetensors", metadata={"format": "pt"})
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    write_json(out / "config.json", config)
+    save_file(tensors(reader), out / "model.safetensors", metadata={"format": "pt"})
+    ids = {key: CONFIG[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    write_json(out / "config.json", CONFIG)
     write_json(out / "generation_config.json", ids)
     write_tokenizer(reader, ids, out)
     (out / "model.safetensors").chmod(0o644)  # safetensors leaves 0600; others may read the rest
@@ -144,40 +167,13 @@ def convert(gguf_path: Path, out: Path) -> None:
     write_json(out / MANIFEST, {"wheel_sha256": WHEEL_SHA256, "format": FORMAT, "files": sizes})
 
 
-def model_config(reader: "GGUFReader") -> dict[str, Any]:
-    """The LlamaConfig of the file's metadata."""
-    heads = value(reader, "llama.attention.head_count")
-    width = value(reader, "llama.embedding_length")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "hidden_size": width,
-        "head_dim": width // heads,
-        "intermediate_size": value(reader, "llama.feed_forward_length"),
-        "max_position_embeddings": value(reader, "llama.context_length"),
-        "num_attention_heads": heads,
-        "num_hidden_layers": value(reader, "llama.block_count"),
-        "num_key_value_heads": value(reader, "llama.attention.head_count_kv"),
-        "rms_norm_eps": round(value(reader, "llama.attention.layer_norm_rms_epsilon"), 9),  # float32 of 1e-5
-        "rope_parameters": {"rope_type": "default", "rope_theta": value(reader, "llama.rope.freq_base")},
-        "tie_word_embeddings": True,
-        "vocab_size": value(reader, "llama.vocab_size"),
-        "bos_token_id": value(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": value(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": value(reader, "tokenizer.ggml.padding_token_id"),
-        "dtype": "bfloat16",
-    }
-
-
-def tensors(reader: "GGUFReader", heads: dict[str, int]) -> dict[str, "torch.Tensor"]:
-    """bfloat16 tensors under Hugging Face names. `heads`: the projections whose rows llama.cpp keeps in pairs."""
+def tensors(reader: "GGUFReader") -> dict[str, "torch.Tensor"]:
+    """Return the weights as bfloat16 tensors under their Hugging Face names."""
     import torch
     from gguf import dequantize
 
     out = {}
+    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": CONFIG["num_key_value_heads"]}
     for entry in reader.tensors:
         name = hf_name(entry.name)
         tensor = torch.tensor(dequantize(entry.data, entry.tensor_type))  # float32
@@ -219,7 +215,7 @@ def write_tokenizer(reader: "GGUFReader", ids: dict[str, int], out: Path) -> Non
     named = {key.removesuffix("_id"): tokens[i] for key, i in ids.items()}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": value(reader, "llama.context_length"),
+        "model_max_length": CONFIG["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
         "unk_token": tokens[value(reader, "tokenizer.ggml.unknown_token_id")],
         **named,

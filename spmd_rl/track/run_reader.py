@@ -50,17 +50,11 @@ def read_run(directory: Path) -> RunData:
 
 def best_and_worst(path: Path, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the `count` best and worst scored samples of a samples file, of its first 32 MiB; none is in both."""
-    scored: list[tuple[float, int, bytes]] = []
-    decoder = msgspec.json.Decoder(_Scored)
+    decode = msgspec.json.Decoder(_Scored).decode
     with open(path, "rb") as file:
-        read = 0
-        for index, line in enumerate(file):
-            verdict = decoder.decode(line).verdict
-            if verdict.status in ("ok", "wrong_format"):
-                scored.append((verdict.score, -index, line))
-            read += len(line)
-            if read > _MAX_SAMPLE_BYTES:
-                break
+        lines = file.readlines(_MAX_SAMPLE_BYTES)
+    verdicts = ((decode(line).verdict, -index, line) for index, line in enumerate(lines))
+    scored = [(v.score, index, line) for v, index, line in verdicts if v.status in ("ok", "wrong_format")]
     best = heapq.nlargest(min(count, (len(scored) + 1) // 2), scored)
     worst = heapq.nsmallest(min(count, len(scored) // 2), scored, key=lambda row: (row[0], -row[1]))
     return [msgspec.json.decode(row[2]) for row in best], [msgspec.json.decode(row[2]) for row in worst]
