@@ -96,8 +96,5 @@ def _user_code(line: str) -> Iterator[None]:
 
 def _parameters(constructor: type) -> list[tuple[str, bool]]:
     """Return the name of each parameter and whether it is required."""
-    try:
-        parameters = inspect.signature(constructor).parameters.values()
-    except (TypeError, ValueError):
-        return []
+    parameters = inspect.signature(constructor).parameters.values()
     return [(parameter.name, parameter.default is parameter.empty) for parameter in parameters]

@@ -9,9 +9,6 @@ from torch import Tensor
 from spmd_rl.algo.groups import EPSILON, group_mean, group_std
 from spmd_rl.algo.moments import Moments
 
-NORMS = ("none", "batch", "group", "running")
-"""Sets over which a mean or a standard deviation is taken"""
-
 
 def scale_shift(scores: Tensor, *, reward_scale: float, reward_shift: float) -> Tensor:
     """Scale and shift the scores.

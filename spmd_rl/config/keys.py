@@ -66,7 +66,8 @@ def check_keys(values: Mapping[str, Any], schema: type) -> None:
             key, kind = f"{prefix}{name}", known.get(name)
             if kind is None:
                 key = next(flatten({key: value}), (key, value))[0]
-                near = nearest(key, [leaf.key for leaf in leaves(schema, values)])
+                others = [leaf.key for leaf in leaves(schema, values)]
+                near = max(others, key=lambda other: difflib.SequenceMatcher(None, key, other).ratio())
                 raise UserError(f"{key}: unknown key; did you mean {near}?")
             if is_dataclass(kind):
                 if not isinstance(value, Mapping):
@@ -74,11 +75,6 @@ def check_keys(values: Mapping[str, Any], schema: type) -> None:
                 check(value, kind, f"{key}.")
 
     check(values, schema, "")
-
-
-def nearest(key: str, known: list[str]) -> str:
-    """Return the known key that is most similar to `key`."""
-    return max(known, key=lambda other: difflib.SequenceMatcher(None, key, other).ratio())
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

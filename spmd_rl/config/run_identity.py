@@ -136,15 +136,13 @@ def package_versions() -> dict[str, str]:
 def git_revision() -> str | None:
     """Return the commit of the clone that holds this package, with `-dirty` if files differ; None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    try:
+    commands = (
         # In a virtual environment inside another project's clone this file is not tracked.
-        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], check=True, capture_output=True)
-        described = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        ["ls-files", "--error-unmatch", Path(__file__).name],
+        ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+    )
+    try:
+        outputs = [subprocess.run([*git, *c], check=True, capture_output=True, text=True).stdout for c in commands]
     except (OSError, subprocess.CalledProcessError):
         return None
-    return described.stdout.strip()
+    return outputs[-1].strip()

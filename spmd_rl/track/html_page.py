@@ -84,7 +84,7 @@ def tile(number: str, words: str) -> str:
 
 
 def key(name: str, color: str, look: str = "solid") -> str:
-    """Return an entry of a legend; `look` is one of those of `svg.bar`."""
+    """Return an entry of a legend; `look` is one of those of `svg.rect`."""
     return f'<span class="key" style="--c:{color}"><i class="{look}"></i>{escape(name)}</span>'
 
 

@@ -1,6 +1,8 @@
-"""`metrics.jsonl`: one line a step, in step order; and how values that differ between ranks become one."""
+"""`metrics.jsonl`: one line a step, in step order. Values that differ between ranks become one here, and a step becomes
+a line for people."""
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +11,15 @@ import msgspec
 
 Reduce = Literal["sum", "mean", "max"]
 Values = dict[str, float]
+_COLUMNS = (
+    ("score", "critic/score/mean", "{:.3f}"),
+    ("val", "val/score/mean", "{:.3f}"),
+    ("greedy", "val/score_greedy/mean", "{:.3f}"),
+    ("grad_norm", "actor/grad_norm", "{:.3g}"),
+    ("length", "rollout/response_length/mean", "{:.1f}"),
+    ("tokens/s", "system/tokens_per_s", "{:.0f}"),
+    ("seconds", "time/total", "{:.1f}"),
+)
 
 
 class MetricsFile:
@@ -63,3 +74,13 @@ def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
         return {key: max(column) for key, column in columns.items()}
     sums = {key: float(sum(column)) for key, column in columns.items()}
     return sums if reduce == "sum" else {key: total / len(columns[key]) for key, total in sums.items()}
+
+
+def describe(step: int, num_steps: int, values: Mapping[str, float | None]) -> str:
+    """Describe a step in one line.
+
+    Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  grad_norm 0.81  seconds 12.3`.
+    """
+    shown = [f"{name} {form.format(values[key])}" for name, key, form in _COLUMNS if values.get(key) is not None]
+    width = len(str(num_steps))
+    return "  ".join([time.strftime("%H:%M:%S"), f"step {step:{width}d}/{num_steps}", *shown])

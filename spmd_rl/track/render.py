@@ -34,12 +34,7 @@ CHARTS = (
     ("Gradient norm", "before clipping", "actor/grad_norm", "var(--c4)"),
     ("Entropy", "nats per sampled token", "actor/entropy", "var(--c3)"),
     ("Answer length", "tokens, mean", "rollout/response_length/mean", "var(--c1)"),
-    (
-        "Engine against trainer",
-        "mean |difference| of logprobs",
-        "train_infer/abs_diff/mean",
-        "var(--c5)",
-    ),
+    ("Engine against trainer", "mean |difference| of logprobs", "train_infer/abs_diff/mean", "var(--c5)"),
     ("Idle share of generation", "rollout/bubble", "rollout/bubble", "var(--c8)"),
     ("Throughput", "tokens per second, all ranks", "system/tokens_per_s", "var(--c6)"),
 )

@@ -86,21 +86,14 @@ class TokenCounts(NamedTuple):
                 attended += prompt * own + own * own / 2
         return cls(prompts, sampled, longest, attended, attended_by_prompts)
 
-    def forward_flops(self, size: ModelSize) -> float:
-        """Return the operations of a forward pass over all these tokens, with the logprobs of the sampled ones.
+    def flops(self, size: ModelSize) -> tuple[float, float]:
+        """Return the operations of a forward pass over the tokens that are read, and over the sampled ones.
 
         A token costs two operations for each weight that it meets (Kaplan et al., arXiv 2001.08361, section 2.1), and
         four for each number of a head of each token it attends to: a product with its key and one with its value.
         """
-        return self.prompt_flops(size) + self.answer_flops(size)
-
-    def prompt_flops(self, size: ModelSize) -> float:
-        """Return the operations of the tokens that are read."""
-        return 2 * size.per_token * self.prompts + 4 * size.attention * self.attended_by_prompts
-
-    def answer_flops(self, size: ModelSize) -> float:
-        """Return the operations of the tokens that are sampled."""
-        return 2 * (size.per_token + size.head) * self.sampled + 4 * size.attention * self.attended
+        prompts = 2 * size.per_token * self.prompts + 4 * size.attention * self.attended_by_prompts
+        return prompts, 2 * (size.per_token + size.head) * self.sampled + 4 * size.attention * self.attended
 
 
 class Pass(NamedTuple):
@@ -133,7 +126,7 @@ def roofline(
 ) -> dict[str, float]:
     """Return the least seconds of `generate`, `logprobs` and `train`, named as in `time/*`."""
     flops = spec.flops * devices.ranks
-    one_pass = [trained.forward_flops(p.size) / flops for p in passes]
+    one_pass = [sum(trained.flops(p.size)) / flops for p in passes]
     return {
         "generate": generate_seconds(generated, policy, devices, spec),
         "logprobs": sum(p.forwards * seconds for p, seconds in zip(passes, one_pass, strict=True)),
@@ -150,8 +143,7 @@ def generate_seconds(tokens: TokenCounts, size: ModelSize, devices: Devices, spe
     prefill = prompt operations / (G F)
     decode = max(longest W / (tp B) + k attended / (G B), answer operations / (G F))
     """
-    flops, memory = spec.flops * devices.ranks, spec.memory_bandwidth
-    prefill = tokens.prompt_flops(size) / flops
-    weights = tokens.longest * size.read * devices.itemsize / (devices.tp * memory)
-    cache = size.kv * devices.itemsize * tokens.attended / (devices.ranks * memory)
-    return prefill + max(weights + cache, tokens.answer_flops(size) / flops)
+    prefill, decode = (operations / (spec.flops * devices.ranks) for operations in tokens.flops(size))
+    weights = tokens.longest * size.read / devices.tp
+    cache = size.kv * tokens.attended / devices.ranks
+    return prefill + max((weights + cache) * devices.itemsize / spec.memory_bandwidth, decode)

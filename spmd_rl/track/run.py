@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from spmd_rl.config.run_identity import write_config
@@ -26,9 +27,7 @@ from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from spmd_rl.track import launch_info, render
 from spmd_rl.track.memory import PhaseMemory
-from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine
-from spmd_rl.track.profile import trace
-from spmd_rl.track.progress import describe
+from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
 from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.trackers import Tracker, check, open_trackers
 
@@ -87,7 +86,7 @@ class Run:
         self._num_started += 1
         profiled = self._cfg.profile and self._num_started == 2  # the first does what is done only once
         name = f"step-{step:06d}-rank-{self._world.rank}.json"
-        with trace(self.directory / "traces" / name) if profiled else nullcontext():
+        with _trace(self.directory / "traces" / name) if profiled else nullcontext():
             yield  # no `finally`: with an exception pending, no rank is met and nothing is written
         self._end(step)  # [all]
 
@@ -229,6 +228,15 @@ def _lock(directory: Path, stack: ExitStack) -> None:
         os.close(fd)
         raise UserError(f"run.dir: {directory} is in use by another job") from None
     stack.callback(os.close, fd)
+
+
+@contextmanager
+def _trace(path: Path) -> Iterator[None]:
+    """Profile the code inside on the CPU and the accelerator, and write the trace; after an exception write nothing."""
+    with torch.profiler.profile() as profiler:
+        yield
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
 
 
 def _metric_name(phase: str) -> str:

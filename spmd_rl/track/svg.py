@@ -162,7 +162,7 @@ def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float
     """Draw one bar a step with the values of all `columns` stacked; each has one point per step of `steps`."""
     totals = [sum(column.points[i][1] for column in columns) for i in range(len(steps))]
     frame = Frame(width, height, (-0.5, len(steps) - 0.5), (0, max(totals) * 1.05 or 1))
-    bar = (frame.x(1) - frame.x(0)) * (0.78 if len(steps) > 1 else 0.2)
+    wide = (frame.x(1) - frame.x(0)) * (0.78 if len(steps) > 1 else 0.2)
     parts = []
     for i, step in enumerate(steps):
         base = 0.0
@@ -172,7 +172,7 @@ def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float
                 y, tall = frame.y(base + value), frame.y(base) - frame.y(base + value)
                 base += value
                 tip = f"step {label(step)}: {column.name} {value:.2f} s of {totals[i]:.2f} s"
-                parts.append(rect(frame.x(i) - bar / 2, y, bar, tall, column.color, tip))
+                parts.append(rect(frame.x(i) - wide / 2, y, wide, tall, column.color, tip))
     first, stride = steps[0], (steps[-1] - steps[0]) / max(len(steps) - 1, 1) or 1
     marks = ticks(first, max(steps[-1], first + 1), 14, whole=True) if len(steps) > 16 else steps
     names = [text(frame.x((step - first) / stride), height - 9, label(step)) for step in marks]
@@ -184,24 +184,18 @@ def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def rect(x: float, y: float, width: float, height: float, color: str, tip: str) -> str:
-    """Draw a filled rectangle with a tooltip."""
-    return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}">'
-        f"<title>{escape(tip)}</title></rect>"
-    )
-
-
-def bar(look: str, x: float, y: float, width: float, height: float, color: str, tip: str) -> str:
-    """Draw a `rect` that looks `solid`, `pale` or `striped` (across its width, so that a narrow one shows it too)."""
+def rect(x: float, y: float, width: float, height: float, color: str, tip: str, look: str = "solid") -> str:
+    """Draw a rectangle with a tooltip: `solid`, `pale` or `striped` (across, so that a narrow one shows it too)."""
     if look == "striped":
         middle = x + width / 2
         return (
             f'<line class="striped" x1="{middle:.2f}" x2="{middle:.2f}" y1="{y:.2f}" y2="{y + height:.2f}" '
             f'stroke="{color}" stroke-width="{width:.2f}"><title>{escape(tip)}</title></line>'
         )
-    drawn = rect(x, y, width, height, color, tip)
-    return f'<g class="{look}">{drawn}</g>' if look != "solid" else drawn
+    return (
+        f'<rect class="{look}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}">'
+        f"<title>{escape(tip)}</title></rect>"
+    )
 
 
 def svg(width: float, height: float, body: str) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.track.svg import bar, label, svg, text, ticks
+from spmd_rl.track.svg import label, rect, svg, text, ticks
 
 KINDS = {"compute": "solid", "wait": "pale", "copy": "striped"}
-"""The kinds of time, and how each is drawn (see `svg.bar`)"""
+"""The kinds of time, and how each is drawn (see `svg.rect`)"""
 MAX_RANKS = 16
 _TAIL_BYTES = 1 << 20
 _BOUNDS = ("start", "step", "enter", "exit", "collective", "collective_done", "kind", "kind_done")
@@ -106,7 +106,7 @@ def draw(ranks: dict[int, list[Span]], colors: dict[str, str], names: dict[str, 
             name = names.get(span.phase, span.phase)
             tip = f"rank {rank}, step {span.step}: {name}, {span.kind} {span.seconds:.3f} s"
             x, wide = left + (span.begin - begin) * scale, span.seconds * scale
-            parts.append(bar(KINDS[span.kind], x, y, wide, row, colors.get(name, "var(--other)"), tip))
+            parts.append(rect(x, y, wide, row, colors.get(name, "var(--other)"), tip, KINDS[span.kind]))
     for step in sorted({span.step for span in everything}):
         x = left + (min(span.begin for span in everything if span.step == step) - begin) * scale
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{floor}"/>')

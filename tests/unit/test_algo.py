@@ -59,7 +59,6 @@ def test_settings_know_the_names_and_the_keys_of_each(said, known) -> None:
 
 def test_settings_know_the_other_names() -> None:
     assert tuple(KL_ESTIMATORS) == schema.KL_ESTIMATORS
-    assert schema.NORMS == shaping.NORMS
     assert ("off", *CORRECTION_LEVELS) == schema.LEVELS
 
 

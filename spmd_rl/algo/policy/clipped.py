@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algo.inputs import Tokens
-from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_means, safe_exp
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_means, safe_exp, token_ratios
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -32,7 +32,7 @@ def ppo_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Use: the default. GRPO averages it with `seq-mean-token-mean`, DAPO with `token-mean`, Dr.GRPO with
     `seq-mean-token-sum-norm`.
     """
-    return _clipped(tokens, safe_exp(log_ratios(tokens)), clip_low, clip_high)
+    return _clipped(tokens, token_ratios(tokens), clip_low, clip_high)
 
 
 def dual_clip(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
@@ -44,12 +44,11 @@ def dual_clip(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: f
     Keys: `clip_low`, `clip_high`: as in `ppo_clip`; `dual_clip`: c > 1, the largest ratio of a token with A < 0.
     Use: several updates on one batch, or samples of an older policy.
     """
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio)
+    ratio = token_ratios(tokens)
     objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
     floor = dual_clip * tokens.advantages
     bounded = (tokens.advantages < 0) & (objective < floor)
-    return -torch.where(bounded, floor, objective), quantities(log_ratio, ratio, clipped | bounded)
+    return -torch.where(bounded, floor, objective), quantities(tokens, ratio, clipped | bounded)
 
 
 def segment_clip(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -108,9 +107,9 @@ def raft_pp(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Use: binary rewards and a simple, hard-to-break baseline; entropy falls faster than under GRPO.
     """
     positive = replace(tokens, advantages=tokens.advantages.clamp(min=0))
-    return _clipped(positive, safe_exp(log_ratios(tokens)), clip_low, clip_high)
+    return _clipped(positive, token_ratios(tokens), clip_low, clip_high)
 
 
 def _clipped(tokens: Tokens, ratio: Tensor, clip_low: float, clip_high: float) -> Loss:
     objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    return -objective, quantities(log_ratios(tokens), ratio, clipped)
+    return -objective, quantities(tokens, ratio, clipped)

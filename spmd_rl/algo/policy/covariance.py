@@ -6,7 +6,7 @@ Shapes are those of `clipped.py`.
 
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.algo.policy.clipped import Loss, surrogate
-from spmd_rl.algo.policy.ratios import log_ratios, quantities, safe_exp
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, token_ratios
 
 
 def clip_cov(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -22,10 +22,9 @@ def clip_cov(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     Use: entropy collapses early and scores stop rising with it.
     """
     assert tokens.marked is not None, "clip-cov needs its tokens marked"
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio)
+    ratio = token_ratios(tokens)
     objective, clipped = surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    return -objective.masked_fill(tokens.marked, 0), quantities(log_ratio, ratio, clipped | tokens.marked)
+    return -objective.masked_fill(tokens.marked, 0), quantities(tokens, ratio, clipped | tokens.marked)
 
 
 def kl_cov(tokens: Tokens, *, kl_cov_coef: float) -> Loss:
@@ -41,7 +40,6 @@ def kl_cov(tokens: Tokens, *, kl_cov_coef: float) -> Loss:
     Use: as `clip_cov`, with less variance between runs; the first update of a step is the plain policy gradient.
     """
     assert tokens.marked is not None, "kl-cov needs its tokens marked"
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio)
-    pull = kl_cov_coef * log_ratio.abs() * tokens.marked
-    return -ratio * tokens.advantages + pull, quantities(log_ratio, ratio, tokens.marked)
+    ratio = token_ratios(tokens)
+    pull = kl_cov_coef * log_ratios(tokens).abs() * tokens.marked
+    return -ratio * tokens.advantages + pull, quantities(tokens, ratio, tokens.marked)

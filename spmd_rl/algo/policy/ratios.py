@@ -22,6 +22,11 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def token_ratios(tokens: Tokens) -> Tensor:
+    """Return pi / pi_old of each token, float [N], with gradient."""
+    return safe_exp(log_ratios(tokens))
+
+
 def run_sums(values: Tensor, runs: Tensor) -> Tensor:
     """Sum values over each run, and return the sum at each of its tokens.
 
@@ -42,16 +47,16 @@ def _sums(values: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.new_zeros(counts.numel()).index_add(0, index, values), index, counts
 
 
-def quantities(log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
+def quantities(tokens: Tokens, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:
     """Return the metrics that every policy loss reports per token, float [N] each, without gradient.
 
     `actor/approxkl`: k3 of the old policy against the new, r - 1 - log r; `actor/ratio`: the ratio that the loss used;
     `actor/clipfrac`: 1 where a bound took the token's gradient, or cut its weight.
 
-    log_ratio: float [N], per token; ratio: float [N]; clipped: bool [N], or None where a loss clips nothing.
+    ratio: float [N]; clipped: bool [N], or None where a loss clips nothing.
     """
     with torch.no_grad():
-        safe = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        safe = log_ratios(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return {
             "actor/approxkl": torch.expm1(safe) - safe,
             "actor/ratio": ratio.detach(),

@@ -7,7 +7,7 @@ import torch
 
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.algo.policy.clipped import Loss
-from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_means, run_sums, safe_exp
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_means, run_sums, safe_exp, token_ratios
 
 
 def sapo(tokens: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
@@ -22,11 +22,10 @@ def sapo(tokens: Tokens, *, sapo_tau_pos: float, sapo_tau_neg: float) -> Loss:
     advantage lifts many unsampled tokens at once and should fade sooner.
     Use: hard clipping drops whole samples or stalls; mixtures of experts.
     """
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio)
+    ratio = token_ratios(tokens)
     tau = torch.full_like(ratio, sapo_tau_neg).masked_fill(tokens.advantages > 0, sapo_tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    return -gate * tokens.advantages, quantities(log_ratio, ratio)
+    return -gate * tokens.advantages, quantities(tokens, ratio)
 
 
 def gmpo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -46,7 +45,7 @@ def gmpo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     sign = advantages.sign()
     plain, banded = sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high)
     ratio = safe_exp(run_means(sign * torch.minimum(plain, banded), tokens.samples))
-    return -ratio * advantages, quantities(log_ratio, ratio, banded < plain)
+    return -ratio * advantages, quantities(tokens, ratio, banded < plain)
 
 
 def kimi(tokens: Tokens, *, kimi_tau: float) -> Loss:
@@ -63,4 +62,4 @@ def kimi(tokens: Tokens, *, kimi_tau: float) -> Loss:
     log_ratio = log_ratios(tokens)
     squares = run_means(log_ratio, tokens.samples) * run_sums(log_ratio, tokens.samples)
     loss = -tokens.advantages * tokens.logprobs + kimi_tau / 2 * squares
-    return loss, quantities(log_ratio, safe_exp(log_ratio))
+    return loss, quantities(tokens, token_ratios(tokens))

@@ -8,7 +8,7 @@ import torch
 
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.algo.policy.clipped import Loss
-from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_sums, safe_exp
+from spmd_rl.algo.policy.ratios import log_ratios, quantities, run_sums, token_ratios
 
 
 def vanilla_pg(tokens: Tokens) -> Loss:
@@ -20,8 +20,7 @@ def vanilla_pg(tokens: Tokens) -> Loss:
     Reinforcement Learning (Sutton et al. 2000, theorem 1).
     Use: exactly one update per batch of fresh samples; the yardstick of every other loss.
     """
-    log_ratio = log_ratios(tokens)
-    return -tokens.advantages * tokens.logprobs, quantities(log_ratio, safe_exp(log_ratio))
+    return -tokens.advantages * tokens.logprobs, quantities(tokens, token_ratios(tokens))
 
 
 def tis(tokens: Tokens) -> Loss:
@@ -33,9 +32,9 @@ def tis(tokens: Tokens) -> Loss:
     compares with it.
     Use: samples of an older policy, where no token should gain weight from having become likelier.
     """
-    log_ratio = log_ratios(tokens)
-    weight = safe_exp(log_ratio.detach()).clamp(max=1)
-    return -weight * tokens.advantages * tokens.logprobs, quantities(log_ratio, weight, log_ratio > 0)
+    ratio = token_ratios(tokens).detach()
+    weight = ratio.clamp(max=1)
+    return -weight * tokens.advantages * tokens.logprobs, quantities(tokens, weight, ratio > 1)
 
 
 def cispo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
@@ -50,10 +49,9 @@ def cispo(tokens: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     the upper; ScaleRL (arXiv 2510.13786) caps the weight at 5 (`clip_high` 4).
     Use: rare, decisive tokens (forks of the reasoning) move far in one update and PPO would cut them first.
     """
-    log_ratio = log_ratios(tokens)
-    ratio = safe_exp(log_ratio.detach())
+    ratio = token_ratios(tokens).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -weight * tokens.advantages * tokens.logprobs, quantities(log_ratio, ratio, weight != ratio)
+    return -weight * tokens.advantages * tokens.logprobs, quantities(tokens, ratio, weight != ratio)
 
 
 def topr(tokens: Tokens) -> Loss:
@@ -68,8 +66,7 @@ def topr(tokens: Tokens) -> Loss:
     Use: off-policy or offline samples, wrong answers included, without a KL term. The baseline in A sets the balance
     of right and wrong answers.
     """
-    log_ratio = log_ratios(tokens)
-    sample = run_sums(log_ratio.detach(), tokens.samples)
+    sample = run_sums(log_ratios(tokens).detach(), tokens.samples)
     weight = torch.where(tokens.advantages < 0, sample.clamp(max=0).exp(), torch.ones_like(sample))
     clipped = (tokens.advantages < 0) & (sample > 0)
-    return -weight * tokens.advantages * tokens.logprobs, quantities(log_ratio, weight, clipped)
+    return -weight * tokens.advantages * tokens.logprobs, quantities(tokens, weight, clipped)

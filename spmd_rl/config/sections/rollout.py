@@ -54,10 +54,9 @@ class RolloutConfig:
     """Answers of an episode; one that asks for more ends as truncated. Default: no limit."""
     temperature: float = 1.0
     """Sampling temperature; 0 is refused in training."""
-    top_k: int = -1
-    """Only -1 (off): see `top_p`."""
     top_p: float = 1.0
-    """Only 1 (off): tokens cut from the distribution have no logprob, and the importance ratio would be meaningless."""
+    """Only 1 (off), and there is no `top_k`: tokens cut from the distribution have no logprob, and the importance ratio
+    would be meaningless."""
     claim: str = "store"
     """`store`: replicas claim prompts from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
     answers_per_claim: int | None = None
@@ -94,9 +93,8 @@ class RolloutConfig:
         above(self, temperature=0)
         fits = self.answers_per_claim is None or self.answers_per_claim <= self.answers_per_prompt
         require(fits, f"answers_per_claim: {self.answers_per_claim} is more than answers_per_prompt")
-        for key, off in (("top_k", -1), ("top_p", 1.0)):
-            reason = "training needs the logprob of every token under the full distribution, as the trainer computes it"
-            require(getattr(self, key) == off, f"{key}: must be {off} (off), not {getattr(self, key)}: {reason}")
+        reason = "training needs the logprob of every token under the full distribution, as the trainer computes it"
+        require(self.top_p == 1, f"top_p: must be 1.0 (off), not {self.top_p}: {reason}")
         in_order = self.accept == "in_order" and self.tail == "none"
         require(
             self.claim == "store" or in_order, "claim: static deals in waves, which needs accept=in_order and tail=none"

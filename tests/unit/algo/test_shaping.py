@@ -18,7 +18,6 @@ from spmd_rl.algo.masks import (
 )
 from spmd_rl.algo.moments import Moments
 from spmd_rl.algo.shaping import (
-    NORMS,
     clip,
     format_penalty,
     normalise,
@@ -26,6 +25,7 @@ from spmd_rl.algo.shaping import (
     repetition_penalty,
     scale_shift,
 )
+from spmd_rl.config.sections.algorithm import NORMS
 
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 3.0], dtype=torch.float64)
 GROUPS = torch.tensor([4, 4, 4, 9, 9, 7])
