@@ -7,7 +7,6 @@ dataset in `data`, settings without effect in `unused.py`.
 import importlib.util
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,15 @@ def world_size() -> int:
 
 
 def check(cfg: Any) -> None:
-    """Raise a `UserError` for the first thing that cannot work. Sections that a pipeline lacks are skipped."""
-    for section, test in CHECKS.items():
-        if hasattr(cfg, section):
-            test(cfg)
+    """Raise a `UserError` for the first thing that cannot work."""
+    check_mesh(cfg)
+    check_engine(cfg)
+    check_episode(cfg)
+    check_run(cfg)
+    check_models(cfg)
+    check_data(cfg)
+    check_sidecar(cfg)
+    check_rewards(cfg)
 
 
 def check_mesh(cfg: Any) -> None:
@@ -100,9 +104,9 @@ def check_heads(tp: int, path: Path) -> None:
 def check_models(cfg: Any) -> None:
     """Check the directories of the policy, and of the reference and the critic where they are loaded."""
     check_model("policy.model", cfg.policy.model)
-    if hasattr(cfg, "reference") and cfg.reference.model and cfg.algorithm.uses_reference:
+    if cfg.reference.model and cfg.algorithm.uses_reference:
         check_model("reference.model", cfg.reference.model)
-    if hasattr(cfg, "critic") and cfg.critic.model and cfg.algorithm.uses_critic:
+    if cfg.critic.model and cfg.algorithm.uses_critic:
         check_model("critic.model", cfg.critic.model)
 
 
@@ -165,15 +169,3 @@ def check_sidecar(cfg: Any) -> None:
         ClientKeys.load(cfg.sidecar.keys)
         if local_rank() == 0:
             HostKeys.load(cfg.sidecar.keys)
-
-
-CHECKS: dict[str, Callable[[Any], None]] = {
-    "train": check_mesh,
-    "engine": check_engine,
-    "rollout": check_episode,
-    "run": check_run,
-    "policy": check_models,
-    "data": check_data,
-    "sidecar": check_sidecar,
-    "reward": check_rewards,
-}

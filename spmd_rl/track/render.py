@@ -61,7 +61,7 @@ def render(run: RunData) -> str:
         _header(run),
         _tiles(run),
         page.section("Scores", _scores(run)),
-        page.section("Training", _grid(_charts(run))),
+        page.section("Training", _charts(run)),
         page.section("Where the time goes", _times(run)),
         page.section("Timeline", _timeline(run)),
         page.section("Samples", _samples(run)),
@@ -131,11 +131,9 @@ def _scores(run: RunData) -> str:
     return page.figure("Mean score", "by training step", keys, line_chart(shown, width=1150, height=280))
 
 
-def _charts(run: RunData) -> list[str]:
-    return [
-        page.figure(title, note, "", line_chart([Series(title, color, run.series(key))]))
-        for title, note, key, color in CHARTS
-    ]
+def _charts(run: RunData) -> str:
+    charts = ((title, note, Series(title, color, run.series(key))) for title, note, key, color in CHARTS)
+    return _grid([page.figure(title, note, "", line_chart([series])) for title, note, series in charts])
 
 
 def _grid(figures: Sequence[str]) -> str:
@@ -210,16 +208,13 @@ def _sample(row: dict[str, Any], color: str) -> str:
         facts.append(f"not trained on: {row['reject_reason']}")
     if verdict["status"] != "ok":
         facts.append(verdict["status"])
+    prompt = "\n".join(message["content"] for message in row["messages"])
     answer = "\n---\n".join(turn["text"] for turn in turns)
     return (
         f'<article class="sample" style="--c:{color}"><header><b>score {verdict["score"]:g}</b>'
         f"{''.join(f'<span>{escape(fact)}</span>' for fact in facts)}</header>"
-        f"<pre>{escape(_prompt(row))}</pre><pre>{escape(answer) or '(empty)'}</pre></article>"
+        f"<pre>{escape(prompt)}</pre><pre>{escape(answer) or '(empty)'}</pre></article>"
     )
-
-
-def _prompt(row: dict[str, Any]) -> str:
-    return "\n".join(message["content"] for message in row["messages"])
 
 
 def _settings(run: RunData) -> str:

@@ -133,7 +133,8 @@ class Run:
         if self._step_start is None:
             if self._world.rank == 0:
                 self._truncate(step - 1, None)
-                self._open_trackers(step)
+                settings = yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8"))
+                self._trackers = open_trackers(self._cfg.track, self.directory, self._id, step, settings)
             self._world.journal.take_times()  # what came before the first step belongs to no step
             self._memory.take()
             self._step_start = time.perf_counter()
@@ -146,7 +147,11 @@ class Run:
         # Shares of a mean, not a mean: a phase that only some ranks went through counts as 0 on the others.
         self.add({key: seconds / self._world.size for key, seconds in times.items()}, reduce="sum")
         self.add(
-            {f"memory/{_metric_name(phase)}/peak_bytes": peak for phase, peak in self._memory.take().items()}, "max"
+            {
+                f"memory/{render.NAMES.get(phase, phase)}/peak_bytes": peak
+                for phase, peak in self._memory.take().items()
+            },
+            "max",
         )
         with self._world.phase("coordination"):
             self._reduce()  # [all]
@@ -182,10 +187,6 @@ class Run:
         self._samples.truncate(last)
         if line is not None and not has_line:
             self._metrics.append(last, {key: value for key, value in line.items() if key != "tokens"})
-
-    def _open_trackers(self, step: int) -> None:
-        settings = yaml.safe_load((self.directory / "config.yaml").read_text(encoding="utf-8"))
-        self._trackers = open_trackers(self._cfg.track, self.directory, self._id, step, settings)
 
     def _close(self, clean: bool) -> None:
         """Write the report and close the trackers, whatever ends the run."""
@@ -239,14 +240,9 @@ def _trace(path: Path) -> Iterator[None]:
     profiler.export_chrome_trace(str(path))
 
 
-def _metric_name(phase: str) -> str:
-    """Return the name that metrics give a phase of the journal."""
-    return render.NAMES.get(phase, phase)
-
-
 def _times(phases: Mapping[str, float], total: float) -> Values:
     """Return the seconds by phase, `time/total`, and `time/other` for what no phase accounts for."""
     times = dict.fromkeys((f"time/{phase}" for phase in PHASES), 0.0)
     for phase, seconds in phases.items():
-        times[f"time/{_metric_name(phase)}"] = seconds
+        times[f"time/{render.NAMES.get(phase, phase)}"] = seconds
     return times | {"time/other": total - sum(times.values()), "time/total": total}
