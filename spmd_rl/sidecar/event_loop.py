@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import zmq
 
-POLL_SECONDS = 0.02
-"""The longest wait of a round, after which deadlines are checked."""
+BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.25
+"""The longest wait of a round, after which deadlines are checked: with work at hand, and without."""
 MAX_GAP = 0.25
-"""A longer pause (a stopped process, an overloaded machine) counts as this many seconds of every deadline."""
+"""A pause beyond that (a stopped process, an overloaded machine) counts as at most this many seconds."""
 
 
 class EventLoop:
@@ -33,11 +33,12 @@ class EventLoop:
         del self._callbacks[sock.fileno()]
         self._poller.unregister(sock.fileno())
 
-    def run_once(self) -> None:
-        """Wait for a ready socket or for `POLL_SECONDS`, advance the clock and call the callbacks."""
-        ready = self._poller.poll(1000 * POLL_SECONDS)
+    def run_once(self, busy: bool) -> None:
+        """Wait for a ready socket, at most for `BUSY_SECONDS` or `IDLE_SECONDS`; advance the clock; call callbacks."""
+        seconds = BUSY_SECONDS if busy else IDLE_SECONDS
+        ready = self._poller.poll(1000 * seconds)
         now = time.monotonic()
-        self.now += min(now - self._last, MAX_GAP)
+        self.now += min(now - self._last, seconds + MAX_GAP)
         self._last = now
         for key, _ in ready:
             if callback := self._callbacks.get(key):  # an earlier callback may have closed it

@@ -81,7 +81,8 @@ class Host:
         """Serve until the parent is gone, a drain is over, or a pool cannot be started."""
         try:
             while not self._ended and not self._drained():
-                self._loop.run_once()
+                unsent = any(client.replies for client in self._clients.values())
+                self._loop.run_once(busy=unsent or any(pool.busy for pool in self._pools.values()))
                 self._tick()
         finally:
             linger = LINGER_MS if self._nodes or self._drain_until is not None else 0

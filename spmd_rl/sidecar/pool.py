@@ -135,6 +135,12 @@ class Pool:
             ahead = 0  # nobody knows yet how long one takes
         return min(wire.WINDOW, len(modes) * max(2, min(ahead, wire.BATCH_ITEMS)))
 
+    @property
+    def busy(self) -> bool:
+        """Whether a worker is starting or running, or a request waits."""
+        waiting = self._queue or self._suspects or any(worker.running for worker in self._workers)
+        return not self.ready or bool(waiting)
+
     def submit(self, job: Job) -> None:
         """Queue a job, or give it the verdict `error` if there can be no worker."""
         if self.broken:

@@ -132,4 +132,7 @@ async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:
 
 
 def _reply(sock: socket.socket, item: wire.ScoreRequest, verdict: Verdict) -> None:
-    send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, verdict)]))
+    try:
+        send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, verdict)]))
+    except wire.WireError as error:  # the verdict costs itself, not the worker
+        send_frame(sock, wire.ScoreReplies([wire.ScoreReply(item.id, Verdict("error", detail=f"its verdict {error}"))]))

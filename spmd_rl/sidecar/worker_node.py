@@ -106,7 +106,7 @@ class WorkerNode:
         """Serve until the host says that the run is over or is silent for long. UserError if it cannot work here."""
         try:
             while not self._ended and not self._drained() and not self._abandoned():
-                self._loop.run_once()
+                self._loop.run_once(busy=bool(self._replies) or any(pool.busy for pool in self._pools.values()))
                 self._tick()
         finally:
             send(self._dealer, wire.Goodbye())

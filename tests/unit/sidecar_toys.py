@@ -49,6 +49,8 @@ class Moody:
             return Verdict("ok", float("nan"))
         if word == "float":
             return 1.0
+        if word == "surrogate":  # a verdict without a msgpack form
+            return Verdict("ok", 1.0, {"\ud800": 1.0})
         if word == "print":
             print("x" * 100_000)
         return Verdict("wrong_format" if word == "format" else "ok", _number(answer))

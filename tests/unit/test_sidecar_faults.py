@@ -143,6 +143,22 @@ def test_a_domain_in_which_nothing_moves_is_given_up(node, monkeypatch):
     assert verdict.status == "timeout" and "nothing moved" in verdict.detail
 
 
+def test_a_verdict_that_cannot_be_sent_costs_no_worker(node):
+    with sidecar.connect(rewards("Moody"), node) as scorer:
+        before = workers_of(scorer)
+        good, bad = asyncio.run(ask(scorer, ["a", "surrogate"]))
+        assert workers_of(scorer) == before
+    assert good.status == "ok" and bad.status == "error" and "its verdict cannot be sent" in bad.detail
+
+
+def test_an_idle_host_sleeps(node):
+    with sidecar.connect(rewards("Number"), node) as scorer:
+        assert asyncio.run(ask(scorer, ["a"])) == numbers(["a"])
+        before = host_of(scorer).num_ctx_switches().voluntary
+        time.sleep(3.0)
+        assert host_of(scorer).num_ctx_switches().voluntary - before < 60
+
+
 def test_a_host_that_cannot_live_ends_in_errors(node, monkeypatch):
     with sidecar.connect(rewards("Number"), node) as scorer:
         monkeypatch.setattr(sys, "executable", "/bin/false")
