@@ -6,7 +6,7 @@
 
 Each rank owns an anonymous file (memfd) that grows as needed and dies with its last mapping: it has no name, and a
 killed run leaves nothing behind. It has two halves, used in turn: a rank that has arrived at a meeting has read all of
-the last one. Ranks wait for each other in process-shared POSIX semaphores, hence in the kernel, and look every tenth of
+the last one. Ranks wait for each other in process-shared POSIX semaphores, hence in the kernel, and look fifty times
 a second whether the rank they wait for still lives.
 """
 
@@ -28,7 +28,7 @@ ALIGNMENT = 64
 """Each published tensor begins at a multiple of so many bytes."""
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.02
 _FIELDS = 3  # of what a rank says about its file, for each half: how many files it had before, descriptor, bytes
 
 

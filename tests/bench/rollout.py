@@ -36,7 +36,9 @@ def lengths(seed: int) -> Lengths:
 def rollout_settings(ranks: int) -> RolloutConfig:
     """Of all policies."""
     prompts = PROMPTS * ranks
-    settings = RolloutConfig(prompts, ANSWERS, max_new_tokens=CAP, over_sample=prompts // 4)
+    settings = RolloutConfig(
+        prompts_per_step=prompts, answers_per_prompt=ANSWERS, max_new_tokens=CAP, over_sample=prompts // 4
+    )
     settings.filter.zero_variance = False
     return settings
 
