@@ -1,7 +1,7 @@
 """`WeightStream`: all weights on their way to one rank's engine, each hashed, counted and timed as it passes."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import xxhash
@@ -14,7 +14,7 @@ class WeightStream:
     """One pass over the weights that a transport carries to this rank. A second loop goes on where the first ended."""
 
     def __init__(
-        self, weights: Iterator[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
+        self, weights: Iterable[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
     ) -> None:
         """Each tensor is moved to `device`, and `progress` is called, so that a long pass is no stall."""
         self.fingerprints: dict[str, bytes] = {}
@@ -27,7 +27,7 @@ class WeightStream:
         self.wait_seconds = 0.0
         """Spent until each tensor was here: gathered by the trainer, carried by the transport."""
         self.hash_seconds = 0.0
-        self._weights, self._device, self._progress = weights, device, progress
+        self._weights, self._device, self._progress = iter(weights), device, progress
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         began = time.perf_counter()

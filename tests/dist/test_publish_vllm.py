@@ -245,16 +245,17 @@ def replica_of_two(world, path):
     both = {name: tensor.clone() for name, tensor in whole()}
     broken("swapped", lambda: [(n, both[swap.get(n, n)]) for n, _ in whole()])
     grow(model)
-    rpc = engine._llm.collective_rpc
-    engine._llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
+    llm = engine._engine._llm
+    rpc = llm.collective_rpc
+    llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
     errors["previous"] = attempt(publish, 3)
-    engine._llm.collective_rpc = rpc
+    llm.collective_rpc = rpc
     diffs.append(publish(version=4)["publish/probe_abs_diff"])
     if last:
-        engine._llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
+        llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
     grow(model)
     errors["previous on one"] = attempt(publish, 5)
-    engine._llm.collective_rpc = rpc
+    llm.collective_rpc = rpc
     diffs.append(publish(version=6)["publish/probe_abs_diff"])
     return errors, diffs, served
 

@@ -132,9 +132,11 @@ class NativeEngine:
             self._move(self._device)
             self.pool.wake()
         self._num_awake += 1
-        yield  # no `finally`: with an exception pending, the process is about to end
-        self._num_awake -= 1
-        if self._offload and self._num_awake == 0:
+        try:
+            yield
+        finally:
+            self._num_awake -= 1
+        if self._offload and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
     def close(self) -> None:

@@ -190,9 +190,11 @@ class VllmEngine:
                 self._llm.wake_up(["weights"])
             self._lost = self._lost or self._lost_tensor()
         self._num_awake += 1
-        yield  # no `finally`: with an exception pending, the process is about to end
-        self._num_awake -= 1
-        if self._sleeps and self._num_awake == 0:
+        try:
+            yield
+        finally:
+            self._num_awake -= 1
+        if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
     def _sleep(self) -> None:
