@@ -108,10 +108,10 @@ class Learner:
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""
         assert self.plan is not None
-        used = np.unique(self.plan.minibatches).tolist()
-        self._num_empty_steps += not used
         metrics: Metrics = {}
         with self._world.phase("update"):
+            used = np.unique(self.plan.minibatches).tolist()
+            self._num_empty_steps += not used
             if self._critic:
                 value_loss = bind_value_loss(self._settings)
                 shards = RoleShards(self._policy, self._critic, self.plan, self._world)
