@@ -95,7 +95,7 @@ class Job:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("*.log")))
 
 
-def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **settings: Any) -> list[Any]:
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **settings: Any) -> list[Any]:
     """What `fn(world, *args)` returned on each of `size` ranks. `settings`: see `launch`."""
     with tempfile.TemporaryDirectory() as directory, launch(size, fn, *args, directory=directory, **settings) as job:
         codes = job.wait(timeout)
@@ -150,7 +150,7 @@ class Forked:
 
     def __init__(self, log: Path, env: dict[str, str], task: list[str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.dist.harness", "transformers"])
+        context.set_forkserver_preload(["tests.dist.harness", "transformers", "torch.distributed.fsdp"])
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the server has one thread, or forking it is not safe
             self._process = context.Process(target=_forked, args=(str(log), env, task))
             self._process.start()
