@@ -139,12 +139,6 @@ def as_tensor(values: Sequence[float] | np.ndarray, dtype: type[np.generic] = np
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
-def concat_slices(rows: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """begins[i] : begins[i] + lengths[i] of `rows`, end to end for all i."""
-    ends = lengths.cumsum()
-    return rows.take(np.arange(ends[-1] if len(ends) else 0) + (begins - ends + lengths).repeat(lengths))
-
-
 def run_indices(starts: Tensor, lengths: Tensor) -> Tensor:
     """starts[i], starts[i] + 1, ..., starts[i] + lengths[i] - 1, end to end for all i. int64 [sum of `lengths`]."""
     bounds = bounds_of(lengths)
