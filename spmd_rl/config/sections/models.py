@@ -44,6 +44,9 @@ class TrainedModelConfig(ModelConfig):
     """AdamW's moment decays."""
     eps: float = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
+    dither: bool = True
+    """Let the float32 master of each weight begin anywhere in the interval that rounds to it, not in the middle. The
+    model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32."""
     max_skipped_updates: int = 3
     """So many non-finite gradients in a row stop the run; each alone skips its update on all ranks."""
 

@@ -22,6 +22,7 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.size import ModelSize
 from spmd_rl.train.base import Metrics
+from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
@@ -88,6 +89,8 @@ class FSDP2Role:
         if load is not None:
             shard.materialize(model, self._world.device)
             load(model)
+        if optimizer is not None and optimizer.dither:
+            dither(model, dtype)
         self._optimizer = Optimizer(model, optimizer, layout, partial) if optimizer is not None else None
         self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters(), constant=self._optimizer is None)

@@ -23,8 +23,9 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     master = next(iter(trained), dtype)
     layers = decoder_layers(model)
     data_parallel = layout.size("dp")
+    # alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
     # a policy of the same dtype would copy every gradient once more
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master)
     policy = MixedPrecisionPolicy() if {p.dtype for p in model.parameters()} == {dtype} else mixed
     mesh = layout.mesh["dp"]
     if recompute:

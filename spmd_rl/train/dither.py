@@ -1,0 +1,78 @@
+"""`dither`: master weights that begin anywhere inside of their rounding interval, so that no small step gets lost.
+
+Checkpoints are stored in bfloat16, so their weights lie exactly on its grid. The float32 masters that are made of them
+start in the middle of their rounding intervals, and a weight of the rounded model moves only when its master has
+crossed half an interval: a first step of 3e-5 reaches none above 0.015. Whole early steps are lost, without a trace in
+the loss. With a constant offset for each master, uniform over its interval, the rounded model is at the start the very
+same, and follows its masters without bias from the first step on (non-subtractive dither: Wannamaker et al., A Theory
+of Nonsubtractive Dither, IEEE Transactions on Signal Processing 48, 2000).
+"""
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.model.load import owned_region
+
+CHUNK = 2**22
+"""Elements at a time."""
+
+
+@torch.no_grad()
+def dither(model: nn.Module, dtype: torch.dtype) -> None:
+    """Add to each trained weight that `dtype` represents exactly an offset that rounding to `dtype` takes away again.
+
+    Weights between the values of `dtype` stay as they are. An offset is a function of the parameter's name and of the
+    element's place in the whole tensor, so it is the same in every layout.
+    """
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parameter.requires_grad and local.numel() and local.dtype.itemsize > dtype.itemsize:
+            places = _places(parameter, zlib.crc32(name.encode()) << 32)
+            for begin in range(0, local.numel(), CHUNK):
+                part = local.view(-1)[begin : begin + CHUNK]
+                part.copy_(_dithered(part, dtype, places(begin, len(part))))
+
+
+def _places(parameter: Tensor, offset: int) -> Callable[[int, int], Tensor]:
+    """A function from local elements, as (begin, count), to `offset` and their flat indices in the whole tensor."""
+    region, shape = owned_region(parameter), parameter.shape
+    sizes = [part.stop - part.start for part in region]
+    device = parameter.device
+
+    def places(begin: int, count: int) -> Tensor:
+        left = torch.arange(begin, begin + count, device=device)
+        flat, stride = torch.full_like(left, offset), 1
+        for part, size, whole in zip(reversed(region), reversed(sizes), reversed(shape), strict=True):
+            flat += (left % size + part.start) * stride
+            left, stride = left // size, stride * whole
+        return flat
+
+    return places
+
+
+def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
+    """`weights` plus noise, uniform over the interval that rounds to them; as they are where they are not in `dtype`."""
+    rounded = weights.to(dtype)
+    spacing = torch.ldexp(torch.ones_like(weights), torch.frexp(weights)[1]) * (torch.finfo(dtype).eps / 2)
+    moved = weights + (_uniform(places).to(weights) - 0.5) * spacing
+    # below a power of two the interval is half as wide
+    kept = (rounded.to(weights.dtype) == weights) & (moved.to(dtype) == rounded)
+    return torch.where(kept, moved, weights)
+
+
+def _uniform(counters: Tensor) -> Tensor:
+    """float32 in [0, 1), a hash of each int64 (the finalizer of MurmurHash3)."""
+    bits = counters ^ _high(counters)
+    for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
+        bits = bits * factor
+        bits = bits ^ _high(bits)
+    return (bits & 0xFFFFFF).float() / 2**24
+
+
+def _high(bits: Tensor) -> Tensor:
+    """`bits` shifted right by 33, as if it were unsigned."""
+    return bits >> 33 & 0x7FFFFFFF

@@ -1,0 +1,68 @@
+"""Master weights that begin inside of their rounding intervals."""
+
+import pytest
+import torch
+from torch import nn
+
+from spmd_rl.train.dither import dither
+
+
+def linear(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    layer = nn.Linear(300, 200)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(p.to(dtype))
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounded_model_is_the_same_to_the_bit(dtype):
+    layer = linear(dtype)
+    before = layer.weight.detach().clone()
+    dither(layer, dtype)
+    assert torch.equal(layer.weight.to(dtype).float(), before)
+    assert (layer.weight != before).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("step", [3e-5, -3e-5, 1e-6])
+def test_a_small_step_moves_the_rounded_weights_by_itself_on_average(step):
+    layer = linear()
+    before = layer.weight.detach().clone()
+
+    def moved(weights):
+        return float(((weights + step).bfloat16().float() - before).double().mean()) / step
+
+    with torch.no_grad():
+        assert moved(before) < 0.5, "without dither most of a small step is lost"
+        dither(layer, torch.bfloat16)
+        noise = float(before.abs().mean()) / 256 / abs(step) / before.numel() ** 0.5 * (abs(step) * 256) ** 0.5 * 8
+        assert moved(layer.weight) == pytest.approx(1, abs=max(0.05, noise))
+
+
+def test_the_offsets_do_not_depend_on_how_the_elements_are_processed(monkeypatch):
+    whole, pieces = linear(), linear()
+    dither(whole, torch.bfloat16)
+    monkeypatch.setattr("spmd_rl.train.dither.CHUNK", 37)
+    dither(pieces, torch.bfloat16)
+    assert torch.equal(whole.weight, pieces.weight)
+    assert torch.equal(whole.bias, pieces.bias)
+
+
+def test_what_is_not_on_the_grid_stays_and_so_do_zeros_and_frozen_weights():
+    layer = linear()
+    with torch.no_grad():
+        layer.weight[0] += 1e-6
+        layer.weight[1] = 0
+    layer.bias.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    dither(layer, torch.bfloat16)
+    assert torch.equal(layer.weight[:2], before["weight"][:2])
+    assert torch.equal(layer.bias, before["bias"])
+
+
+def test_in_the_masters_own_dtype_nothing_happens():
+    layer = linear()
+    before = layer.weight.detach().clone()
+    dither(layer, torch.float32)
+    assert torch.equal(layer.weight, before)
