@@ -55,7 +55,7 @@ def _places(parameter: Tensor, offset: int) -> Callable[[int, int], Tensor]:
 
 
 def _dithered(weights: Tensor, dtype: torch.dtype, places: Tensor) -> Tensor:
-    """`weights` plus noise, uniform over the interval that rounds to them; as they are where they are not in `dtype`."""
+    """`weights` plus noise, uniform over the interval that rounds to them; those that `dtype` lacks as they are."""
     rounded = weights.to(dtype)
     spacing = torch.ldexp(torch.ones_like(weights), torch.frexp(weights)[1]) * (torch.finfo(dtype).eps / 2)
     moved = weights + (_uniform(places).to(weights) - 0.5) * spacing
