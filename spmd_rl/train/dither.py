@@ -31,7 +31,7 @@ def dither(model: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.requires_grad and local.numel() and local.dtype.itemsize > dtype.itemsize:
-            places = _places(parameter, zlib.crc32(name.encode()) << 32)
+            places = _places(parameter, (zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32)
             for begin in range(0, local.numel(), CHUNK):
                 part = local.view(-1)[begin : begin + CHUNK]
                 part.copy_(_dithered(part, dtype, places(begin, len(part))))

@@ -49,6 +49,13 @@ def test_the_offsets_do_not_depend_on_how_the_elements_are_processed(monkeypatch
     assert torch.equal(whole.bias, pieces.bias)
 
 
+def test_parameters_of_one_shape_get_offsets_of_their_own():
+    layers = nn.ModuleList([linear() for _ in range(8)])
+    dither(layers, torch.bfloat16)
+    offsets = {tuple(layer.weight[0, :8].tolist()) for layer in layers}
+    assert len(offsets) == len(layers)
+
+
 def test_what_is_not_on_the_grid_stays_and_so_do_zeros_and_frozen_weights():
     layer = linear()
     with torch.no_grad():
