@@ -3,6 +3,7 @@
 from hashlib import sha256
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import World
@@ -22,7 +23,9 @@ def masters(world: World, path: str, tp: int, dither: bool) -> str:
 
 
 def test_every_layout_starts_from_the_same_masters(tmp_path) -> None:
-    path = str(tiny("llama", tmp_path, tie=True, dtype=torch.bfloat16))
+    path = str(tiny("llama", tmp_path, tie=True))
+    file = f"{path}/model.safetensors"
+    save_file({name: weight.to(torch.bfloat16) for name, weight in load_file(file).items()}, file, {"format": "pt"})
     (alone,) = run_ranks(1, masters, path, 1, True)
     assert run_ranks(2, masters, path, 1, True) == [alone] * 2
     assert run_ranks(2, masters, path, 2, True) == [alone] * 2
