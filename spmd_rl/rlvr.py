@@ -57,7 +57,7 @@ def run(cfg: RlvrConfig) -> None:
             publish(version=start)  # [all] verified
         if start == 0:
             with track.step(0):
-                track.add(evaluate(cfg, rollouts, world, 0))  # [all]
+                track.add(evaluate(cfg, rollouts, world, 0, track.log_eval))  # [all]
         for step in range(start + 1, cfg.steps + 1):
             with track.step(step):
                 collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
@@ -65,7 +65,7 @@ def run(cfg: RlvrConfig) -> None:
                 track.log_samples(step, sample_log.rows(collected, learner.plan))
                 track.add(collected.metrics() | learner.update(batches))  # [all]
                 track.add(publish(version=step))  # [all] verified
-                track.add(evaluate(cfg, rollouts, world, step))  # [all] when due
+                track.add(evaluate(cfg, rollouts, world, step, track.log_eval))  # [all] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [all]
         generator.close()  # not with an exception pending: an engine's own groups may wait for other ranks
 

@@ -1,16 +1,22 @@
 """Held-out evaluation: a few sampled answers and one greedy answer for each prompt, dealt over the ranks."""
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
+from spmd_rl.learn.sample_log import held_out
 from spmd_rl.rollout import Rollouts, Sampling
+from spmd_rl.track.samples import SampleRow
+
+Log = Callable[[int, Iterable[SampleRow]], None]
 
 
-def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int) -> dict[str, float]:
+def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int, log: Log | None = None) -> dict[str, float]:
     """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
 
-    The noise is the same at every evaluation, so that two of them differ by the policy alone.
+    The noise is the same at every evaluation, so that two of them differ by the policy alone. `log` gets this rank's
+    answers: `Run.log_eval`.
     """
     settings, new_tokens = cfg.eval, cfg.rollout.max_new_tokens
     if not settings.every or (step % settings.every and step != cfg.steps):
@@ -21,6 +27,8 @@ def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int) -> di
     greedy = Sampling(cfg.seed, "eval", 0.0, new_tokens)
     with world.phase("eval"):
         groups = rollouts.answer(prompts, [*sampled, greedy])
+        if log is not None:
+            log(step, held_out(groups))
         sums: dict[str, float] = defaultdict(float)
         for domain in sorted({p.domain for p in prompts}):  # the same keys on every rank, one without groups too
             for name in (f"{domain}/score", f"{domain}/score_greedy"):

@@ -1,6 +1,6 @@
-"""The sample log's rows: each sample from its prompt to its advantage, and why it was kept or not."""
+"""The sample log's rows: each sample from its prompt to its advantage, and why it was kept or not; held-out answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ import numpy as np
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
 from spmd_rl.track.samples import SampleRow, TurnRow
-from spmd_rl.types import Group, Verdict, concat
+from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
 """Of a logprob."""
@@ -28,26 +28,45 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), advantages[begin:end].tolist(), strict=True))
-        prompt = group.prompt
-        messages = msgspec.Raw(_encode(prompt.messages))
+        messages = msgspec.Raw(_encode(group.prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):
             advantage = planned.get(sample.answer)
             reject_reason = reason or masked.get(sample.key)
             if reject_reason is None and advantage is None:
                 reject_reason = "no score"
-            yield SampleRow(
-                ticket=sample.ticket,
-                answer=sample.answer,
-                id=prompt.id,
-                domain=prompt.domain,
-                messages=messages,
-                ground_truth=prompt.ground_truth,
-                turns=turns,
-                verdict=_verdict(sample.verdict),
-                advantage=advantage,
-                kept=reject_reason is None,
-                reject_reason=reject_reason,
-            )
+            yield _row(group.prompt, messages, sample, turns, advantage, reject_reason)
+
+
+def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
+    """Yield one row per answer of an evaluation on this rank; the ticket is the place of the prompt."""
+    for group in groups:
+        messages = msgspec.Raw(_encode(group.prompt.messages))
+        for sample, turns in zip(group.samples, _turns(group), strict=True):
+            yield _row(group.prompt, messages, sample, turns, None, "held out")
+
+
+def _row(
+    prompt: Prompt,
+    messages: msgspec.Raw,
+    sample: Sample,
+    turns: list[TurnRow],
+    advantage: float | None,
+    reject_reason: str | None,
+) -> SampleRow:
+    return SampleRow(
+        ticket=sample.ticket,
+        answer=sample.answer,
+        id=prompt.id,
+        domain=prompt.domain,
+        messages=messages,
+        ground_truth=prompt.ground_truth,
+        turns=turns,
+        verdict=_verdict(sample.verdict),
+        advantage=advantage,
+        kept=reject_reason is None,
+        reject_reason=reject_reason,
+        greedy=sample.greedy,
+    )
 
 
 def _turns(group: Group) -> Iterator[list[TurnRow]]:

@@ -47,7 +47,7 @@ class Run:
         self._world = world
         self._id = run_id
         self._metrics = MetricsFile(self.directory / "metrics.jsonl")
-        self._samples = SampleLog(self.directory / "samples", world.rank, world.size)
+        self._samples, self._held_out = _sample_logs(self.directory, world)
         self._memory = PhaseMemory(world.device)
         self._trackers: list[Tracker] = []
         self._step: int | None = None
@@ -105,6 +105,11 @@ class Run:
         with self._world.phase("track"):
             self._samples.write(step, rows)
 
+    def log_eval(self, step: int, rows: Iterable[SampleRow]) -> None:
+        """Write this rank's held-out answers of `step`, as `log_samples` does."""
+        with self._world.phase("track"):
+            self._held_out.write(step, rows)
+
     def state(self) -> dict[str, Any]:
         """[all] Return the state for a checkpoint inside a step, with all that the step's line holds by then."""
         assert self._step is not None, "a checkpoint is saved inside a step"
@@ -158,7 +163,8 @@ class Run:
         self._add_derived()
         if self._world.rank == 0:
             with self._world.phase("track"):
-                self._samples.merge(step)
+                for log in (self._samples, self._held_out):
+                    log.merge(step)
                 self._metrics.append(step, self._line)
                 print(describe(step, self._cfg.steps, self._line), file=sys.stderr, flush=True)
                 for tracker in self._trackers:
@@ -184,7 +190,8 @@ class Run:
     def _truncate(self, last: int, line: Values | None) -> None:
         """Remove what lies after step `last`, and write the line of `last` where it is missing."""
         has_line = self._metrics.truncate(last)
-        self._samples.truncate(last)
+        for log in (self._samples, self._held_out):
+            log.truncate(last)
         if line is not None and not has_line:
             self._metrics.append(last, {key: value for key, value in line.items() if key != "tokens"})
 
@@ -211,13 +218,19 @@ def _prepare(cfg: RlvrConfig, world: World, stack: ExitStack) -> dict[str, str |
         (directory / "samples").mkdir(parents=True, exist_ok=True)
         _lock(directory, stack)
         write_config(cfg, directory, type(cfg).__name__.removesuffix("Config").lower())
-        SampleLog(directory / "samples", world.rank, world.size).recover()
+        for log in _sample_logs(directory, world):
+            log.recover()
         world.journal.note("run", command=launch_info.command_line(), machine=launch_info.machine(), ranks=world.size)
     except UserError as error:
         return {"error": str(error), "id": None}
     except OSError as error:
         return {"error": f"run.dir={directory}: {error.strerror}", "id": None}
     return {"error": None, "id": secrets.token_hex(4)}
+
+
+def _sample_logs(directory: Path, world: World) -> list[SampleLog]:
+    """Return the logs of training samples and of held-out answers."""
+    return [SampleLog(directory / "samples", world.rank, world.size, kind) for kind in ("step", "eval")]
 
 
 def _lock(directory: Path, stack: ExitStack) -> None:

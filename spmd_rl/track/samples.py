@@ -1,6 +1,6 @@
 """`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
-Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
+`samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
 of these files appears whole or not at all: what a killed run left is merged by the next start (`recover`) or removed.
 """
 
@@ -15,9 +15,6 @@ from typing import Any
 import msgspec
 
 from spmd_rl.types import FinishReason, Message
-
-_PART = re.compile(r"\.step-(\d+)\.rank-(\d+)-of-(\d+)\.part")
-_MERGED = re.compile(r"step-(\d+)\.jsonl")
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
@@ -37,7 +34,7 @@ class TurnRow(msgspec.Struct):
     finish_reason: FinishReason
 
 
-class SampleRow(msgspec.Struct):
+class SampleRow(msgspec.Struct, omit_defaults=True):
     """One line of the sample log: a sample from its prompt to its advantage, and why it was trained on or not."""
 
     ticket: int
@@ -55,6 +52,8 @@ class SampleRow(msgspec.Struct):
     """Whether the sample was trained on."""
     reject_reason: str | None
     """Why it was not; None for a kept sample."""
+    greedy: bool = False
+    """Whether it was drawn at temperature 0; written only where it was."""
 
 
 class _Key(msgspec.Struct, order=True):
@@ -68,16 +67,17 @@ _decode_key = msgspec.json.Decoder(_Key).decode
 
 
 class SampleLog:
-    """The `samples/` directory of a run, as one of `num_ranks` ranks writes it."""
+    """The files of one kind in the `samples/` directory of a run, as one of `num_ranks` ranks writes them."""
 
-    def __init__(self, root: Path, rank: int, num_ranks: int) -> None:
-        self.root = root
+    def __init__(self, root: Path, rank: int, num_ranks: int, kind: str = "step") -> None:
+        """`kind`: `step` for the samples that a step trains on, `eval` for held-out answers."""
+        self.root, self._kind = root, kind
         self._rank = rank
         self._num_ranks = num_ranks
 
     def path(self, step: int) -> Path:
         """Return the path of the file that holds all samples of a step."""
-        return self.root / f"step-{step:06d}.jsonl"
+        return self.root / f"{self._kind}-{step:06d}.jsonl"
 
     def write(self, step: int, rows: Iterable[SampleRow]) -> None:
         """Write this rank's samples of a step, given in any order, into its part file."""
@@ -100,8 +100,8 @@ class SampleLog:
     def recover(self) -> None:
         """Merge each complete set of parts that a killed run left, and remove all others; on rank 0, before writing."""
         left: dict[tuple[int, int], list[Path]] = {}
-        for path in self.root.glob(".step-*"):
-            match = _PART.fullmatch(path.name)
+        for path in self.root.glob(f".{self._kind}-*"):
+            match = re.fullmatch(rf"\.{self._kind}-(\d+)\.rank-(\d+)-of-(\d+)\.part", path.name)
             if match:
                 left.setdefault((int(match[1]), int(match[3])), []).append(path)
             else:
@@ -114,21 +114,26 @@ class SampleLog:
 
     def truncate(self, last: int) -> None:
         """Remove the files of every step after `last`; on rank 0."""
-        for path in self.root.glob("step-*.jsonl"):
-            match = _MERGED.fullmatch(path.name)
-            if match and int(match[1]) > last:
+        for step, path in merged_files(self.root, self._kind):
+            if step > last:
                 path.unlink()
 
     def _part(self, step: int, rank: int) -> Path:
-        return self.root / f".step-{step:06d}.rank-{rank}-of-{self._num_ranks}.part"
+        return self.root / f".{self._kind}-{step:06d}.rank-{rank}-of-{self._num_ranks}.part"
 
     def _merge(self, step: int, parts: Sequence[Path]) -> None:
-        draft = self.root / f".step-{step:06d}.merge.tmp"
+        draft = self.root / f".{self._kind}-{step:06d}.merge.tmp"
         with ExitStack() as stack, open(draft, "wb") as out:
             files = [stack.enter_context(open(part, "rb")) for part in parts]
             out.writelines(heapq.merge(*files, key=_decode_key))
         os.replace(draft, self.path(step))
         _remove(parts)
+
+
+def merged_files(root: Path, kind: str) -> list[tuple[int, Path]]:
+    """Return the steps and files of all samples of a kind (see `SampleLog`), in step order."""
+    found = ((re.fullmatch(rf"{kind}-(\d+)\.jsonl", path.name), path) for path in root.glob(f"{kind}-*.jsonl"))
+    return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -1,0 +1,137 @@
+"""Check what works here, in one table: `python -m spmd_rl.doctor`, alone or under torchrun.
+
+Settings of a run (key=value) may follow: the doctor then checks that run's directory, ports, model size and sandboxes.
+Exit code 0 if nothing failed, 1 if something did, 2 for a setting that is none.
+"""
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from spmd_rl.config.checks import local_rank, rank
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.doctor.checks import CHECKS, Check, Failed, Options, Result
+from spmd_rl.doctor.ranks import Ranks, names
+from spmd_rl.doctor.runner import run_checks
+from spmd_rl.doctor.table import merge, show
+from spmd_rl.errors import UserError
+
+ARRIVE_SECONDS = 40.0
+NODE_SECONDS = 120.0
+"""The time until the first rank of each node is through with its own checks."""
+DIED = "look at what that rank printed above; out of memory: `dmesg`, fewer ranks a node"
+
+
+class Terminated(Exception):
+    """torchrun, or a person, ends this process: another rank may have died."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line on this rank, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m spmd_rl.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run, as for spmd_rl.rlvr")
+    parser.add_argument(
+        "--wait", type=float, default=ARRIVE_SECONDS, metavar="SECONDS", help="for ranks to arrive (%(default)g)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="CHECK", help="run the checks whose names begin with one of these: --only vllm"
+    )
+    asked = parser.parse_intermixed_args(arguments)
+    try:
+        cfg = load("rlvr", RlvrConfig, asked.settings)
+    except UserError as error:
+        if rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _terminate)
+    folder = tempfile.mkdtemp(prefix="spmd-rl-doctor-")
+    options = Options(
+        run_dir=cfg.run.dir,
+        folder=folder,
+        model=cfg.policy.model,
+        keep=cfg.checkpoint.keep,
+        bind=cfg.sidecar.bind,
+        keys=cfg.sidecar.keys,
+        sandboxes=tuple(reward.sandbox for reward in cfg.reward.domains.values()),
+    )
+    failed = examine(options, asked.wait, chosen(asked.only))
+    if not failed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(failed)
+
+
+def chosen(beginnings: Sequence[str] | None) -> list[Check]:
+    """Return the checks whose names begin with one of these; all without any."""
+    return [check for check in CHECKS if not beginnings or check.name.startswith(tuple(beginnings))]
+
+
+def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> bool:
+    """Run checks and print the table on one rank. Returns whether any failed, on any rank."""
+    results: list[Result] = []
+    ranks = Ranks(rank())
+    try:
+        began = time.perf_counter()
+        all_here = True
+        try:
+            ranks = Ranks.join(wait_seconds)
+            results.append(Result("ranks", "ok", ranks.arrive(wait_seconds), "", time.perf_counter() - began))
+        except Failed as failed:
+            all_here = False
+            seconds = time.perf_counter() - began
+            results.append(Result("ranks", "failed", failed.detail, failed.cure, seconds, 3))
+        verdicts: dict[str, str] = {}
+        for process in dict.fromkeys(check.process for check in todo):
+            checks = [check for check in todo if check.process == process]
+            if process == "node":
+                found = run_checks(checks, options, Ranks(), verdicts) if local_rank() == 0 else []
+                if all_here:
+                    ranks.gather("node", True, NODE_SECONDS)
+            elif all_here:
+                _say(ranks, f"checking {process} ...")
+                found = run_checks(checks, options, ranks, verdicts)
+            else:
+                found = [Result(check.name, "skipped", "not all ranks are here") for check in checks]
+            results += found
+            verdicts |= {result.name: result.verdict for result in found}
+    except Terminated:
+        gone = ranks.gone()
+        detail = f"{names(gone)} died" if gone else "this process was asked to end (SIGTERM)"
+        results = [r for r in results if r.name != "ranks"] + [Result("ranks", "failed", detail, DIED)]
+        return _finish(ranks, {ranks.rank: results}, options.folder)
+    everyone = ranks.gather("results", [result.plain() for result in results], 30)
+    by_rank = {rank: [Result(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
+    failed = _finish(ranks, by_rank if ranks.size > 1 else {ranks.rank: results}, options.folder)
+    ranks.gather("leave", True, 10)  # the first rank may hold the store
+    return failed
+
+
+def _finish(ranks: Ranks, by_rank: dict[int, list[Result]], folder: str) -> bool:
+    """Print the table, if it is for this rank to do. Returns whether anything failed."""
+    merged = merge(by_rank, ranks.hosts)
+    failed = any(result.verdict == "failed" for result in merged)
+    if ranks.reports:
+        show(merged)
+        if failed:
+            print(f"logs: {folder}")
+        sys.stdout.flush()
+    return failed
+
+
+def _say(ranks: Ranks, text: str) -> None:
+    if ranks.reports:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
