@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NoReturn
 
 from spmd_rl.config.checks import local_rank, rank
@@ -25,6 +26,7 @@ from spmd_rl.errors import UserError
 ARRIVE_SECONDS = 40.0
 NODE_SECONDS = 120.0
 """The time until the first rank of each node is through with its own checks."""
+LEAVE_SECONDS = 30.0
 DIED = "look at what that rank printed above; out of memory: `dmesg`, fewer ranks a node"
 
 
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         "--wait", type=float, default=ARRIVE_SECONDS, metavar="SECONDS", help="for ranks to arrive (%(default)g)"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="CHECK", help="run the checks whose names begin with one of these: --only vllm"
+        "--only", default="", metavar="CHECK,...", help="the checks whose names begin so: --only devices,dtype,vllm"
     )
     asked = parser.parse_intermixed_args(arguments)
     try:
@@ -66,9 +68,9 @@ def main(arguments: Sequence[str]) -> int:
     return int(failed)
 
 
-def chosen(beginnings: Sequence[str] | None) -> list[Check]:
-    """Return the checks whose names begin with one of these; all without any."""
-    return [check for check in CHECKS if not beginnings or check.name.startswith(tuple(beginnings))]
+def chosen(beginnings: str) -> list[Check]:
+    """Return the checks whose names begin with one of these, separated by commas; all for an empty string."""
+    return [check for check in CHECKS if check.name.startswith(tuple(beginnings.split(",")))]
 
 
 def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> bool:
@@ -104,10 +106,11 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
         detail = f"{names(gone)} died" if gone else "this process was asked to end (SIGTERM)"
         results = [r for r in results if r.name != "ranks"] + [Result("ranks", "failed", detail, DIED)]
         return _finish(ranks, {ranks.rank: results}, options.folder)
-    everyone = ranks.gather("results", [result.plain() for result in results], 30)
+    patience = LEAVE_SECONDS if all_here else 1.0
+    everyone = ranks.gather("results", [asdict(result) for result in results], patience)
     by_rank = {rank: [Result(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
     failed = _finish(ranks, by_rank if ranks.size > 1 else {ranks.rank: results}, options.folder)
-    ranks.gather("leave", True, 10)  # the first rank may hold the store
+    ranks.gather("leave", True, patience)  # the first rank may hold the store
     return failed
 
 

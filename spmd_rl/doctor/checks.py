@@ -4,8 +4,7 @@ A check is a plain function. It returns one line about what it found, and raises
 Any other exception is a failure too, with the cure of the list.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 REPORT = "read the log that is named above; if the cause is not yours, report it with that log"
 INSTALL = "pip install --editable . (or pip install -U spmd-rl) in the environment that runs the ranks"
@@ -17,7 +16,7 @@ class Check:
 
     name: str
     target: str
-    """`module:function` in `spmd_rl/doctor/`."""
+    """`module:function`; a module without a dot is one of `spmd_rl/doctor/`."""
     process: str
     """`node`: a torch-free child on the first rank of each node. Else all ranks run it, in a child of this name."""
     limit: float = 30.0
@@ -99,10 +98,6 @@ class Result:
     weight: int = 0
     """Of several ranks' failures the one with the greatest weight is shown: 3 its own, 2 a crash, 1 a time limit, 0 a
     consequence of another rank's."""
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
-        return asdict(self)
 
 
 def gib(num_bytes: float) -> str:

@@ -11,9 +11,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
-from spmd_rl.doctor.checks import CHECKS, Check, Failed, Options, Result, Skipped
+from spmd_rl.doctor.checks import Check, Failed, Options, Result, Skipped
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.process import die_with_parent
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     job, out = json.loads(arguments[0]), int(arguments[1])
     die_with_parent(job["parent"])
     options = Options(**job["options"])
-    checks = [check for check in CHECKS if check.name in job["checks"]]
+    checks = [Check(**fields) for fields in job["checks"]]
     verdicts = job["verdicts"]
     with ExitStack() as stack:
         context = build_context(checks[0].process, options, stack)
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
             _tell(out, {"begin": check.name})
             result = run(check, context, verdicts)
             verdicts[check.name] = result.verdict
-            _tell(out, result.plain())
+            _tell(out, asdict(result))
             if result.verdict == "failed" and context_meets(context):
                 context.leave_if_others_wait(check.name)
         if context_meets(context):
@@ -63,8 +64,8 @@ def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
         if check.needs and verdicts.get(check.needs, "ok") != "ok":
             raise Skipped(f"it needs '{check.needs}'")
         module, _, name = check.target.partition(":")
-        function = getattr(importlib.import_module(f"spmd_rl.doctor.{module}"), name)
-        detail = function(context)
+        module = module if "." in module else f"spmd_rl.doctor.{module}"
+        detail = getattr(importlib.import_module(module), name)(context)
         if context_meets(context):
             context.finish(check.name)
         verdict, cure = "ok", ""

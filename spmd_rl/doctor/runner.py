@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from spmd_rl.doctor.checks import REPORT, Check, Options, Result
@@ -52,8 +53,8 @@ class Child:
         self._reader, writer = os.pipe()
         job = {
             "parent": os.getpid(),
-            "options": {key: getattr(options, key) for key in options.__slots__},
-            "checks": [check.name for check in checks],
+            "options": asdict(options),
+            "checks": [asdict(check) for check in checks],
             "verdicts": verdicts,
         }
         command = [sys.executable, "-m", "spmd_rl.doctor.child", json.dumps(job), str(writer)]

@@ -1,7 +1,8 @@
 """`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
-`samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
-of these files appears whole or not at all: what a killed run left is merged by the next start (`recover`) or removed.
+`samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. Each rank writes its own samples
+into a hidden part file, and rank 0 merges the parts once every rank has written. Each of these files appears whole or
+not at all: what a killed run left is merged by the next start (`recover`) or removed.
 """
 
 import heapq
