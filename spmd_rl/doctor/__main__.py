@@ -86,7 +86,7 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
         except Failed as failed:
             all_here = False
             seconds = time.perf_counter() - began
-            results.append(Result("ranks", "failed", failed.detail, failed.cure, seconds, 3))
+            results.append(Result("ranks", "failed", failed.detail, failed.cure, seconds))
         verdicts: dict[str, str] = {}
         for process in dict.fromkeys(check.process for check in todo):
             checks = [check for check in todo if check.process == process]

@@ -96,8 +96,10 @@ class Result:
     cure: str = ""
     seconds: float = 0.0
     weight: int = 0
-    """Of several ranks' failures the one with the greatest weight is shown: 3 its own, 2 a crash, 1 a time limit, 0 a
-    consequence of another rank's."""
+    """How near a failure is to the cause: 3 a crash, 2 an exception, 1 a time limit, 0 what follows from another rank's
+    end. Of several ranks' failures the nearest is shown, and of those that are equal the first."""
+    at: float = 0.0
+    """When it ended, in seconds since the epoch."""
 
 
 def gib(num_bytes: float) -> str:

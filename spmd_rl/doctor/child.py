@@ -59,7 +59,7 @@ def context_meets(context: Any) -> bool:
 def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
     """Run one check; whatever it raises becomes its result."""
     began = time.perf_counter()
-    verdict, cure, weight = "failed", check.cure, 3
+    verdict, cure = "failed", check.cure
     try:
         if check.needs and verdicts.get(check.needs, "ok") != "ok":
             raise Skipped(f"it needs '{check.needs}'")
@@ -78,7 +78,7 @@ def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
     except Exception as error:  # noqa: BLE001 - a check may fail in any way: it is recorded, with its traceback
         traceback.print_exc()
         detail = one_line(error)
-    return Result(check.name, verdict, detail, cure, time.perf_counter() - began, weight)
+    return Result(check.name, verdict, detail, cure, time.perf_counter() - began, weight=2, at=time.time())
 
 
 def _tell(out: int, line: dict[str, Any]) -> None:

@@ -74,16 +74,17 @@ class Child:
         """Read results until the child has ended, and end it where it fails; one result for each check it began."""
         results: list[Result] = []
         began = time.monotonic()
-        deadline, hurried = began + self._checks[0].limit, False
+        deadline, hurried, inside = began + self._checks[0].limit, False, True
         try:
             while len(results) < len(self._checks):
                 lines = self._lines(0.1)
                 if lines is None:
-                    results.append(self._died(self._checks[len(results)], time.monotonic() - began))
+                    if inside:  # else it has left after a failure, since other ranks wait in that check
+                        results.append(self._died(self._checks[len(results)], time.monotonic() - began))
                     break
                 for line in lines:
-                    began = time.monotonic()
-                    if "begin" not in line:
+                    began, inside = time.monotonic(), "begin" in line
+                    if not inside:
                         results.append(Result(**line))
                     deadline = began + self._checks[min(len(results), len(self._checks) - 1)].limit
                 if not hurried and ranks.announced(f"failed {self._name}"):
@@ -109,13 +110,15 @@ class Child:
         return [json.loads(line) for line in lines]
 
     def _died(self, check: Check, seconds: float) -> Result:
+        died = time.time()
         self._wait(CLOSE_SECONDS)
         code = self._process.poll()
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
         said = self._last_line()
         if CONSEQUENCE in said:
             return Result(check.name, "failed", said, REPORT, seconds, weight=0)
-        return Result(check.name, "failed", f"its process ended ({how}): {said}; {self.log}", check.cure, seconds, 2)
+        told = f"its process ended ({how}): {said}; {self.log}"
+        return Result(check.name, "failed", told, check.cure, seconds, weight=3, at=died)
 
     def _too_slow(self, check: Check, seconds: float, hurried: bool) -> Result:
         if hurried:

@@ -25,7 +25,7 @@ def merge(by_rank: Mapping[int, Sequence[Result]], hosts: Mapping[int, str]) -> 
     for name in sorted(found, key=order.index):
         rows = [(rank, r) for rank, results in sorted(by_rank.items()) for r in results if r.name == name]
         failed = [(rank, r) for rank, r in rows if r.verdict == "failed"]
-        rank, shown = max(failed, key=lambda row: (row[1].weight, -row[0])) if failed else rows[0]
+        rank, shown = max(failed, key=lambda row: (row[1].weight, -row[1].at)) if failed else rows[0]
         detail, verdict, cure = shown.detail, shown.verdict, shown.cure
         other = next(((q, r) for q, r in rows if name == SAME and r.detail != rows[0][1].detail), None)
         if not failed and other:

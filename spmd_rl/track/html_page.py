@@ -42,6 +42,7 @@ svg .line circle{fill:var(--c)}
 svg .pale{opacity:.3}svg .striped{stroke-dasharray:3 2.5}
 svg rect:hover,svg .striped:hover{opacity:.75}
 .key .pale{opacity:.3}.key .striped{background:repeating-linear-gradient(var(--c) 0 2px,transparent 2px 4px)}
+.samples{display:grid;gap:12px;margin:10px 0 4px}details .grid2{margin-top:12px}
 .sample{padding:14px 16px;min-width:0}.sample header{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12.5px;
 color:var(--soft);margin-bottom:8px}.sample header b{color:var(--ink);font-variant-numeric:tabular-nums}
 .sample pre{border-left:3px solid var(--rule);padding-left:12px;max-height:220px;overflow:auto}

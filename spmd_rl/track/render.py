@@ -15,6 +15,7 @@ from typing import Any
 from spmd_rl.track import html_page as page
 from spmd_rl.track import timeline
 from spmd_rl.track.run_reader import RunData, best_and_worst, read_run
+from spmd_rl.track.samples import merged_files
 from spmd_rl.track.svg import Series, label, line_chart, stacked_bars, thin
 
 PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
@@ -40,23 +41,26 @@ CHARTS = (
 )
 _MAX_BARS = 120
 _TIMELINE_STEPS = 3
-_SAMPLES = 3
+_SAMPLES, _SAMPLE_STEPS = 3, 8
 
 
-def write_report(directory: Path) -> Path:
-    """Write `directory/report.html`, whole or not at all, and return its path. Raises OSError."""
+def write_report(directory: Path, steps: Sequence[int] | None = None) -> Path:
+    """Write `directory/report.html`, whole or not at all, and return its path. Raises OSError.
+
+    `steps` are those whose samples are shown; by default some, evenly spread over the run.
+    """
     path = directory / "report.html"
     draft = path.with_name(f".report-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        draft.write_text(render(read_run(directory)), encoding="utf-8")
+        draft.write_text(render(read_run(directory), steps), encoding="utf-8")
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     return path
 
 
-def render(run: RunData) -> str:
-    """Return the HTML of the page."""
+def render(run: RunData, steps: Sequence[int] | None = None) -> str:
+    """Return the HTML of the page. `steps`: see `write_report`."""
     body = [
         _header(run),
         _tiles(run),
@@ -64,7 +68,8 @@ def render(run: RunData) -> str:
         page.section("Training", _charts(run)),
         page.section("Where the time goes", _times(run)),
         page.section("Timeline", _timeline(run)),
-        page.section("Samples", _samples(run)),
+        page.section("Samples", _samples(run, "step", steps)),
+        page.section("Held-out samples", _samples(run, "eval", steps)),
         page.section("Settings", _settings(run)),
         f"<footer>Drawn {time.strftime('%Y-%m-%d %H:%M:%S %Z')} from {escape(str(run.directory))}.</footer>",
     ]
@@ -183,28 +188,43 @@ def _kinds(ranks: dict[int, list[timeline.Span]]) -> str:
     return page.table(["", *(page.key(kind, "var(--soft)", look) for kind, look in timeline.KINDS.items())], rows)
 
 
-def _samples(run: RunData) -> str:
-    files = sorted((run.directory / "samples").glob("step-*.jsonl"))
-    if not files:
-        return ""
-    best, worst = best_and_worst(files[-1], _SAMPLES)
-    step = int(files[-1].stem.removeprefix("step-"))
-    blocks = [("Best", best, "var(--c3)"), ("Worst", worst, "var(--c5)")]
-    columns = [
-        f'<div><h3 style="margin-bottom:10px">{name} of step {step}</h3>'
-        f'<div style="display:grid;gap:12px">{"".join(_sample(row, color) for row in rows)}</div></div>'
-        for name, rows, color in blocks
-        if rows
-    ]
-    return _grid(columns)
+def _samples(run: RunData, kind: str, steps: Sequence[int] | None) -> str:
+    """Return the best and worst samples of some steps, the last one unfolded. `kind`: see `SampleLog`."""
+    files = dict(merged_files(run.directory / "samples", kind))
+    chosen = spread(list(files), _SAMPLE_STEPS) if steps is None else [step for step in files if step in steps]
+    blocks = []
+    for step in chosen:
+        found = best_and_worst(files[step], _SAMPLES)
+        if found is None:
+            continue
+        titles = ("Best", "Worst") if found.worst else ("Some", "")
+        columns = [
+            f'<div><h3>{title} of step {step}</h3><div class="samples">'
+            f"{''.join(_sample(row, color) for row in rows)}</div></div>"
+            for title, rows, color in zip(titles, found[1:], ("var(--c3)", "var(--c5)"), strict=True)
+            if rows
+        ]
+        summary = f"step {step}: mean score {found.mean:.3g}{'' if found.worst else ', all scores are equal'}"
+        opened = " open" if step == chosen[-1] else ""
+        blocks.append(f"<details{opened}><summary>{summary}</summary>{_grid(columns)}</details>")
+    return "\n".join(blocks)
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` of some steps, evenly spread, the first and the last among them."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
 def _sample(row: dict[str, Any], color: str) -> str:
     verdict, turns = row["verdict"], row["turns"]
     facts = [f"ticket {row['ticket']}.{row['answer']}", f"{sum(len(turn['token_ids']) for turn in turns)} tokens"]
+    if row.get("greedy"):
+        facts.append("greedy")
     if row["advantage"] is not None:
         facts.append(f"advantage {row['advantage']:+.2f}")
-    if not row["kept"]:
+    if not row["kept"] and row["reject_reason"] != "held out":
         facts.append(f"not trained on: {row['reject_reason']}")
     if verdict["status"] != "ok":
         facts.append(verdict["status"])

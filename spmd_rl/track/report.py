@@ -1,8 +1,9 @@
 """Writes the `report.html` of a run again, from the files in its directory.
 
-python -m spmd_rl.track.report RUN_DIR
+python -m spmd_rl.track.report RUN_DIR [--steps 3 7 12]
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ from spmd_rl.track.render import write_report
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    if len(arguments) != 1:
-        print("usage: python -m spmd_rl.track.report RUN_DIR", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m spmd_rl.track.report", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="show the samples of these steps")
+    asked = parser.parse_args(arguments)
     try:
-        print(write_report(Path(arguments[0])))
+        print(write_report(asked.run, asked.steps))
     except OSError as error:
-        print(f"{arguments[0]}: {error.strerror}", file=sys.stderr)
+        print(f"{asked.run}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

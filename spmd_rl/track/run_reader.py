@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import yaml
@@ -48,16 +48,33 @@ def read_run(directory: Path) -> RunData:
     return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
 
 
-def best_and_worst(path: Path, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the `count` best and worst scored samples of a samples file, of its first 32 MiB; none is in both."""
+class Extremes(NamedTuple):
+    """The best and the worst samples of a samples file, as its lines say them; none is in both."""
+
+    mean: float
+    """Mean score of all scored samples of the file, or of its beginning."""
+    best: list[dict[str, Any]]
+    worst: list[dict[str, Any]]
+    """Empty where all scores are equal: `best` then holds some of them."""
+
+
+def best_and_worst(path: Path, count: int) -> Extremes | None:
+    """Return up to `count` best and worst scored samples of the first 32 MiB of a file; None if none is scored."""
     decode = msgspec.json.Decoder(_Scored).decode
     with open(path, "rb") as file:
         lines = file.readlines(_MAX_SAMPLE_BYTES)
     verdicts = ((decode(line).verdict, -index, line) for index, line in enumerate(lines))
     scored = [(v.score, index, line) for v, index, line in verdicts if v.status in ("ok", "wrong_format")]
-    best = heapq.nlargest(min(count, (len(scored) + 1) // 2), scored)
-    worst = heapq.nsmallest(min(count, len(scored) // 2), scored, key=lambda row: (row[0], -row[1]))
-    return [msgspec.json.decode(row[2]) for row in best], [msgspec.json.decode(row[2]) for row in worst]
+    if not scored:
+        return None
+    scores = [score for score, _, _ in scored]
+    low, high = min(scores), max(scores)
+    better = [row for row in scored if row[0] > low or low == high]
+    worse = [row for row in scored if row[0] < high]
+    best = heapq.nlargest(min(count, (len(scored) + 1) // 2), better)
+    worst = heapq.nsmallest(min(count, len(scored) // 2), worse, key=lambda row: (row[0], -row[1]))
+    rows = [[msgspec.json.decode(row[2]) for row in chosen] for chosen in (best, worst)]
+    return Extremes(sum(scores) / len(scores), *rows)
 
 
 class _Verdict(msgspec.Struct):

@@ -183,9 +183,10 @@ def test_a_check_that_fails_ends_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_table_shows_the_gravest_failure_of_all_ranks() -> None:
-    ok, own = Result("sidecar", "ok", "fine"), Result("sidecar", "failed", "gone", "cure", 2.0, weight=3)
-    follows = Result("sidecar", "failed", "ended because of rank 2", weight=0)
-    (shown,) = merge({0: [ok], 1: [follows], 2: [own]}, {2: "hostB"})
+    ok, own = Result("sidecar", "ok", "fine"), Result("sidecar", "failed", "gone", "cure", 2.0, weight=2, at=7.0)
+    follows = Result("sidecar", "failed", "ended because of rank 2", weight=0, at=5.0)
+    later = Result("sidecar", "failed", "connection closed", weight=2, at=8.0)
+    (shown,) = merge({0: [ok], 1: [follows], 2: [own], 3: [later]}, {2: "hostB"})
     assert (shown.verdict, shown.detail, shown.cure) == ("failed", "rank 2 on hostB: gone", "cure")
 
 

@@ -132,7 +132,35 @@ def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
 def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(run_dir)]) == 0
     assert report.main([str(run_dir / "nowhere")]) == 2 and "No such file" in capsys.readouterr().err
-    assert report.main([]) == 2
+    with pytest.raises(SystemExit):
+        report.main([])
+
+
+def test_samples_of_any_step_and_of_evaluations_are_shown(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    last = (run_dir / "samples" / "step-000012.jsonl").read_text()
+    for step in range(1, 12):
+        (run_dir / "samples" / f"step-{step:06d}.jsonl").write_text(last)
+    row = json.loads(last.splitlines()[0])
+    row["turns"][0]["text"], row["greedy"] = "a held-out answer", True
+    row["kept"], row["reject_reason"] = False, "held out"
+    (run_dir / "samples" / "eval-000010.jsonl").write_text(json.dumps(row) + "\n")
+    page = draw(run_dir)
+    assert "Worst of step 1" in page.text and "Worst of step 12" in page.text and "Worst of step 2" not in page.text
+    assert "Held-out samples" in page.text and "a held-out answer" in page.text and "greedy" in page.text
+    assert report.main([str(run_dir), "--steps", "2", "10"]) == 0
+    text = Page((run_dir / "report.html").read_text()).text
+    assert "Worst of step 2" in text and "Worst of step 12" not in text and "a held-out answer" in text
+
+
+def test_equal_scores_have_no_best_and_no_worst(run_dir: Path) -> None:
+    path = run_dir / "samples" / "step-000012.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["verdict"]["score"] = 0.0
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = draw(run_dir)
+    assert "Some of step 12" in page.text and "all scores are equal" in page.text
+    assert "Best of" not in page.text and "Worst of" not in page.text
 
 
 def test_the_curve_draws_every_seed(tmp_path: Path) -> None:
@@ -153,14 +181,27 @@ def test_a_curve_of_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no scores" in capsys.readouterr().err
 
 
-def test_best_and_worst_are_disjoint_and_scored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scores", "best", "worst"),
+    [
+        ([0.0, 1.0, 0.5], [1, 2], [0]),
+        ([0.0, 0.0, 1.0, 0.0], [2], [0, 1]),
+        ([1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 2, 3], [1]),
+        ([0.5, 0.5, 0.5], [0, 1], []),
+    ],
+)
+def test_best_and_worst_are_disjoint_scored_and_different(
+    tmp_path: Path, scores: list[float], best: list[int], worst: list[int]
+) -> None:
     path = tmp_path / "s.jsonl"
-    scores = [0.0, 1.0, 0.5]
     rows = [{"ticket": i, "verdict": {"status": "ok", "score": score}} for i, score in enumerate(scores)]
-    rows.append({"ticket": 3, "verdict": {"status": "timeout", "score": 9.0}})
+    rows.append({"ticket": 9, "verdict": {"status": "timeout", "score": 9.0}})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    best, worst = best_and_worst(path, 3)
-    assert ([row["ticket"] for row in best], [row["ticket"] for row in worst]) == ([1, 2], [0])
+    found = best_and_worst(path, 3)
+    assert ([row["ticket"] for row in found.best], [row["ticket"] for row in found.worst]) == (best, worst)
+    assert found.mean == pytest.approx(sum(scores) / len(scores))
+    path.write_text(json.dumps(rows[-1]) + "\n")
+    assert best_and_worst(path, 3) is None
 
 
 def event(t: float, what: str, phase: str = "", **fields: str) -> dict:
