@@ -23,6 +23,15 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
+class Band:
+    """The area between two lines over the same steps, such as the least and the greatest of some seeds."""
+
+    color: str
+    low: Sequence[Point]
+    high: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """The plot area of a chart of `width` x `height` units, and the values at its edges."""
 
@@ -149,13 +158,22 @@ def frame_around(all_series: Sequence[Series], width: float, height: float, **ma
     return Frame(width, height, (min(xs), last), padded(ys), **margins)
 
 
-def line_chart(all_series: Sequence[Series], width: float = 560, height: float = 210) -> str:
-    """Draw lines over steps. Empty series are skipped; without any other the chart is an empty string."""
+def line_chart(
+    all_series: Sequence[Series], width: float = 560, height: float = 210, bands: Sequence[Band] = ()
+) -> str:
+    """Draw lines over steps, and bands behind them. Empty series are skipped; without any other nothing is drawn."""
     shown = [series for series in all_series if series.points]
     if not shown:
         return ""
-    frame = frame_around(shown, width, height)
-    return svg(width, height, axes(frame) + "".join(polyline(frame, series) for series in shown))
+    edges = [Series("", band.color, points) for band in bands for points in (band.low, band.high) if points]
+    frame = frame_around([*shown, *edges], width, height)
+    drawn = [_area(frame, band) for band in bands] + [polyline(frame, series) for series in shown]
+    return svg(width, height, axes(frame) + "".join(drawn))
+
+
+def _area(frame: Frame, band: Band) -> str:
+    around = [*thin(band.low), *reversed(thin(band.high))]
+    return f'<polygon points="{_path(frame, around)}" fill="{band.color}" fill-opacity=".18"/>'
 
 
 def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230) -> str:

@@ -1,0 +1,67 @@
+"""Runs compared on one page: seeds as a band, one colour a line, and a table of last and best values."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spmd_rl.compare import differences, lanes, main
+from spmd_rl.track.run_reader import RunData, read_run
+from tests.synthetic import make_run
+
+
+def make(path: Path, name: str, seed: int = 0, lr: float = 1e-5, num_steps: int = 12) -> Path:
+    run_dir = make_run(path, num_steps=num_steps, seed=seed)
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings["run"]["name"], settings["policy"]["lr"] = name, lr
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    return run_dir
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> list[Path]:
+    """Three seeds of one setting, of which one run is shorter, and one run of another."""
+    seeds = [make(tmp_path / f"s{seed}", f"base-{seed}", seed, num_steps=12 - 3 * seed) for seed in range(3)]
+    return [*seeds, make(tmp_path / "other", "fast", lr=1e-4)]
+
+
+def test_seeds_are_one_lane(four: list[Path]) -> None:
+    found = lanes([read_run(path) for path in four])
+    assert [lane.name for lane in found] == ["base (3 seeds)", "fast"]
+    assert found[0].color != found[1].color
+    assert differences(found) == ["policy.lr=1e-05", "policy.lr=0.0001"]
+    mean, low, high = found[0].points("critic/score/mean")
+    assert [step for step, _ in mean] == list(range(1, 7))
+    values = [dict(run.series("critic/score/mean"))[3] for run in found[0].runs]
+    assert (mean[2][1], low[2][1], high[2][1]) == (pytest.approx(sum(values) / 3), min(values), max(values))
+
+
+def test_many_runs_have_as_many_colours_and_names() -> None:
+    runs = [RunData(Path(f"r{i}"), [], {"policy": {"lr": i}, "steps": 1}, {}, {}) for i in range(20)]
+    found = lanes([*runs, RunData(Path("elsewhere/r3"), [], {"policy": {"lr": 99}, "steps": 1}, {}, {})])
+    assert len({lane.color for lane in found}) == len({lane.name for lane in found}) == 21
+
+
+def test_the_page_and_the_table(four: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "compare.html"
+    assert main([*map(str, four), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert text.count("<polygon") == 9 and text.count("<figure") == 9  # a band in each of nine charts
+    assert "base (3 seeds)" in text and "fast" in text and not re.search(r"(https?:)?//\w|<script", text)
+    told = capsys.readouterr().out
+    assert "base (3 seeds)" in told and "policy.lr=0.0001" in told and str(out) in told
+
+
+def test_the_svg_has_a_chart_for_each_key(four: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "compare.svg"
+    assert main([*map(str, four), "--out", str(out), "--keys", "actor/entropy", "time/total"]) == 0
+    root = ElementTree.fromstring(out.read_text())
+    assert len(root.findall("{*}svg")) == 2 and len(root.findall(".//{*}polyline")) == 4
+
+
+@pytest.mark.parametrize("words", [["nowhere"], ["s0", "--keys", "no/such"]])
+def test_what_cannot_be_compared(four: list[Path], tmp_path: Path, words: list[str], capsys) -> None:
+    assert main([str(tmp_path / words[0]), *words[1:], "--out", str(tmp_path / "out.html")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
