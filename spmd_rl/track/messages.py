@@ -1,0 +1,48 @@
+"""What a run says on rank 0's terminal before its first step and after its last."""
+
+from pathlib import Path
+
+from spmd_rl.config.batch_arithmetic import describe_batch
+from spmd_rl.config.model_files import describe_model
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.distributed import World
+
+
+def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
+    """Describe the run: model, ranks, prompts, the arithmetic of a step, dtype, directory."""
+    ranks, nodes = world.size, -(-world.size // world.local_size)
+    model = Path(cfg.policy.model)
+    epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
+    every = cfg.eval.every
+    evaluated = f", {min(cfg.eval.prompts, num_eval)} of them every {every} steps" if every and num_eval else ""
+    lines = [
+        ("run", f"{cfg.run.name}, {cfg.steps} steps, seed {cfg.seed}"),
+        ("model", f"{model}: {describe_model(model)}"),
+        ("dtype", f"{cfg.policy.dtype} in forward passes and the engine; master weights and optimizer in float32"),
+        (
+            "ranks",
+            f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): each trains ({cfg.train.name}, "
+            f"tp={cfg.train.tp}) and generates ({cfg.engine.name}, tp={cfg.engine.tp})",
+        ),
+        ("prompts", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out{evaluated}"),
+        *describe_batch(cfg, ranks),
+        ("run.dir", cfg.run.dir),
+    ]
+    return _aligned(lines)
+
+
+def footer(run_dir: Path, steps: int) -> str:
+    """Say where the report and the last checkpoint are, how to continue, and how to load the model."""
+    lines = [("report", str(run_dir / "report.html"))]
+    if checkpoints := sorted((run_dir / "checkpoints").glob("step-*")):
+        last = checkpoints[-1]
+        lines.append(("checkpoint", str(last)))
+        lines.append(("continue", f"the same command with steps= above {steps}"))
+        if (last / "hf").is_dir():
+            lines.append(("load", f'transformers.AutoModelForCausalLM.from_pretrained("{last / "hf"}")'))
+    lines.append(("compare", f"python -m spmd_rl.compare {run_dir} OTHER_RUN_DIR"))
+    return _aligned(lines)
+
+
+def _aligned(lines: list[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<12}{text}" for name, text in lines)

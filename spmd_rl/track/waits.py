@@ -1,0 +1,71 @@
+"""Says on rank 0's terminal what a run is waiting for, where that takes long: `starting the engine (35 s)`.
+
+A thread looks at the phase that the main thread is in; it meets no other rank, and counts as no progress.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+FIRST_SECONDS, NEXT_SECONDS = 20.0, 30.0
+"""The first line of a wait, and the pause between two lines."""
+WAITS = {
+    "start": "loading the models, starting the sidecars and the engine",
+    "restore": "loading the checkpoint",
+    "publish": "publishing the weights to the engine",
+    "save": "writing the checkpoint",
+    "eval": "evaluating",
+}
+"""Phases that are announced whenever they take long."""
+FIRST_WAITS = {
+    "generate": "generating; an engine may compile in the first step",
+    "logprobs": "computing logprobs; the trainer may compile in the first step",
+    "update": "training; the trainer may compile in the first step",
+}
+"""Phases that are announced in the first step of this process."""
+
+
+class Waits:
+    """Watches the phases of a journal (a `PhaseWatcher`)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: list[tuple[str, float]] = []
+        self._said = 0.0
+        self._closed = threading.Event()
+        self.first_step = True
+        """Whether the first step of this process is still to end."""
+
+    def start(self, where: Callable[[], str]) -> None:
+        """Start the thread. `where` names the collective that the rank is in, or nothing."""
+
+        def look() -> None:
+            while not self._closed.wait(1.0):
+                if line := self.due(where()):
+                    print(line, file=sys.stderr, flush=True)
+
+        threading.Thread(target=look, name="waits", daemon=True).start()
+
+    def close(self) -> None:
+        """Say nothing more."""
+        self._closed.set()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, inside those that are open."""
+        self._open.append((phase, self._clock()))
+
+    def exit(self, phase: str) -> None:
+        """End the innermost phase."""
+        self._open.pop()
+
+    def due(self, where: str = "") -> str | None:
+        """Return the line that is due at this moment, if any."""
+        known = WAITS | FIRST_WAITS if self.first_step else WAITS
+        now = self._clock()
+        phase, began = next(((p, t) for p, t in reversed(self._open[:]) if p in known), ("", now))
+        if now - began < FIRST_SECONDS or now - self._said < NEXT_SECONDS:
+            return None
+        self._said = now
+        text = "starting the engine" if where.startswith("engine: start") else known[phase]
+        return f"{text} ({now - began:.0f} s)"

@@ -1,0 +1,91 @@
+"""What a run says before its first step, in long waits, and after its last step."""
+
+import json
+import struct
+from pathlib import Path
+
+from spmd_rl.config.batch_arithmetic import describe_batch
+from spmd_rl.config.model_files import describe_model, num_weights
+from spmd_rl.config.schema import EvalConfig, PolicyConfig, RlvrConfig, RolloutConfig, RunConfig, TrainConfig
+from spmd_rl.distributed import solo
+from spmd_rl.track import Run, messages
+from spmd_rl.track.waits import Waits
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir()
+    head = {"a": {"shape": [1000, 500]}, "b": {"shape": [7]}, "__metadata__": {"format": "pt"}}
+    text = json.dumps(head).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64}))
+    return folder
+
+
+def test_a_model_is_described_by_its_files(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    assert num_weights(folder) == 500_007
+    assert describe_model(folder) == "0.5 M weights, llama, 3 layers of width 64"
+
+
+def test_the_arithmetic_of_a_step() -> None:
+    cfg = RlvrConfig(
+        rollout=RolloutConfig(
+            prompts_per_step=6, answers_per_prompt=4, over_sample=2, max_prompt_tokens=100, max_new_tokens=28
+        ),
+        train=TrainConfig(tp=2, updates_per_step=3),
+    )
+    told = dict(describe_batch(cfg, 8))
+    assert told["step"] == "6 prompts x 4 answers = 24 samples; 2 prompts more are started"
+    assert told["generation"].startswith("8 engines, up to 512 answers at once")
+    assert told["training"] == "4 data shards of about 6 samples, 3 optimizer steps a step on about 8 samples each"
+    assert told["tokens"].startswith("at most 128 a sample (100 prompt + 28 answer), 3,072 a step")
+
+
+def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:
+    model = write_model(tmp_path / "model")
+    cfg = RlvrConfig(
+        steps=1,
+        run=RunConfig(name="toy", dir=str(tmp_path / "run")),
+        policy=PolicyConfig(model=str(model)),
+        eval=EvalConfig(every=2, prompts=5),
+    )
+    with solo(tmp_path) as world, Run.open(cfg, world) as track:
+        track.announce(16, 9)
+        with track.step(1):
+            track.add({"critic/score/mean": 0.5})
+        (tmp_path / "run" / "checkpoints" / "step-000001" / "hf").mkdir(parents=True)
+    told = capsys.readouterr().err
+    for words in ("0.5 M weights", "1 on 1 node (cpu): each trains", "16 for training (0.5 epochs), 9 held out, 5 of"):
+        assert words in told, told
+    end = told.split("step 1/1")[1]
+    for words in ("run/report.html", "checkpoints/step-000001\n", "steps= above 1", "step-000001/hf"):
+        assert words in end, end
+
+
+def test_a_run_without_a_checkpoint_names_none(tmp_path: Path) -> None:
+    assert "checkpoint" not in messages.footer(tmp_path, 3)
+
+
+def test_a_long_wait_is_said_after_20_seconds_and_then_every_30() -> None:
+    now = [0.0]
+    waits = Waits(lambda: now[0])
+    waits.enter("start")
+
+    def said(where: str = "") -> dict[int, str]:
+        found = {}
+        for second in range(100):
+            now[0] += 1
+            if line := waits.due(where):
+                found[second + 1] = line
+        return found
+
+    lines = said("engine: start vllm")
+    assert list(lines) == [30, 60, 90] and lines[30] == "starting the engine (30 s)"
+    waits.exit("start")
+    assert not said()
+    waits.enter("update")
+    assert list(said()) == [20, 50, 80]
+    waits.exit("update")
+    waits.first_step = False
+    waits.enter("update")
+    assert not said()
