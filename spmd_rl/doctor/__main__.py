@@ -51,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         if rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    if not (todo := chosen(asked.only)):
+        parser.error(f"--only: no check begins with {asked.only}; there are {', '.join(c.name for c in CHECKS)}")
     signal.signal(signal.SIGTERM, _terminate)
     folder = tempfile.mkdtemp(prefix="spmd-rl-doctor-")
     options = Options(
@@ -62,7 +64,10 @@ def main(arguments: Sequence[str]) -> int:
         keys=cfg.sidecar.keys,
         sandboxes=tuple(reward.sandbox for reward in cfg.reward.domains.values()),
     )
-    failed = examine(options, asked.wait, chosen(asked.only))
+    try:
+        failed = examine(options, asked.wait, todo)
+    except KeyboardInterrupt:
+        return 130
     if not failed:
         shutil.rmtree(folder, ignore_errors=True)
     return int(failed)

@@ -6,7 +6,7 @@ Any other exception is a failure too, with the cure of the list.
 
 from dataclasses import dataclass
 
-REPORT = "read the log that is named above; if the cause is not yours, report it with that log"
+REPORT = "read the log; if the cause is not yours, report it with that log"
 INSTALL = "pip install --editable . (or pip install -U spmd-rl) in the environment that runs the ranks"
 
 
@@ -41,12 +41,13 @@ CHECKS = (
     Check("sidecar", "services:sidecar", "node", limit=60),
     Check("devices", "devices:devices", "ranks", limit=90, cure=INSTALL),
     Check("dtype", "devices:dtype", "ranks"),
-    Check("shared directory", "devices:shared_directory", "ranks", limit=90),
-    Check("collectives: host", "devices:host_collectives", "ranks", limit=60),
-    Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60),
-    Check("training step", "roles:training_step", "ranks", limit=60),
+    Check("process group", "devices:process_group", "ranks", limit=60),
+    Check("shared directory", "devices:shared_directory", "ranks", needs="process group"),
+    Check("collectives: host", "devices:host_collectives", "ranks", limit=60, needs="process group"),
+    Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60, needs="process group"),
+    Check("training step", "roles:training_step", "ranks", limit=60, needs="process group"),
     Check("offload", "roles:offload", "ranks", needs="training step"),
-    Check("checkpoint", "roles:checkpoint", "ranks", needs="training step"),
+    Check("checkpoint", "roles:checkpoint", "ranks", needs="shared directory"),
     Check("native: start", "engines:start_native", "ranks", needs="training step"),
     Check("native: publish", "engines:publish_native", "ranks", needs="native: start"),
     Check("native: generate", "engines:generate_native", "ranks", needs="native: publish"),

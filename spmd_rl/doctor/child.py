@@ -77,7 +77,8 @@ def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
         detail, cure = str(error), SETTING
     except Exception as error:  # noqa: BLE001 - a check may fail in any way: it is recorded, with its traceback
         traceback.print_exc()
-        detail = one_line(error)
+        folder = (context.options if context_meets(context) else context).folder
+        detail = f"{one_line(error)}; log: {folder}"
     return Result(check.name, verdict, detail, cure, time.perf_counter() - began, weight=2, at=time.time())
 
 

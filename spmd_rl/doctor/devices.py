@@ -78,6 +78,13 @@ def _best(work: Callable[[], object], device: torch.device, repeats: int) -> flo
     return min(found[1:])
 
 
+def process_group(bench: Bench) -> str:
+    """[all] Form the process groups of all ranks."""
+    world = bench.world  # [all]
+    backends = dist.get_backend_config() if dist.is_initialized() else "none"
+    return f"{world.size} rank{'s' * (world.size > 1)}, {backends}"
+
+
 def shared_directory(bench: Bench) -> str:
     """[all] See on all ranks a file that rank 0 has written where the run directory will be."""
     path = bench.shared / "seen"

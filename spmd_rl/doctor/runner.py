@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from spmd_rl.doctor.checks import REPORT, Check, Options, Result
+from spmd_rl.doctor.checks import Check, Options, Result
 from spmd_rl.doctor.ranks import Ranks, names
 
 GRACE = 8.0
@@ -39,7 +39,7 @@ def run_checks(checks: Sequence[Check], options: Options, ranks: Ranks, verdicts
             left = checks[len(results) :]
             return [*results, *(Result(check.name, "skipped", f"{names(missing)} does not answer") for check in left)]
         for check in checks[len(results) : max(reached)]:  # another rank came further before it failed
-            results.append(Result(check.name, "failed", "this rank did not come so far", REPORT))
+            results.append(Result(check.name, "failed", "this rank did not come so far"))
         attempt += 1
     return results
 
@@ -116,13 +116,13 @@ class Child:
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
         said = self._last_line()
         if CONSEQUENCE in said:
-            return Result(check.name, "failed", said, REPORT, seconds, weight=0)
+            return Result(check.name, "failed", said, "", seconds)
         told = f"its process ended ({how}): {said}; {self.log}"
         return Result(check.name, "failed", told, check.cure, seconds, weight=3, at=died)
 
     def _too_slow(self, check: Check, seconds: float, hurried: bool) -> Result:
         if hurried:
-            return Result(check.name, "failed", "waited for a rank that had failed", REPORT, seconds, weight=0)
+            return Result(check.name, "failed", "waited for a rank that had failed", "", seconds)
         told = f"not done after {check.limit:g} s; the last line of {self.log}: {self._last_line()}"
         return Result(check.name, "failed", told, HANG, seconds, weight=1)
 

@@ -26,10 +26,10 @@ def doctor(*words: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_everything_works_on_two_ranks(tmp_path: Path) -> None:
-    names = "versions,open,run,sidecar,devices,dtype,shared,collectives,training,offload,checkpoint,native"
+    names = "versions,open,run,sidecar,devices,dtype,process,shared,collectives,training,offload,checkpoint,native"
     done = doctor("-m", "spmd_rl.doctor", f"run.dir={tmp_path}/run", "--only", names)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "17 ok, 1 skipped" in done.stdout and not list(tmp_path.iterdir())
+    assert "18 ok, 1 skipped" in done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
