@@ -37,7 +37,7 @@ def draw(results: Sequence[Result]) -> str:
 def _key(colors: dict[str, str]) -> str:
     parts = []
     for number, (policy, color) in enumerate(colors.items()):
-        x = 14 + 140 * number
+        x = 14 + 148 * number
         parts.append(rect(x, 8, 12, 12, color, policy) + text(x + 18, 18, policy, "start"))
     return "".join(parts)
 
