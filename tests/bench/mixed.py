@@ -87,7 +87,7 @@ def main() -> None:
     door = [*work.launcher(sys.executable, args.ranks), "-m", "spmd_rl.rlvr", *chosen]
     subprocess.run(door, env=work.environment(args.ranks) | {"PATH": "/usr/bin:/bin"}, cwd=work.ROOT, check=True)
     tickets: dict[int, str] = {}
-    for path in sorted((run_dir / "samples").glob("*.jsonl")):
+    for path in sorted((run_dir / "samples").glob("step-*.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
             tickets[row["ticket"]] = row["domain"]

@@ -1,5 +1,6 @@
 """Guarantee E (exact) and guarantee S (same samples), through the real door."""
 
+import json
 import shutil
 
 import pytest
@@ -112,4 +113,12 @@ def test_samples_are_logged_whole(by_size) -> None:
         for turn in row["turns"]:
             assert len(turn["token_ids"]) == len(turn["logprobs"]) == len(turn["versions"]) > 0
             assert set(turn["versions"]) == {0}
-    assert sorted(path.name for path in (run.run_dir / "samples").iterdir()) == ["step-000001.jsonl"]
+    names = ["eval-000000.jsonl", "eval-000001.jsonl", "step-000001.jsonl"]
+    assert sorted(path.name for path in (run.run_dir / "samples").iterdir()) == names
+    for step in (0, 1):
+        text = (run.run_dir / "samples" / f"eval-{step:06d}.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert {row["reject_reason"] for row in rows} == {"held out"}
+        for greedy, key in ((True, "val/score_greedy/mean"), (False, "val/score/mean")):
+            scores = [row["verdict"]["score"] for row in rows if row.get("greedy", False) is greedy]
+            assert sum(scores) / len(scores) == pytest.approx(run.metrics()[step][key])
