@@ -38,7 +38,7 @@ CHECKS = (
     Check("sandbox: bwrap", "services:bwrap", "node"),
     Check("sandbox: forkserver", "services:forkserver", "node"),
     Check("sandbox", "services:any_sandbox", "node"),
-    Check("sidecar", "services:sidecar", "node", limit=60),
+    Check("sidecar", "services:sidecar", "node", limit=60, cure="sidecar.bind=ipc, or another port in sidecar.bind"),
     Check("devices", "devices:devices", "ranks", limit=90, cure=INSTALL),
     Check("dtype", "devices:dtype", "ranks"),
     Check("process group", "devices:process_group", "ranks", limit=60),

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from spmd_rl.doctor.checks import Check, Failed, Options, Result, Skipped
+from spmd_rl.doctor.checks import REPORT, Check, Failed, Options, Result, Skipped
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.process import die_with_parent
 
@@ -74,7 +74,7 @@ def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
     except Failed as failed:
         detail, cure = failed.detail, failed.cure
     except UserError as error:
-        detail, cure = str(error), SETTING
+        detail, cure = str(error), SETTING if check.cure == REPORT else check.cure
     except Exception as error:  # noqa: BLE001 - a check may fail in any way: it is recorded, with its traceback
         traceback.print_exc()
         folder = (context.options if context_meets(context) else context).folder
