@@ -19,7 +19,6 @@ def _prepare_environment() -> None:
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning ranks that share cores run ten times slower
         "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks_per_node)),  # torchrun sets 1 before we are asked
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
         "TORCH_FR_BUFFER_SIZE": "0",  # a traceback kept of each collective: the journal names one that hangs
     }
     for name, value in defaults.items():

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_rl.distributed import World
+from spmd_rl.hub import model_folder
 from spmd_rl.train.base import TrainBackend
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -25,7 +26,7 @@ class HfExport:
 
     def __init__(self, policy: TrainBackend, model_dir: str | Path, world: World) -> None:
         """`model_dir` is where config and tokenizer are copied from; `world` are the ranks that hold the policy."""
-        self._policy, self._model_dir, self._world = policy, Path(model_dir).expanduser(), world
+        self._policy, self._model_dir, self._world = policy, model_folder(model_dir), world
 
     def __call__(self, path: Path) -> list[Path]:
         """[all] Write the directory `path`; return the files that this rank wrote, which only rank 0 does.

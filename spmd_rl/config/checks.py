@@ -10,17 +10,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.architectures import check_architecture
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.config.sections.data import files
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
+from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_id, model_folder
 from spmd_rl.targets import UNPROVIDED, build_target, import_coroutine
 
 VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
-
-WEIGHTS = ("*.safetensors",)
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def rank() -> int:
@@ -41,10 +40,10 @@ def world_size() -> int:
 def check(cfg: Any) -> None:
     """Raise a `UserError` for the first thing that cannot work."""
     check_mesh(cfg)
+    check_models(cfg)
     check_engine(cfg)
     check_episode(cfg)
     check_run(cfg)
-    check_models(cfg)
     check_data(cfg)
     check_sidecar(cfg)
     check_rewards(cfg)
@@ -72,7 +71,7 @@ def check_engine(cfg: Any) -> None:
     if world_size() % engine.tp:
         raise UserError(f"engine.tp: {engine.tp} does not divide {world_size()} ranks")
     if engine.tp > 1:
-        check_heads(engine.tp, Path(cfg.policy.model) / "config.json")
+        check_heads(engine.tp, model_folder(cfg.policy.model) / "config.json")
 
 
 def check_episode(cfg: Any) -> None:
@@ -102,23 +101,45 @@ def check_heads(tp: int, path: Path) -> None:
 
 
 def check_models(cfg: Any) -> None:
-    """Check the directories of the policy, and of the reference and the critic where they are loaded."""
-    check_model("policy.model", cfg.policy.model)
-    if cfg.reference.model and cfg.algorithm.uses_reference:
-        check_model("reference.model", cfg.reference.model)
-    if cfg.critic.model and cfg.algorithm.uses_critic:
-        check_model("critic.model", cfg.critic.model)
+    """Check the models of the policy, and of the reference and the critic where they are loaded.
+
+    A name of the hub gets the commit that it stands for, so that all ranks, and a resumed run, load the same weights.
+    """
+    longest = cfg.rollout.max_context_tokens or cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    for role in loaded_roles(cfg):
+        model, engine = getattr(cfg, role), cfg.engine.name if role == "policy" else ""
+        model.model = check_model(f"{role}.model", model.model)
+        check_architecture(f"{role}.model", model_folder(model.model), engine, longest)
 
 
-def check_model(key: str, path: str) -> None:
-    """Check that a path is a Hugging Face directory with config, safetensors and tokenizer."""
-    remedy = "`make model` (python -m spmd_rl.model.smollm2) makes the default one"
-    folder = Path(path)
+def loaded_roles(cfg: Any) -> list[str]:
+    """Return the names of the roles that load a model of their own."""
+    used = {"policy": True, "reference": cfg.algorithm.uses_reference, "critic": cfg.algorithm.uses_critic}
+    return [role for role, loads in used.items() if loads and getattr(cfg, role).model]
+
+
+def check_model(key: str, name: str) -> str:
+    """Check that a model is a Hugging Face directory with config, safetensors and tokenizer, or one of the hub.
+
+    Of a model of the hub the small files are downloaded. Returns the name, with its commit if it is one of the hub.
+    """
+    remedy = "or `make model` (python -m spmd_rl.model.smollm2) makes the default one; a model of the hub is ORG/NAME"
+    hub, name = hub_id(name), fetch_config(key, name, wait=local_rank() != 0)
+    folder = model_folder(name)
     if not folder.is_dir():
-        raise UserError(f"{key}: no directory {path}; give a Hugging Face model directory, or {remedy}")
-    for what, patterns in (("config.json", ("config.json",)), ("safetensors", WEIGHTS), ("tokenizer", TOKENIZERS)):
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise UserError(f"{key}: {path} has no {what}; give a Hugging Face model directory, or {remedy}")
+        raise UserError(f"{key}: no directory {name}; give a Hugging Face model directory, {remedy}")
+    wanted = {"config.json": ("config.json",), "safetensors": ("*.safetensors",), "tokenizer": TOKENIZERS}
+    for what, patterns in wanted.items():
+        later = hub and what == "safetensors"
+        if not later and not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise UserError(f"{key}: {name} has no {what}; give a Hugging Face model directory, {remedy}")
+    return name
+
+
+def fetch_models(cfg: Any) -> None:
+    """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
+    for role in loaded_roles(cfg):
+        fetch_weights(f"{role}.model", getattr(cfg, role).model)
 
 
 def check_data(cfg: Any) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmd_rl.config.checks import check, local_rank, rank
+from spmd_rl.config.checks import check, fetch_models, local_rank, rank
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import CONFIGS, load
@@ -61,6 +61,7 @@ def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence
             for line in unused_settings(cfg, shipped):
                 print(f"warning: {line}", file=sys.stderr)
         exit_.start()
+        fetch_models(cfg)
         run(cfg)
         gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
 from spmd_rl.model import attention as packed
 
 
@@ -110,8 +111,8 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def model_directory(path: str | Path) -> Path:
-    """`path` with `~` resolved; UserError unless it looks like a model directory with safetensors."""
-    folder = Path(path).expanduser()
+    """The directory of a path or a name of the hub; UserError unless it looks like a model with safetensors."""
+    folder = model_folder(path)
     if not folder.is_dir():
         raise UserError(f"policy.model: no such directory: {folder}")
     if not (folder / "config.json").is_file():

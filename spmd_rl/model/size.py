@@ -36,7 +36,7 @@ class ModelSize:
             read=read,
             per_token=read - output.numel() - _idle(model),
             head=output.numel(),
-            kv=2 * layers * (getattr(config, "num_key_value_heads", None) or heads) * width,
+            kv=2 * layers * num_kv_heads(config) * width,
             attention=layers * heads * width,
         )
 
@@ -44,6 +44,11 @@ class ModelSize:
 def head_dim(config: PreTrainedConfig) -> int:
     """Width of an attention head; older configurations do not say it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def num_kv_heads(config: PreTrainedConfig) -> int:
+    """Key-value heads; configurations older than grouped attention do not say it."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _idle(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
 from spmd_rl.types import Message
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
     """The tokenizer of a model directory; never downloads. UserError: no directory, no tokenizer, or a broken one."""
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
+    folder = model_folder(path)
     if not folder.is_dir():
         raise UserError(f"no such model directory: {folder}")
     try:

@@ -24,7 +24,7 @@ from spmd_rl.engine.native.sampling import sample, uniform
 from spmd_rl.engine.native.scheduler import Prefix, Row, Scheduler
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
-from spmd_rl.model.size import head_dim
+from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.types import Completion, FinishReason, Request
 
 PREFILL_TOKENS = 4096
@@ -45,7 +45,7 @@ class NativeEngine:
         config, weight = module.config, next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self.pool = KVPool(
-            config.num_hidden_layers, kv_tokens, config.num_key_value_heads, head_dim(config), self._dtype, self._device
+            config.num_hidden_layers, kv_tokens, num_kv_heads(config), head_dim(config), self._dtype, self._device
         )
         # A prompt's partial last block is held twice while its request runs.
         max_tokens = min((self.pool.num_blocks - 1) * BLOCK, config.max_position_embeddings)

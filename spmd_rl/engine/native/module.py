@@ -9,6 +9,7 @@ from transformers.initialization import no_init_weights
 
 from spmd_rl.engine.native.attention import ATTENTION
 from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
 
 
 def empty_module(
@@ -19,7 +20,7 @@ def empty_module(
     Buffers (rotary frequencies) come from the constructor, which is why this is not a module moved off `meta`.
     UserError for an architecture this engine cannot run.
     """
-    config = AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=trust)
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     _check(config)
     with torch.device(device), no_init_weights():
         module = AutoModelForCausalLM.from_config(

@@ -19,6 +19,8 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from spmd_rl.hub import model_folder
+
 CPU_BLOCK = 32
 """Tokens of a KV block on the CPU, where vLLM's own 128 would round short prompts up fourfold and share none."""
 BLOCK = 16
@@ -55,7 +57,7 @@ def start(
     block = CPU_BLOCK if cpu else BLOCK
     num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
     config = EngineArgs(
-        model=str(path),
+        model=str(model_folder(path)),
         trust_remote_code=trust,
         dtype=str(dtype).removeprefix("torch."),
         tensor_parallel_size=tp,
@@ -91,7 +93,7 @@ def start(
 
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
     """How long a request may be, and how its prompt is computed."""
-    config = AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=trust)
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
         return {"max_model_len": max_tokens}

@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from spmd_rl.hub import model_folder
 from spmd_rl.model.build import weights_of
 
 
 def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Size]:
     """Hugging Face name -> shape of each weight, from `path/config.json` alone; tied ones under the first."""
-    config = AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=trust)
+    config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     with torch.device("meta"), no_init_weights():
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     module.tie_weights()

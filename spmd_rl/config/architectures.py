@@ -1,0 +1,54 @@
+"""What `config.json` says about whether a model can be trained here: told before torch, and before weights are fetched.
+
+Training packs many sequences into one row and attends within each; whatever mixes tokens in another way is refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import UserError
+
+NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+RECURRENT = (
+    "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 rwkv recurrent_gemma qwen3_next nemotron_h lfm2"
+)
+REFUSED = {
+    "gemma2": "caps its attention logits",
+    "gpt_oss": "has attention sinks",
+    **dict.fromkeys(("falcon", "bloom", "mpt"), "computes its attention by itself"),
+    **dict.fromkeys(RECURRENT.split(), "has recurrent layers"),
+}
+"""By `model_type`, why it cannot be trained"""
+SLIDING = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "cohere2", "olmo3", "exaone4")
+"""Types some of whose layers see only a window, even where `config.json` does not say it"""
+WORKING = "Llama, Qwen2, Qwen3, Mistral, Mixtral, Phi, OLMo2, Gemma, GPT-2 and OPT"
+
+
+def check_architecture(key: str, folder: Path, engine: str, longest: int) -> None:
+    """Raise a `UserError` if the model in `folder` cannot be trained, or cannot be run by `engine` (may be empty).
+
+    `longest` is the most tokens of a sample. `key` is the setting that the error names.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        text: dict[str, Any] = config.get("text_config") or config
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{key}: {folder / 'config.json'}: {error}") from None
+    kind = text.get("model_type") or config.get("model_type") or "this model"
+    names = config.get("architectures") or []
+    if config.get("is_encoder_decoder") or any(name.endswith(NO_CAUSAL_LM) for name in names):
+        raise UserError(f"{key}: {folder} is no causal language model but {', '.join(names) or kind}")
+    reason = REFUSED.get(kind) or ("caps its attention logits" if text.get("attn_logit_softcapping") else "")
+    if reason:
+        raise UserError(f"{key}: {kind} {reason} and cannot be trained here; {WORKING} can, Gemma 3 with engine=vllm")
+    layers = {*(text.get("layer_types") or ())} - {"full_attention"}
+    if engine == "native" and (layers or kind in SLIDING or text.get("sliding_window_pattern")):
+        what = ", ".join(sorted(layers)) or "sliding_attention"
+        raise UserError(f"{key}: engine=native cannot run the {what} layers of {kind}; engine=vllm can")
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    if window and longest > window:
+        raise UserError(
+            f"{key}: samples of {longest} tokens exceed the sliding window of {kind}, which training has not: set "
+            f"rollout.max_prompt_tokens and rollout.max_new_tokens to {window} together"
+        )

@@ -1,0 +1,181 @@
+"""Models of the Hugging Face hub: `policy.model=Qwen/Qwen2.5-0.5B-Instruct`; `@REVISION` adds a branch, tag or commit.
+
+    name = fetch_config("policy.model", name)  # small files; returns the name with the commit that it stands for
+    fetch_weights("policy.model", name)
+    folder = model_folder(name)                # where the files lie; no network
+
+What the cache (`HF_HOME`) has complete is used as it is, without asking the network; `hf download ORG/NAME` fetches
+what is newer. On each node local rank 0 downloads and the others wait; nodes that share a cache wait at the hub's own
+file locks. Small files come first, so the architecture is known before weights are fetched, and a snapshot that has
+its weights has everything. Nothing that is stored as a pickle is downloaded.
+"""
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import UserError, one_line
+
+PREFIX = "hf:"
+"""Says that a name is one of the hub even where it looks like a path"""
+HUB_ID = re.compile(r"(?!.*(--|\.\.))(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+CANONICAL_ID = re.compile(r"(?P<repo>\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+"""As `gpt2`: only with `hf:`"""
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+WEIGHTS = ("*.safetensors",)
+ALL_FILES = (*SMALL_FILES, *WEIGHTS)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+OTHER_FORMATS = ("*/*", "consolidated*")
+"""Folders (ONNX, original checkpoints) and Mistral's second copy of the weights"""
+HEARTBEAT_SECONDS = 30.0
+POLL_SECONDS = 0.5
+
+
+def hub_id(name: str) -> tuple[str, str | None] | None:
+    """Return the repository and the revision that a model's name stands for, or None for a path of this machine.
+
+    A path that exists, or whose first folder does, is never taken for a name of the hub; `hf:` says that it is one.
+    """
+    text = name.removeprefix(PREFIX)
+    found = HUB_ID.fullmatch(text) or (CANONICAL_ID.fullmatch(text) if text != name else None)
+    if found is None or (text == name and (Path(name).exists() or Path(Path(name).parts[0]).is_dir())):
+        return None
+    return found["repo"], found["revision"]
+
+
+def model_folder(name: str | Path) -> Path:
+    """Return the directory of a model: a path as it is, a name of the hub as its snapshot in the cache.
+
+    There need be nothing at a path. UserError if the cache does not hold the snapshot.
+    """
+    found = hub_id(str(name))
+    if found is None:
+        return Path(name).expanduser()
+    folder = _cached(*found, SMALL_FILES)
+    if folder is None:
+        raise UserError(f"no directory {name}, and no such model in the cache: run `{_command(*found)}`")
+    return folder
+
+
+def fetch_config(key: str, name: str, wait: bool = False) -> str:
+    """Download the small files of a model and return its name with the commit that it stands for; a path as it is.
+
+    `wait`: wait until another process has downloaded the weights too. UserError, in one line that names the setting
+    `key`, if the hub has no such model or cannot be reached.
+    """
+    found = hub_id(name)
+    if found is None:
+        return name
+    while wait and not _cached(*found):
+        time.sleep(POLL_SECONDS)
+    folder = _cached(*found, SMALL_FILES) or _download(key, *found, SMALL_FILES)
+    return f"{PREFIX if name.startswith(PREFIX) else ''}{found[0]}@{folder.name}"
+
+
+def fetch_weights(key: str, name: str) -> None:
+    """Download the weights of a model of the hub, unless they are there. Errors are those of `fetch_config`."""
+    found = hub_id(name)
+    if found is not None and not _cached(*found):
+        _download(key, *found, ALL_FILES)
+
+
+def _snapshot(repo: str, revision: str | None, patterns: Sequence[str], **how: bool) -> Any:
+    from huggingface_hub import snapshot_download
+
+    kept = {"allow_patterns": [*patterns], "ignore_patterns": [*OTHER_FORMATS]}
+    return snapshot_download(repo, revision=revision, **kept, **how)
+
+
+def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES) -> Path | None:
+    """Return the snapshot in the cache, if it has all files that match."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        folder = Path(_snapshot(repo, revision, patterns, local_files_only=True))
+    except (EntryNotFoundError, FileNotFoundError):
+        return None
+    # The client knows what is missing only if the list of files is in the cache, too.
+    if not (folder / "config.json").exists() or not any((folder / name).exists() for name in TOKENIZERS):
+        return None
+    if patterns == SMALL_FILES:
+        return folder
+    try:
+        names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
+    except (OSError, ValueError, KeyError):
+        return folder if any(folder.glob(WEIGHTS[0])) else None
+    return folder if all((folder / name).exists() for name in set(names)) else None
+
+
+def _download(key: str, repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Complete a snapshot, with a line now and then that says that it goes on."""
+    from huggingface_hub.errors import DryRunError
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _one_line_errors(key, repo, revision), ExitStack() as stack:
+        if patterns != SMALL_FILES:
+            with suppress(DryRunError):  # the download itself says why
+                files = _snapshot(repo, revision, patterns, dry_run=True)
+                size = sum(file.file_size or 0 for file in files if file.will_download)
+                stack.enter_context(_heartbeat(f"{key}: downloading {repo}, {size / 1e9:.2f} GB"))
+        return Path(_snapshot(repo, revision, patterns))
+
+
+@contextmanager
+def _heartbeat(line: str) -> Iterator[None]:
+    """Print a line now, and again with the time passed until the work is done. The hub's own bars show on terminals."""
+    began, done = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT_SECONDS):
+            print(f"{line}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+    print(line, file=sys.stderr, flush=True)
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@contextmanager
+def _one_line_errors(key: str, repo: str, revision: str | None) -> Iterator[None]:
+    """Turn what the hub's client raises into one line with the way out."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    any_http_error = HfHubHTTPError.__bases__[0]  # of the HTTP library that this version of the client is built on
+    try:
+        yield
+    except GatedRepoError:
+        raise UserError(f"{key}: {repo} is gated: accept its terms on its page, then `hf auth login`") from None
+    except RevisionNotFoundError:
+        raise UserError(f"{key}: {repo} has no revision {revision}") from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"{key}: no directory {repo}, and the hub has no such model (if it is private: `hf auth login`)"
+        ) from None
+    except (EntryNotFoundError, OfflineModeIsEnabled, any_http_error) as error:
+        reason = "offline, as HF_HUB_OFFLINE asks" if constants.HF_HUB_OFFLINE else one_line(error.__cause__ or error)
+        raise UserError(
+            f"{key}: no directory {repo}, and the hub cannot be reached ({reason}): "
+            f"run `{_command(repo, revision)}` where there is a network"
+        ) from None
+
+
+def _command(repo: str, revision: str | None) -> str:
+    return f"hf download {repo}" + (f" --revision {revision}" if revision else "")
