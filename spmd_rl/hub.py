@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 WEIGHTS = ("*.safetensors",)
 ALL_FILES = (*SMALL_FILES, *WEIGHTS)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+DATASET = re.compile(
+    r"(?!.*(--|\.\.))(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./-]+))?"
+    r"(:(?P<config>[^:\[*?]*))?(:(?P<split>[^:\[*?]+(\[.*\])?))?"
+)
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Names that mean a split where only one of configuration and split is given"""
+DATA_FILES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".txt", ".zst")
 OTHER_FORMATS = ("*/*", "consolidated*")
 """Folders (ONNX, original checkpoints) and Mistral's second copy of the weights"""
 HEARTBEAT_SECONDS = 30.0
@@ -47,6 +55,35 @@ def hub_id(name: str) -> tuple[str, str | None] | None:
     if found is None or (text == name and (Path(name).exists() or Path(Path(name).parts[0]).is_dir())):
         return None
     return found["repo"], found["revision"]
+
+
+@dataclass(frozen=True, slots=True)
+class HubDataset:
+    """A split of a dataset of the hub."""
+
+    repo: str
+    revision: str | None
+    config: str | None
+    split: str | None
+    """As `datasets` reads it: `train`, `test[:100]`, `train[:10%]`"""
+
+
+def hub_dataset(source: str) -> HubDataset | None:
+    """Return what `[hf:]ORG/NAME[@REVISION][:CONFIG][:SPLIT]` stands for, or None for files of this machine.
+
+    What exists here, or is named like a data file, is never taken for a name of the hub; `hf:` says that it is one.
+    """
+    found = DATASET.fullmatch(source.removeprefix(PREFIX))
+    if found is None:
+        return None
+    repo, config, split = found["name"], found["config"], found["split"]
+    if source == found.string:
+        is_file = repo.endswith(DATA_FILES) or Path(source).exists() or Path(repo.split("/")[0]).is_dir()
+        if is_file or "/" not in repo:
+            return None
+    if split is None and config in SPLITS:
+        config, split = None, config
+    return HubDataset(repo, found["revision"], config or None, split)
 
 
 def model_folder(name: str | Path) -> Path:

@@ -28,7 +28,7 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl.rollout import Rollouts
     from spmd_rl.track import Run
 
-    tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code)
+    tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.data.chat_template_kwargs)
     with World.open(cfg) as world, world.resources() as stack:  # [all]
         agree_on_start(world, cfg, {"data.train": prompts.train, "data.eval": prompts.eval})  # [all]
         if finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
@@ -53,7 +53,7 @@ def run(cfg: RlvrConfig) -> None:
         saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, roles.trained, parts, export)  # [all]
 
         start = saver.restore()  # [all] 0 for a fresh run
-        rollouts.check()  # [all]
+        rollouts.check()
         with world.journal.slow(cfg.journal.start_seconds):  # an engine's first step may compile
             publish(version=start)  # [all] verified
         if start == 0:

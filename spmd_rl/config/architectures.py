@@ -10,9 +10,7 @@ from typing import Any
 from spmd_rl.errors import UserError
 
 NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-RECURRENT = (
-    "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 rwkv recurrent_gemma qwen3_next nemotron_h lfm2"
-)
+RECURRENT = "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 rwkv recurrent_gemma qwen3_next nemotron_h lfm2"
 REFUSED = {
     "gemma2": "caps its attention logits",
     "gpt_oss": "has attention sinks",

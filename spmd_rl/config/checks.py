@@ -147,7 +147,10 @@ def check_data(cfg: Any) -> None:
     for key in ("train", "eval"):
         for path in files(getattr(cfg.data, key)):
             if not Path(path).is_file():
-                raise UserError(f"data.{key}: no file {path}; give JSONL files, or reasoning_gym:<task>")
+                raise UserError(
+                    f"data.{key}: no file {path}; give JSONL or parquet files, a dataset of the hub (ORG/NAME:CONFIG), "
+                    "or reasoning_gym:<task>"
+                )
 
 
 def check_rewards(cfg: Any) -> None:

@@ -8,7 +8,9 @@ prompt format (see docs/DATA.md). The dataset has no state: the rollout knows wh
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -16,13 +18,22 @@ from unicodedata import normalize
 
 from msgspec import to_builtins
 
+from spmd_rl.config.checks import rank
 from spmd_rl.config.schema import DataConfig
+from spmd_rl.config.sections.data import sources
 from spmd_rl.data import reasoning_gym
+from spmd_rl.data.files import read_rows
+from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
-from spmd_rl.data.rows import Row, read_rows
+from spmd_rl.data.rows import Row
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError
+from spmd_rl.hub import hub_dataset
 from spmd_rl.types import Message, Prompt
+
+LATEX = "abla atural e earrow eg eq ewline exists geq i leq mid onumber ot otin parallel prec subseteq succ u warrow"
+LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!({'|'.join(LATEX.split())})(?![a-zA-Z]))")
+"""A backslash and an n that begin no LaTeX command"""
 
 
 class Prompts:
@@ -38,11 +49,11 @@ class Prompts:
         """Take prompts, and in `mix` relative shares of the domains of `train`. Raises `UserError` if they do not
         fit."""
         assert train, "there is no training prompt"
-        self._mix = _checked_mix(mix, train) if mix else None
+        self._shares, self._mix = mix, _checked_mix(mix, train) if mix else None
         self.train = tuple(prompt for prompt in train if not mix or mix[prompt.domain] > 0)
         self.eval = tuple(eval)
         self.num_dropped = num_dropped
-        """Number of dropped rows: duplicates, and training rows that are also in `data.eval`"""
+        """Number of dropped rows: duplicates, training rows that are also in `data.eval`, prompts that are too long"""
         self._by_domain = {domain: _EpochOrder([p for p in self.train if p.domain == domain]) for domain in mix or ()}
         self._all = _EpochOrder(self.train)
 
@@ -52,6 +63,9 @@ class Prompts:
 
         Raises `UserError` for an unreadable or broken source, for an id used twice, and if no training prompt is left.
         """
+        for key in ("format", "system"):
+            if LINE_BREAK.search(getattr(cfg, key) or "") and rank() == 0:
+                print(f"data.{key}: \\n is read as a line break", file=sys.stderr, flush=True)
         rows = list(_read(cfg.train, "data.train", cfg))
         train = _distinct(rows)
         if cfg.eval:
@@ -81,6 +95,12 @@ class Prompts:
             return self._all.prompt(ticket, seed)
         domain, index = self._mix.ticket(ticket)
         return self._by_domain[domain].prompt(index, seed)
+
+    def without(self, indices: Collection[int]) -> "Prompts":
+        """Return the prompts without some of `(*train, *eval)`. At least one of `train` must be left."""
+        train = [prompt for i, prompt in enumerate(self.train) if i not in indices]
+        eval = [prompt for i, prompt in enumerate(self.eval, len(self.train)) if i not in indices]
+        return Prompts(train, eval, self.num_dropped + len(indices), self._shares)
 
     def fingerprint(self) -> str:
         """Return 32 hexadecimal digits over all prompts in order, by which ranks compare what they have loaded."""
@@ -136,6 +156,11 @@ def _normal(text: str) -> str:
     return normalize("NFC", " ".join(text.split()))
 
 
+def with_line_breaks(text: str) -> str:
+    """Return a template with `\\n` as a line break, as a command line has it; LaTeX commands (`\\neq`) stay."""
+    return LINE_BREAK.sub("\n", text)
+
+
 def is_held_out(content: str, holdout: float) -> bool:
     """Return whether a content id falls into the held-out share; the same in every run."""
     return int(content[:16], 16) < holdout * 2**64
@@ -144,13 +169,14 @@ def is_held_out(content: str, holdout: float) -> bool:
 def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Row]:
     """Yield the rows of all parts of a source. Raises `UserError`, naming both places, for an id used twice."""
     seen: dict[str, str] = {}
-    for part in source.split(","):
-        name = part.strip()
+    for name in sources(source):
         if name.startswith(reasoning_gym.PREFIX):
             task = name.removeprefix(reasoning_gym.PREFIX)
             rows = reasoning_gym.generate(task, cfg.size, cfg.seed, cfg.args, key)
+        elif dataset := hub_dataset(name):
+            rows = read_dataset(dataset, key, cfg.keys)
         elif name:
-            rows = read_rows(Path(name).expanduser(), key)
+            rows = read_rows(Path(name).expanduser(), key, cfg.keys)
         else:
             raise UserError(f"{key}: an empty name in {source!r}")
         for row in rows:
@@ -172,10 +198,10 @@ def _to_prompt(row: Row, content: str, cfg: DataConfig) -> Prompt:
     """Return the prompt of a row: `data.format` applied to a text, and `data.system` put before it if it has none."""
     if isinstance(row.problem, str):
         # Not str.format: problems and formats are full of braces.
-        messages = (Message("user", cfg.format.replace("{question}", row.problem)),)
+        messages = (Message("user", with_line_breaks(cfg.format).replace("{question}", row.problem)),)
     else:
         messages = row.problem
     if cfg.system is not None and all(m.role != "system" for m in messages):
-        messages = (Message("system", cfg.system), *messages)
+        messages = (Message("system", with_line_breaks(cfg.system)), *messages)
     domain = cfg.domains.get(row.domain, row.domain)
     return Prompt(row.id or content, messages, domain, row.ground_truth, row.extra)

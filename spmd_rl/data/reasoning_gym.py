@@ -10,7 +10,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from spmd_rl.data.rows import Row
+from spmd_rl.data.rows import Row, plain
 from spmd_rl.errors import UserError
 
 DOMAIN = "reasoning_gym"
@@ -27,28 +27,6 @@ def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str)
             _check_scorer(dataset, task, item, entry, key)
         truth = "" if item["answer"] is None else str(item["answer"])  # None: more than one answer is right
         yield Row(f"{PREFIX}{task}[{index}]", item["question"], truth, DOMAIN, None, {"task": task, "entry": entry})
-
-
-def plain(value: Any) -> Any:
-    """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
-
-    Integers beyond 64 bits, which msgpack cannot encode, become text, and so does anything else.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value) if -(2**63) <= value < 2**64 else str(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((plain(part) for part in value), key=repr)
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Any:

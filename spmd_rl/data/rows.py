@@ -1,18 +1,20 @@
-"""Reads and checks JSONL rows, one problem a line. docs/DATA.md says what a row may hold."""
+"""Makes rows of records, one problem each, in the shapes that TRL, verl, ROLL and others use. See docs/DATA.md."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import UserError
 from spmd_rl.types import Message
 
+ABSENT = object()
 DEFAULT_DOMAIN = "math"
 FINAL_ANSWER = re.compile(r"####\s*(\S.*?)\s*\Z", re.DOTALL)
 """The final answer of a solution in GSM8K, which ends with `#### n`"""
+PROBLEMS = ("messages", "prompt", "question", "problem")
+TRUTHS = ("ground_truth", "answer", "solution")
 SELF_JUDGED = ("instruction_id_list", "test", "test_cases")
 """Fields by which a row is judged without a ground truth (IFEval, HumanEval and KodCode, LiveCodeBench)"""
 THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -32,43 +34,30 @@ class Row:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_rows(path: Path, key: str) -> Iterator[Row]:
-    """Yield the rows of a JSONL file (UTF-8), without blank lines. `key` is the setting that a `UserError` names."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{key}: cannot read {path}: {error.strerror}") from None
-    empty = True
-    with file:
-        for number, line in enumerate(file, 1):  # as bytes: a line ends at \n alone
-            if not line.strip():
-                continue
-            empty = False
-            where = f"{path}:{number}"
-            try:
-                yield parse_row(line, where)
-            except _BrokenRow as error:
-                raise UserError(f"{key}: {where}: {error}") from None
-    if empty:
-        raise UserError(f"{key}: {path} has no rows")
+def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Row]:
+    """Yield the row of each record: where it stands, and what JSON makes of it. `columns` is `data.keys`.
+
+    UserError, naming the setting `key` and the record, for a broken one.
+    """
+    for where, record in records:
+        try:
+            yield _row(record, where, columns)
+        except _BrokenRow as error:
+            raise UserError(f"{key}: {where}: {error}") from None
 
 
 class _BrokenRow(Exception):
     """Says what is wrong with a row."""
 
 
-def parse_row(line: bytes, where: str) -> Row:
-    """Parse and check one line."""
-    try:
-        data = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise _BrokenRow("not UTF-8") from None
-    except ValueError as error:
-        raise _BrokenRow(f"not JSON: {error}") from None
+def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
+    """Check one record."""
     if not isinstance(data, dict):
         raise _BrokenRow(f"not an object but {_kind(data)}")
-    problem = _problem(data)
-    ground_truth = _ground_truth(data)
+    data = _renamed(data, columns)
+    names = ", ".join(f"`{name}`" for name in data) or "nothing"
+    problem = _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names)
+    ground_truth = "" if columns.get("ground_truth", "") is None else _ground_truth(data, columns, names)
     domain = _domain(data)
     own_id = data.pop("id", None)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
@@ -78,67 +67,129 @@ def parse_row(line: bytes, where: str) -> Row:
     return Row(where, problem, ground_truth, domain, None if own_id is None else _encodable(str(own_id), "id"), data)
 
 
+def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> dict[str, Any]:
+    """Return the record with its columns under the names that `data.keys` gives them."""
+    out = dict(data)
+    for name, column in columns.items():
+        found = data if column is None else _column(data, column)
+        if column is None:
+            out.pop(name, None)
+        elif found is not ABSENT:
+            out.pop(column, None)
+            out[name] = found
+        elif name not in data:
+            has = ", ".join(f"`{key}`" for key in data) or "nothing"
+            raise _BrokenRow(f"has no `{column}` (data.keys.{name}); it has {has}")
+    return out
+
+
+def _column(data: Any, column: str) -> Any:
+    """Return the value of a column, or of a field inside of one: `reward_model.ground_truth`."""
+    if isinstance(data, dict) and column in data:
+        return data[column]
+    head, dot, rest = column.partition(".")
+    return _column(data[head], rest) if dot and isinstance(data, dict) and head in data else ABSENT
+
+
 def _domain(data: dict[str, Any]) -> str:
-    """Return `domain`, else ROLL's `tag` (which stays in the row), else the domain of the field that judges the row."""
+    """Return `domain`, else ROLL's `tag` or verl's `ability`, else the domain of the field that judges the row."""
     if "domain" in data:
         return _text(data, "domain")
     if data.get("tag") is not None:
         return _text(dict(data), "tag")
+    if "reward_model" in data and data.get("ability") is not None:
+        return _text(dict(data), "ability").lower()
     if "instruction_id_list" in data:
         return "ifeval"
     return "code" if data.get("test") or data.get("test_cases") else DEFAULT_DOMAIN
 
 
-def _problem(data: dict[str, Any]) -> str | tuple[Message, ...]:
-    """Take the first of `messages`, `prompt` and `question` out of the row."""
-    if "messages" in data:
-        return _messages(data.pop("messages"))
-    for name in ("prompt", "question"):
-        if name in data:
-            # HumanEval's prompt stays in the row: it is the head of the function that its tests call.
-            return _text(dict(data) if "entry_point" in data else data, name)
-    raise _BrokenRow("needs `question`, `prompt` or `messages`")
+def _problem(data: dict[str, Any], names: Sequence[str], there: str) -> str | tuple[Message, ...]:
+    """Take the first of `names` that the row has out of it; not a whole conversation, if there is another."""
+    found = [name for name in names if name in data]
+    if not found:
+        raise _BrokenRow(
+            f"needs `question`, `prompt` or `messages`; it has {there}: "
+            "say which is the question with data.keys.question=COLUMN"
+        )
+    if len(found) > 1 and found[0] == "messages" and _ends_with_answer(data["messages"]):
+        found = found[1:]
+    name = found[0]
+    if name == "messages" or (name == "prompt" and isinstance(data[name], list)):
+        return _messages(data.pop(name), name)
+    # HumanEval's prompt stays in the row: it is the head of the function that its tests call.
+    return _text(dict(data) if "entry_point" in data else data, name)
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
+def _ends_with_answer(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def _messages(value: Any, name: str) -> tuple[Message, ...]:
     """Parse a list of {role, content}, which may be a JSON string (as in ROLL's rows)."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise _BrokenRow(f"`messages` is not JSON: {error}") from None
+            raise _BrokenRow(f"`{name}` is not JSON: {error}") from None
     if not isinstance(value, list) or not value:
-        raise _BrokenRow("`messages` is not a list of messages")
+        raise _BrokenRow(f"`{name}` is not a list of messages")
     messages = []
     for index, item in enumerate(value):
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise _BrokenRow(f"`messages[{index}]` needs a `role` and a `content`, both text")
-        messages.append(Message(_encodable(role, "messages"), _encodable(content, "messages")))
+            raise _BrokenRow(f"`{name}[{index}]` needs a `role` and a `content`, both text")
+        messages.append(Message(_encodable(role, name), _encodable(content, name)))
     if messages[-1].role == "assistant":
-        raise _BrokenRow("`messages` end with the assistant's own: the answer would stand in the prompt")
+        raise _BrokenRow(f"`{name}` end with the assistant's own: the answer would stand in the prompt")
     if not any(message.content.strip() for message in messages):
-        raise _BrokenRow("`messages` are empty")
+        raise _BrokenRow(f"`{name}` are empty")
     return tuple(messages)
 
 
-def _ground_truth(data: dict[str, Any]) -> str:
-    """Return `ground_truth`, else what follows the last `####` of `answer`, else all of `answer`."""
-    name = "ground_truth" if "ground_truth" in data else "answer"
-    if name not in data:
-        if any(data.get(key) for key in SELF_JUDGED):
+def _ground_truth(data: dict[str, Any], columns: Mapping[str, str | None], there: str) -> str:
+    """Return the first of `TRUTHS` that the row has; of an `answer` what follows its last `####`, of a `solution` what
+    its last `\\boxed{}` holds."""
+    nested = data.get("reward_model")
+    if "ground_truth" not in data and isinstance(nested, dict) and nested.get("ground_truth") is not None:
+        data["ground_truth"] = nested["ground_truth"]
+    names = [name for name in TRUTHS if columns.get(name)] or TRUTHS
+    judged = any(data.get(key) for key in SELF_JUDGED)
+    name = next((name for name in names if name in data and not (name == "solution" and judged)), None)
+    if name is None:
+        if judged:
             return ""
-        raise _BrokenRow("needs `ground_truth` or `answer`")
+        raise _BrokenRow(
+            f"needs `ground_truth` or `answer`; it has {there}: say data.keys.answer=COLUMN, "
+            "or data.keys.ground_truth=null if the reward needs none"
+        )
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _BrokenRow(f"`{name}` is {_kind(value)}, not text or a number")
     text = _encodable(str(value), name)
-    final = FINAL_ANSWER.search(text.rpartition("\n")[2]) if name == "answer" else None
+    final = _final_answer(text) if name == "answer" else _boxed(text) if name == "solution" else None
     if final is None:
         del data[name]
         return text
-    number = final.group(1)
-    return number.replace(",", "") if THOUSANDS.fullmatch(number) else number
+    return final.replace(",", "") if THOUSANDS.fullmatch(final) else final
+
+
+def _final_answer(text: str) -> str | None:
+    """What follows `####` on the last line."""
+    found = FINAL_ANSWER.search(text.rpartition("\n")[2])
+    return found and found.group(1)
+
+
+def _boxed(text: str) -> str | None:
+    """What the last `\\boxed{}` of a text holds, if its braces match."""
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for place, character in enumerate(rest if mark else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[:place]
+    return None
 
 
 def _text(data: dict[str, Any], name: str) -> str:
@@ -164,3 +215,25 @@ def _kind(value: Any) -> str:
     """Return the JSON name of a value's type."""
     names = {bool: "a boolean", dict: "an object", list: "a list", str: "text", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
+
+    Integers beyond 64 bits, which msgpack cannot encode, become text, and so does anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else str(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(part) for part in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

@@ -12,10 +12,10 @@ Left out: padding (nothing here is padded), tool schemas, and several templates 
 
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
@@ -33,8 +33,13 @@ class Tokenizer:
 
     stop_ids: tuple[int, ...]
 
-    def __init__(self, hf: "PreTrainedTokenizerBase", stop_ids: Iterable[int] = ()) -> None:
-        self._hf = hf
+    def __init__(
+        self,
+        hf: "PreTrainedTokenizerBase",
+        stop_ids: Iterable[int] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._hf, self._template_kwargs = hf, dict(chat_template_kwargs or {})
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
         self._rendered = lru_cache(RENDERED)(self._render)
@@ -56,7 +61,9 @@ class Tokenizer:
             return array("i", self._hf("".join(map(_text, messages))).input_ids)
         chat = [{"role": m.role, "content": _text(m)} for m in messages]
         try:
-            text = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = self._hf.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            )
         except TemplateError as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"the model's chat template refuses the roles ({roles}): {error}") from None
@@ -76,8 +83,13 @@ def _text(message: Message) -> str:
         raise UserError("policy.model: a prompt holds an image, which needs a processor; this model has none") from None
 
 
-def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a model directory; never downloads. UserError: no directory, no tokenizer, or a broken one."""
+def load_tokenizer(
+    path: str | Path, trust_remote_code: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> Tokenizer:
+    """The tokenizer of a model; never downloads. UserError: no directory, no tokenizer, or a broken one.
+
+    `chat_template_kwargs`: variables for the chat template (`enable_thinking`); one that it does not use is an error.
+    """
     from transformers import AutoTokenizer
 
     folder = model_folder(path)
@@ -90,7 +102,26 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
         if "trust_remote_code" in str(error):
             reason = "it brings Python code of its own; policy.trust_remote_code=true would run it"
         raise UserError(f"cannot load the tokenizer of {folder}: {reason}") from error
-    return Tokenizer(hf, _eos_ids(folder))
+    if chat_template_kwargs:
+        _check_variables(chat_template_kwargs, hf.chat_template, folder)
+    return Tokenizer(hf, _eos_ids(folder), chat_template_kwargs)
+
+
+def _check_variables(given: Mapping[str, Any], template: str | None, folder: Path) -> None:
+    """Refuse what the chat template does not use: a misspelt `enable_thinking` would change nothing, silently."""
+    from jinja2 import Environment, TemplateError, meta
+
+    if not isinstance(template, str):
+        raise UserError(f"data.chat_template_kwargs: {folder} has no chat template, or several")
+    try:
+        used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+    except TemplateError:
+        return  # a tag of transformers' own, such as `generation`
+    if unused := [name for name in given if name not in used]:
+        known = ", ".join(sorted(used - {"messages", "add_generation_prompt"})) or "none"
+        raise UserError(
+            f"data.chat_template_kwargs.{unused[0]}: the chat template of {folder} does not use it (it uses: {known})"
+        )
 
 
 def _eos_ids(folder: Path) -> set[int]:

@@ -32,6 +32,7 @@ from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, play, si
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.outcomes import AnswerRow, SliceReport, answer_rows
+from spmd_rl.rollout.prompt_lengths import drop_overlong
 from spmd_rl.rollout.rounds import Cursor, GroupSlice, num_slots, plan_round
 from spmd_rl.targets import import_coroutine
 from spmd_rl.types import Group, Prompt, Sample, Scorer
@@ -61,7 +62,7 @@ class Rollouts:
         episode: Episode | None = None,
     ) -> None:
         """[all] `world`: the ranks that generate. `episode`: default, the one that `rollout.target` names."""
-        self.prompts = prompts
+        self.prompts, *self._longest = drop_overlong(prompts, tokenizer, cfg, world)  # [all]
         self._cfg, self._settings = cfg, cfg.rollout
         self._engine, self._tokenizer, self._world = engine, tokenizer, world
         self._scorer = ExpectedVerdicts(scorer, cfg.reward, world.journal)
@@ -102,13 +103,9 @@ class Rollouts:
         self._runner.close()
 
     def check(self) -> None:
-        """[all] UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
+        """UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
         s, room = self._settings, self._engine.capacity.max_tokens
-        mine = (*self.prompts.train, *self.prompts.eval)[self._world.rank :: self._world.size]
-        longest = max(((len(self._tokenizer.render(p.messages)), p.id) for p in mine), default=(0, ""))
-        length, prompt_id = max(map(tuple, self._world.gather("start: prompt lengths", longest)))
-        if length > s.max_prompt_tokens:
-            raise UserError(f"rollout.max_prompt_tokens={s.max_prompt_tokens}: prompt {prompt_id} has {length} tokens")
+        length, prompt_id = self._longest
         key, needed = f"rollout.max_new_tokens={s.max_new_tokens}: with a prompt of {length} tokens it", length
         if s.max_context_tokens is None:
             needed += s.max_new_tokens

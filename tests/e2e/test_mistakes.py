@@ -89,7 +89,7 @@ def test_one_clear_line_at_once(toy: Toy, override: str, line: str) -> None:
 def test_one_clear_line_from_within_the_run(toy: Toy) -> None:
     """What only the tokenizer can know, after the world has formed."""
     code, printed, _ = door(toy, "rollout.max_prompt_tokens=4")
-    assert code == 2 and printed[-1].startswith("error: rollout.max_prompt_tokens=4: prompt ")
+    assert code == 2 and printed[-1].startswith("error: rollout.max_prompt_tokens=4: all ")
     assert sum(line.startswith("error: ") for line in printed) == 1 and "Traceback" not in "\n".join(printed)
     assert printed[-1] == "error: " + (toy.path / "run" / "error.txt").read_text().strip()
 

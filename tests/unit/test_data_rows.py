@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.rows import read_rows
+from spmd_rl.data.files import read_rows
 from spmd_rl.errors import UserError
 from spmd_rl.types import Message
 
@@ -117,7 +117,7 @@ BROKEN = [
     ({"question": "a", "answer": ["1"]}, "`answer` is a list"),
     ({"question": " \n", "answer": "1"}, "`question` is empty"),
     ({"question": 5, "answer": "1"}, "`question` is a number"),
-    ({"prompt": [], "ground_truth": "1"}, "`prompt` is a list"),
+    ({"prompt": [], "ground_truth": "1"}, "`prompt` is not a list of messages"),
     ({"prompt": "\ud800", "ground_truth": "1"}, "`prompt` holds half a character"),
     ({"messages": "{", "ground_truth": "1"}, "`messages` is not JSON"),
     ({"messages": [], "ground_truth": "1"}, "`messages` is not a list"),

@@ -149,11 +149,10 @@ def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
 
 
 def test_prompts_that_are_too_long_are_named(world: World) -> None:
-    rollouts = Rollouts(
-        settings(max_prompt_tokens=5), FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world
-    )
-    with pytest.raises(UserError, match=r"rollout.max_prompt_tokens=5: prompt 0000\w+ has 9 tokens"):
-        rollouts.check()
+    cfg = settings(max_prompt_tokens=5)
+    cfg.data.overlong = "error"
+    with pytest.raises(UserError, match=r"rollout.max_prompt_tokens=5: prompt 0000\w+ has 9 tokens, and 1 other"):
+        Rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world)
 
 
 def test_answers_to_held_out_prompts(world: World) -> None:

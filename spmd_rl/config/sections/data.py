@@ -4,16 +4,20 @@ import re
 import shlex
 from dataclasses import dataclass, field
 from functools import reduce
+from glob import glob, has_magic
 from os.path import expanduser
 from typing import Any
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
 from spmd_rl.errors import UserError
+from spmd_rl.hub import hub_dataset
 
 CPUS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 GENERATORS = "reasoning_gym:"
 """Prefix of the sources of prompts that are generators, not files"""
+ROW_KEYS = ("question", "prompt", "messages", "problem", "ground_truth", "answer", "solution", "domain", "id")
+"""What `data.keys` may name"""
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
@@ -22,7 +26,8 @@ class DataConfig:
     """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
 
     train: str = "reasoning_gym:chain_sum"
-    """Training prompts: a JSONL file, `reasoning_gym:<task>`, or a comma-separated list of these."""
+    """Training prompts: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
+    the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
     """Held-out prompts, given like `train`. Default: the held-out share of `train`."""
     holdout: float = 0.25
@@ -33,6 +38,13 @@ class DataConfig:
     """Seed of the generator (reasoning_gym only)."""
     args: dict[str, Any] = field(default_factory=dict)
     """Parameters of the task (reasoning_gym only)."""
+    keys: dict[str, str | None] = field(default_factory=dict)
+    """Columns of the rows by the names that they have here: `data.keys.question=problem data.keys.answer=result`. A dot
+    reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none)."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""
+    overlong: str = "drop"
+    """What happens to prompts longer than `rollout.max_prompt_tokens`: `drop` (the run says how many) or `error`."""
     domains: dict[str, str] = field(default_factory=dict)
     """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
     mix: dict[str, float] = field(default_factory=dict)
@@ -49,6 +61,9 @@ class DataConfig:
         above(self, holdout=0)
         require(self.holdout < 1, f"holdout: must be less than 1, not {self.holdout}")
         at_least(self, size=1)
+        one_of(self, overlong=("drop", "error"))
+        for name in self.keys:
+            require(name in ROW_KEYS, f"keys.{name}: rows have no such field; known: {', '.join(ROW_KEYS)}")
         for domain, share in self.mix.items():
             require(0 <= share < float("inf"), f"mix.{domain}: must be at least 0, not {share}")
         require(not self.mix or any(self.mix.values()), "mix: one share must be above 0")
@@ -138,10 +153,15 @@ def split_command(server: str) -> list[str]:
         raise UserError(f"server: {error}: {server!r}") from None
 
 
-def files(source: str | None) -> list[str]:
-    """Return the files among the comma-separated sources of `data.train` or `data.eval`."""
+def sources(source: str | None) -> list[str]:
+    """Return the parts of `data.train` or `data.eval`, of a pattern (`data/*.parquet`) the files that fit, by name."""
     parts = [part.strip() for part in source.split(",")] if source else []
-    return [part for part in parts if not part.startswith(GENERATORS)]
+    return [name for part in parts for name in (sorted(glob(part)) if has_magic(part) else []) or [part]]
+
+
+def files(source: str | None) -> list[str]:
+    """Return the files among the sources of `data.train` or `data.eval`."""
+    return [name for name in sources(source) if not name.startswith(GENERATORS) and not hub_dataset(name)]
 
 
 def expand_list(paths: str) -> str:

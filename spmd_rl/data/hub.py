@@ -1,0 +1,48 @@
+"""Reads datasets of the Hugging Face hub with the package `datasets`: `data.train=openai/gsm8k:main:train[:1000]`.
+
+The cache and the variables (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_DATASETS_OFFLINE`, `HF_TOKEN`) are those of `datasets`.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spmd_rl.data.files import without_nulls
+from spmd_rl.data.rows import Row, parse_rows
+from spmd_rl.errors import UserError, one_line
+from spmd_rl.hub import HubDataset
+
+DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
+
+
+def read_dataset(source: HubDataset, key: str, columns: Mapping[str, str | None]) -> Iterator[Row]:
+    """Yield the rows of one split. `key` is the setting that a `UserError` names, `columns` is `data.keys`."""
+    split = source.split or DEFAULT_SPLITS[key]
+    name = ":".join(filter(None, (source.repo, source.config, split)))
+    table = _load(source, split, name, key)
+    yield from parse_rows(((f"{name}[{i}]", without_nulls(row)) for i, row in enumerate(table)), key, columns)
+
+
+def _load(source: HubDataset, split: str, name: str, key: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{key}: no file {source.repo}; a dataset of the hub needs the package datasets: "
+            "pip install 'spmd-rl[data]'"
+        ) from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(source.repo, source.config, split=split, revision=source.revision)
+    except (ConnectionError, datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
+        arguments = ", ".join(map(repr, filter(None, (source.repo, source.config))))
+        if source.revision:
+            arguments += f", revision={source.revision!r}"
+        command = f'python -c "from datasets import load_dataset; load_dataset({arguments})"'
+        raise UserError(
+            f"{key}: no file {source.repo}, and no such dataset in the cache or on the hub ({one_line(error)}): "
+            f"where there is a network, run {command}"
+        ) from None
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{key}: {name}: {one_line(str(error))} (ORG/NAME:CONFIG:SPLIT names both)") from None

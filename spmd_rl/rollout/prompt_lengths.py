@@ -1,0 +1,47 @@
+"""Prompts that are longer than `rollout.max_prompt_tokens` are left out, or refused, before the first step."""
+
+import sys
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.data import Prompts
+from spmd_rl.distributed import World
+from spmd_rl.errors import UserError
+from spmd_rl.model.tokenizer import Tokenizer
+
+
+def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world: World) -> tuple[Prompts, int, str]:
+    """[all] Return the prompts that fit, the length in tokens of the longest of them, and its id; alike on all ranks.
+
+    Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
+    no training prompt is left.
+    """
+    limit, everything = cfg.rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
+    mine = range(world.rank, len(everything), world.size)
+    lengths = [(len(tokenizer.render(everything[i].messages)), i) for i in mine]
+    fitting = max(([length, everything[i].id] for length, i in lengths if length <= limit), default=[0, ""])
+    found = world.gather("start: prompt lengths", [fitting, [[n, i] for n, i in lengths if n > limit]])  # [all]
+    (longest, prompt_id), overlong = max(best for best, _ in found), [item for _, theirs in found for item in theirs]
+    if not overlong:
+        return prompts, longest, prompt_id
+    most, index = max(overlong)
+    if cfg.data.overlong == "error":
+        raise UserError(
+            f"rollout.max_prompt_tokens={limit}: prompt {everything[index].id} has {most} tokens, and "
+            f"{len(overlong) - 1} other prompts are too long; data.overlong=drop leaves them out"
+        )
+    indices = {index for _, index in overlong}
+    num_train = sum(index < len(prompts.train) for index in indices)
+    if num_train == len(prompts.train):
+        raise UserError(
+            f"rollout.max_prompt_tokens={limit}: all {num_train} training prompts are longer, the shortest has "
+            f"{min(length for length, index in overlong if index < num_train)} tokens"
+        )
+    if world.rank == 0:
+        print(
+            f"data.overlong=drop: left out {num_train} of {len(prompts.train)} training prompts and "
+            f"{len(indices) - num_train} of {len(prompts.eval)} held-out ones, which are longer than "
+            f"rollout.max_prompt_tokens={limit} (the longest has {most} tokens)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return prompts.without(indices), longest, prompt_id
