@@ -72,4 +72,4 @@ def run(cfg: RlvrConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("rlvr", RlvrConfig, run)
+    main("rlvr", RlvrConfig, run, preview="spmd_rl.dry_run:show")

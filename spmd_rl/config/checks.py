@@ -12,10 +12,10 @@ from typing import Any
 
 from spmd_rl.config.architectures import check_architecture
 from spmd_rl.config.run_identity import saved_config
-from spmd_rl.config.sections.data import files
+from spmd_rl.config.sections.data import files, sources
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
-from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_id, model_folder
+from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
 from spmd_rl.targets import UNPROVIDED, build_target, import_coroutine
 
 VOCABULARY_ROWS = 64
@@ -47,6 +47,16 @@ def check(cfg: Any) -> None:
     check_data(cfg)
     check_sidecar(cfg)
     check_rewards(cfg)
+    if not names_of_the_hub(cfg):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or libraries would ask the hub about files of this machine
+
+
+def names_of_the_hub(cfg: Any) -> list[str]:
+    """Return the models and datasets of the hub that settings name, those of judges and reward models included."""
+    models = [getattr(cfg, role).model for role in loaded_roles(cfg)]
+    models += [str(reward.args["model"]) for reward in cfg.reward.domains.values() if "model" in reward.args]
+    data = [*sources(cfg.data.train), *sources(cfg.data.eval)]
+    return [name for name in models if hub_id(name)] + [name for name in data if hub_dataset(name)]
 
 
 def check_mesh(cfg: Any) -> None:

@@ -17,6 +17,7 @@ job`, `--config-dir`, `--config-name`, groups and overrides work as its users kn
 import argparse
 import errno
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -40,26 +41,40 @@ GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
 
 
-def main(pipeline: str, schema: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> None:
-    """Compose, check, run. Returns after a good end, else leaves the process with the code above."""
+def main(
+    pipeline: str,
+    schema: type,
+    run: Callable[[Any], None],
+    argv: Sequence[str] | None = None,
+    preview: str = "",
+) -> None:
+    """Compose, check, run. Returns after a good end, else leaves the process with the code above.
+
+    `preview` is the function that `--dry-run` calls in the place of `run`, as `module:function`.
+    """
     argv = sys.argv[1:] if argv is None else argv
     exit_ = Exit(given_run_dir(pipeline, argv))
     try:
         asked = parse(pipeline, argv)
         if asked.help:
             return say(help_text(pipeline, schema, run))
-        if asked.cfg:
+        if asked.cfg or asked.dry_run:
             exit_.folder = None  # it only shows: nothing is written, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
-        exit_.folder = Path(cfg.run.dir)
+        exit_.folder = None if asked.dry_run else Path(cfg.run.dir)
+        if asked.dry_run and rank() != 0:
+            return None
         check(cfg)
         check_same_run(cfg, pipeline)
         if rank() == 0:
             shipped = load(pipeline, schema)
             for line in unused_settings(cfg, shipped):
                 print(f"warning: {line}", file=sys.stderr)
+        if asked.dry_run:
+            module, _, name = preview.partition(":")
+            return getattr(importlib.import_module(module), name)(cfg)
         exit_.start()
         fetch_models(cfg)
         run(cfg)
@@ -180,6 +195,7 @@ def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--resolve", action="store_true")  # what --cfg prints is always resolved
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn")
@@ -198,6 +214,7 @@ usage: python -m spmd_rl.{pipeline} [option ...] [key=value ...]
 
 options:
   --help                this text
+  --dry-run             print the batch arithmetic, three prompts, their rewards and what would be written; run nothing
   --cfg job             print the settings that this line stands for, and run nothing
   --config-dir DIR      look for groups and YAML files in DIR too
   --config-name NAME    start from NAME.yaml, not {pipeline}.yaml

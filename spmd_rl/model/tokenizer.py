@@ -70,6 +70,14 @@ class Tokenizer:
         # The template has written its own special tokens, BOS included.
         return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
+    def visible(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return self._decode(list(ids), skip_special_tokens=False)
+
+    def encode(self, text: str) -> array:
+        """Token ids ('i') of a text as a part of a conversation, without any special token around it."""
+        return array("i", self._hf(text, add_special_tokens=False).input_ids)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens and without any tidying of spaces."""
         return self._decode(list(ids), skip_special_tokens=True)

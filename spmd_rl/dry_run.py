@@ -1,0 +1,243 @@
+"""`--dry-run`: what a command would do: batch arithmetic, three prompts, their rewards, and what it would write.
+
+    torchrun --nproc-per-node 8 -m spmd_rl.rlvr --dry-run data.train=openai/gsm8k:main
+
+Nothing is written, no weights are loaded, and torch is not imported. A mistake ends it as it would end the run.
+"""
+
+import asyncio
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.text import Text
+
+from spmd_rl import sidecar, wire
+from spmd_rl.config.checks import loaded_roles, world_size
+from spmd_rl.config.schema import RewardConfig, RlvrConfig
+from spmd_rl.data import Prompts
+from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
+from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
+from spmd_rl.sidecar.services import service_factories
+from spmd_rl.sidecar.worker import judge
+from spmd_rl.targets import build_target
+from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
+
+SHOWN = 3
+"""Prompts that are shown"""
+RENDERED = 4000
+"""Prompts that are rendered for their lengths"""
+MAX_CHARACTERS = 1500
+"""Of each part of a prompt"""
+FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>")
+"""How answers state a result"""
+WRONG = "I do not know."
+
+
+def show(cfg: RlvrConfig) -> None:
+    """Print the preview of a run. UserError for what would end it before its first step."""
+    prompts = Prompts.load(cfg.data)
+    sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
+    with _without_torch():
+        policy = cfg.policy
+        tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    lengths = _lengths(prompts, tokenizer)
+    fitting = [length for length in lengths if length <= cfg.rollout.max_prompt_tokens]
+    if not fitting:
+        raise UserError(f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}: all prompts are longer")
+    _table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
+    rewarders = {domain: _rewarder(domain, reward) for domain, reward in cfg.reward.domains.items()}
+    for prompt in _spread(prompts.train):
+        others = (p.ground_truth for p in prompts.train if p.domain == prompt.domain)
+        wrong = next((truth for truth in others if truth not in ("", prompt.ground_truth)), WRONG)
+        _show_prompt(console, prompt, wrong, tokenizer, rewarders[prompt.domain], cfg.rollout.max_new_tokens)
+    domains = sorted({prompt.domain for prompt in prompts.train})
+    _table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
+    _table(console, "Would be written", _outputs(cfg))
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hide torch from transformers, which takes seconds to import it and does not need it for a tokenizer."""
+    if "torch" in sys.modules:
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def _lengths(prompts: Prompts, tokenizer: Tokenizer) -> list[int]:
+    """Return the lengths in tokens of the training prompts, or of a sample of them."""
+    stride = math.ceil(len(prompts.train) / RENDERED)
+    return [len(tokenizer.render(prompt.messages)) for prompt in prompts.train[::stride]]
+
+
+def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
+    """Return the lines of the first table. `longest` is the length of the longest prompt that is not too long."""
+    r, ranks = cfg.rollout, world_size()
+    shards, replicas, updates = ranks // cfg.train.tp, ranks // cfg.engine.tp, cfg.train.updates_per_step
+    samples, at_most = r.prompts_per_step * r.answers_per_prompt, r.max_context_tokens or longest + r.max_new_tokens
+    step_tokens, used = samples * at_most, cfg.steps * r.prompts_per_step
+    microbatches = math.ceil(step_tokens / shards / updates / cfg.train.tokens_per_microbatch)
+    epoch = math.ceil(len(prompts.train) / r.prompts_per_step)
+    overlong = sum(length > r.max_prompt_tokens for length in lengths)
+    asked = min(cfg.eval.prompts, len(prompts.eval))
+    return [
+        ("model", f"{cfg.policy.model}: {_size(model_folder(cfg.policy.model))}"),
+        ("dtype", f"{cfg.policy.dtype}; master weights and optimizer float32"),
+        *((role, str(getattr(cfg, role).model)) for role in loaded_roles(cfg) if role != "policy"),
+        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x tp {cfg.train.tp}; "
+                  f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
+        ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"),
+        ("prompt tokens", f"mean {mean(lengths):.0f}, longest {max(lengths)}, limit {r.max_prompt_tokens}"
+                          + (f"; {overlong} of {len(lengths)} are longer (data.overlong={cfg.data.overlong})"
+                             if overlong else "")),
+        ("a step", f"{r.prompts_per_step} prompts x {r.answers_per_prompt} answers = {samples} samples"
+                   f"{_more_prompts(cfg)}; {samples / replicas:g} a replica, {samples / shards:g} a data shard"),
+        ("its tokens", f"at most {step_tokens} ({at_most} a sample: {longest} prompt + {r.max_new_tokens} answer)"),
+        ("updates", f"{updates} a step of {samples / updates:g} samples, {cfg.steps * updates} in all; each at most "
+                    f"{microbatches} micro-batches of {cfg.train.tokens_per_microbatch} tokens a data shard"),
+        ("epochs", f"{epoch} steps make one; {cfg.steps} steps use {used} prompts = {used / len(prompts.train):.2f}"),
+        ("KV cache", f"{cfg.engine.kv_tokens} tokens a replica: {cfg.engine.kv_tokens // at_most} longest samples side "
+                     f"by side (engine.max_running={cfg.engine.max_running})"),
+        ("optimizer", f"{cfg.algorithm.name}: lr {cfg.policy.lr:g}, {cfg.policy.schedule}, "
+                      f"{cfg.policy.warmup_steps} warm-up updates"),
+        ("evaluation", f"{asked} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"
+         if cfg.eval.every and asked else "none"),
+    ]  # fmt: skip
+
+
+def _more_prompts(cfg: RlvrConfig) -> str:
+    r = cfg.rollout
+    most = r.max_prompts_per_step or 4 * r.prompts_per_step
+    drops = r.filter.zero_variance
+    more = f", up to {most} prompts if groups of equal scores are dropped" if drops else ""
+    return (f", {r.over_sample} prompts more are started" if r.over_sample else "") + more
+
+
+def _size(folder: Path) -> str:
+    """Say how many parameters the weights of a model have, from the heads of its files."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return f"{count / 1e6:,.1f} M parameters" if count else "weights are still to be downloaded"
+
+
+def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return a few prompts, one of each domain as far as they go."""
+    firsts = list({prompt.domain: prompt for prompt in reversed(prompts)}.values())[::-1]
+    rest = [prompt for prompt in prompts[: 2 * SHOWN] if prompt not in firsts]
+    return [*firsts, *rest][:SHOWN]
+
+
+def _rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
+    """Build a rewarder, or say why it is not asked here."""
+    if reward.devices or {"url", "model"} & reward.args.keys():
+        return "is not asked here: it needs a model or a server"
+    section = f"reward.{domain}"
+    return build_target(section, reward.target, reward.args, services=service_factories(domain, reward.sandbox))
+
+
+def _score(rewarder: Rewarder, prompt: Prompt, answer: str) -> Verdict:
+    given = wire.ScoreInput(prompt, answer, AnswerInfo(max(1, len(answer) // 4), "stop"))
+    return asyncio.run(judge(rewarder, given))
+
+
+def _show_prompt(
+    console: Console, prompt: Prompt, wrong: str, tokenizer: Tokenizer, rewarder: Rewarder | str, limit: int
+) -> None:
+    """Print a prompt and its gold answer as the model sees them, what is trained in colour, and their rewards."""
+    gold = prompt.ground_truth or str(prompt.extra.get("canonical_solution", ""))
+    lines, answer = _rewards(rewarder, prompt, gold, wrong)
+    ids, answer_ids = tokenizer.render(prompt.messages), tokenizer.encode(answer)
+    answer_ids.extend(tokenizer.stop_ids[-1:])
+    if len(answer_ids) > limit:
+        lines.append(f"! this answer has {len(answer_ids)} tokens, more than rollout.max_new_tokens={limit}")
+    console.print()
+    console.print(Text(f"Prompt {prompt.id}, domain {prompt.domain}", "bold"))
+    console.print(Text(f"[{len(ids)} tokens, no loss]", "bold"))
+    console.print(Text(_short(tokenizer.visible(ids)), "bright_black"))
+    console.print(Text(f"[{len(answer_ids)} tokens, trained: the ground truth, as an example]", "bold"))
+    console.print(Text(_short(tokenizer.visible(answer_ids)), "green"))
+    for line in lines:
+        console.print(Text(line, "bold yellow" if line.startswith("!") else ""))
+
+
+def _rewards(rewarder: Rewarder | str, prompt: Prompt, gold: str, wrong: str) -> tuple[list[str], str]:
+    """Return what the rewarder says of the ground truth and of a wrong answer, and the form in which it likes it."""
+    if isinstance(rewarder, str):
+        return [f"The rewarder {rewarder}."], gold
+    if not gold:
+        return ["The row has no ground truth to be scored."], gold
+    low = _score(rewarder, prompt, wrong)
+    verdicts = {form.format(gold): _score(rewarder, prompt, form.format(gold)) for form in FORMS}
+    lines = [f"reward of {gold!r:.200}: {_said(verdicts[gold])}", f"reward of {wrong!r:.200}: {_said(low)}"]
+    best = max(verdicts, key=lambda answer: verdicts[answer].score)
+    if verdicts[best].score <= low.score:
+        return [
+            *lines,
+            "! no form of the ground truth scores more than a wrong answer: is this the reward for these rows?",
+        ], gold
+    if verdicts[gold].score < verdicts[best].score:
+        return [
+            *lines,
+            f"! it scores more as {best!r:.200}, {_said(verdicts[best])}: does data.format ask for that?",
+        ], best
+    return lines, gold
+
+
+def _said(verdict: Verdict) -> str:
+    return f"{verdict.score:g} ({verdict.status})" if verdict.scored else f"{verdict.status}: {verdict.detail}"
+
+
+def _examples(rewarder: Rewarder | str) -> str:
+    """Say how the rewarder scores its own gold and wrong answers."""
+    if isinstance(rewarder, str) or not hasattr(rewarder, "examples"):
+        return rewarder if isinstance(rewarder, str) else "has no examples of its own"
+    wanted = [(answer, score, _score(rewarder, prompt, answer)) for prompt, answer, score in rewarder.examples()]
+    odd = [(answer, score, got) for answer, score, got in wanted if not got.scored or got.score != score]
+    text = f"{len(wanted) - len(odd)} of its own {len(wanted)} examples score as they do with default arguments"
+    return text + (f"; the first that does not: {odd[0][0]!r:.80}, {_said(odd[0][2])}" if odd else "")
+
+
+def _outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
+    """Return what the run would write, and where."""
+    folder, c = Path(cfg.run.dir), cfg.checkpoint
+    steps = sorted({*(range(c.every, cfg.steps + 1, c.every) if c.every else ()), cfg.steps})
+    held = sorted(path.name for path in folder.glob("checkpoints/step-*"))
+    trackers = [name for name in ("wandb", "tensorboard", "swanlab") if getattr(cfg.track, name) not in ("off", False)]
+    listed = ", ".join(map(str, steps[:4])) + (f" ... {steps[-1]}" if len(steps) > 4 else "")
+    return [
+        ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would go on from there" if held else "")),
+        ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
+        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"),
+        ("trackers", ", ".join(trackers) or "none"),
+    ]
+
+
+def _short(text: str) -> str:
+    """Cut the middle out of a long text."""
+    half, cut = MAX_CHARACTERS // 2, len(text) - MAX_CHARACTERS
+    return text if cut <= 0 else f"{text[:half]}\n... {cut} characters ...\n{text[-half:]}"
+
+
+def _table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> None:
+    console.print()
+    console.print(Text(title, "bold"))
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        console.print(f"  {name:{width}}  {text}")
