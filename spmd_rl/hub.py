@@ -189,13 +189,11 @@ def _one_line_errors(key: str, repo: str, revision: str | None) -> Iterator[None
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
-        HfHubHTTPError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    any_http_error = HfHubHTTPError.__bases__[0]  # of the HTTP library that this version of the client is built on
     try:
         yield
     except GatedRepoError:
@@ -206,12 +204,19 @@ def _one_line_errors(key: str, repo: str, revision: str | None) -> Iterator[None
         raise UserError(
             f"{key}: no directory {repo}, and the hub has no such model (if it is private: `hf auth login`)"
         ) from None
-    except (EntryNotFoundError, OfflineModeIsEnabled, any_http_error) as error:
+    except (EntryNotFoundError, OfflineModeIsEnabled, http_error()) as error:
         reason = "offline, as HF_HUB_OFFLINE asks" if constants.HF_HUB_OFFLINE else one_line(error.__cause__ or error)
         raise UserError(
             f"{key}: no directory {repo}, and the hub cannot be reached ({reason}): "
             f"run `{_command(repo, revision)}` where there is a network"
         ) from None
+
+
+def http_error() -> type[Exception]:
+    """Return the base of all errors of the HTTP library that this version of the hub's client is built on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return HfHubHTTPError.__bases__[0]
 
 
 def _command(repo: str, revision: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from spmd_rl.data.files import without_nulls
 from spmd_rl.data.rows import Row, parse_rows
 from spmd_rl.errors import UserError, one_line
-from spmd_rl.hub import HubDataset
+from spmd_rl.hub import HubDataset, http_error
 
 DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 
@@ -26,6 +26,7 @@ def read_dataset(source: HubDataset, key: str, columns: Mapping[str, str | None]
 def _load(source: HubDataset, split: str, name: str, key: str) -> Any:
     try:
         import datasets
+        from huggingface_hub.errors import RepositoryNotFoundError
     except ImportError:
         raise UserError(
             f"{key}: no file {source.repo}; a dataset of the hub needs the package datasets: "
@@ -35,14 +36,19 @@ def _load(source: HubDataset, split: str, name: str, key: str) -> Any:
         datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(source.repo, source.config, split=split, revision=source.revision)
-    except (ConnectionError, datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
+    except (RepositoryNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+        reason = "it is gated: accept its terms on its page" if "is a gated" in str(error) else "if it is private"
+        raise UserError(
+            f"{key}: no file {source.repo}, and no such dataset of the hub ({reason}: `hf auth login`)"
+        ) from None
+    except (OSError, ValueError, http_error(), datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ValueError) and "cache" not in str(error):
+            raise UserError(f"{key}: {name}: {one_line(str(error))}") from None
         arguments = ", ".join(map(repr, filter(None, (source.repo, source.config))))
         if source.revision:
             arguments += f", revision={source.revision!r}"
         command = f'python -c "from datasets import load_dataset; load_dataset({arguments})"'
         raise UserError(
-            f"{key}: no file {source.repo}, and no such dataset in the cache or on the hub ({one_line(error)}): "
+            f"{key}: no file {source.repo}, and the hub cannot give {name} ({one_line(error)}): "
             f"where there is a network, run {command}"
         ) from None
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{key}: {name}: {one_line(str(error))} (ORG/NAME:CONFIG:SPLIT names both)") from None
