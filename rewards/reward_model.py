@@ -13,6 +13,7 @@ generate their verdict are judges (`judge.py`).
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,23 @@ from typing import Any
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 
 TRANSFORMS = {"none": lambda x: x, "sigmoid": lambda x: 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))}
+
+
+def model_folder(model: str) -> Path:
+    """Return the directory of a model; one of the Hugging Face hub is downloaded unless the cache has it."""
+    if Path(model).is_dir():
+        return Path(model)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise FileNotFoundError(f"no directory {model}")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.safetensors"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=["*/*"]))
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"no directory {model}, and the hub cannot give it: run `hf download {model}`"
+        ) from None
 
 
 class ModelReward:
@@ -34,18 +52,20 @@ class ModelReward:
         max_tokens: int | None = None,
         max_batch: int = 16,
     ) -> None:
-        """`model` is a directory; `device` and `dtype` are torch's names (`auto`: as stored). `max_tokens` limits
-        prompt and answer (default: what the model reads), `max_batch` the answers scored at once."""
+        """`model` is a directory, or a model of the hub (ORG/NAME); `device` and `dtype` are torch's names (`auto`: as
+        stored). `max_tokens` limits prompt and answer (default: what the model reads), `max_batch` the answers scored
+        at once."""
         if transform not in TRANSFORMS:
             raise ValueError(f"transform={transform}: known are {', '.join(TRANSFORMS)}")
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: must be at least 1")
-        config = json.loads((Path(model) / "config.json").read_text())
+        folder = model_folder(model)
+        config = json.loads((folder / "config.json").read_text())
         architecture = (config.get("architectures") or ["none"])[0]
         if not architecture.endswith("ForSequenceClassification"):
             raise ValueError(f"{model} is no sequence classification model, but {architecture}")
         self.max_batch = max_batch
-        self._path, self._device, self._dtype = model, device, dtype
+        self._path, self._device, self._dtype = str(folder), device, dtype
         self._transform = TRANSFORMS[transform]
         self._max_tokens = max_tokens or config.get("max_position_embeddings") or 1 << 20
         self._model: Any = None

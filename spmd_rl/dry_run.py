@@ -50,8 +50,11 @@ def show(cfg: RlvrConfig) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     lengths = _lengths(prompts, tokenizer)
     fitting = [length for length in lengths if length <= cfg.rollout.max_prompt_tokens]
-    if not fitting:
-        raise UserError(f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}: all prompts are longer")
+    if not fitting or (cfg.data.overlong == "error" and len(fitting) < len(lengths)):
+        raise UserError(
+            f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}: {len(lengths) - len(fitting)} of "
+            f"{len(lengths)} prompts are longer, the longest has {max(lengths)} tokens"
+        )
     _table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
     rewarders = {domain: _rewarder(domain, reward) for domain, reward in cfg.reward.domains.items()}
     for prompt in _spread(prompts.train):

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from spmd_rl.data.rows import Row, parse_rows, plain
 from spmd_rl.errors import UserError
 
-GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+GZIP, PARQUET, BYTE_ORDER_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 
 
 def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = None) -> Iterator[Row]:
@@ -45,9 +45,10 @@ def _records(file: BinaryIO, path: Path, key: str) -> Iterator[tuple[str, Any]]:
     lines = io.BufferedReader(gzip.GzipFile(fileobj=file)) if head.startswith(GZIP) else file
     first = True
     for number, line in enumerate(lines, 1):  # as bytes: a line ends at \n alone
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if not line.strip():
             continue
-        array = first and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        array = first and line.lstrip().startswith(b"[")
         first = False
         if array:
             line += lines.read()
@@ -58,7 +59,7 @@ def _records(file: BinaryIO, path: Path, key: str) -> Iterator[tuple[str, Any]]:
 
 def _json(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return json.loads(text.decode())
     except UnicodeDecodeError:
         raise UserError(f"{where}: not UTF-8, and neither gzip nor parquet") from None
     except ValueError as error:

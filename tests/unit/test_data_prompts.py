@@ -80,6 +80,25 @@ def test_format_and_system_do_not_move_a_problem(tmp_path: Path) -> None:
     assert user.content == f"Solve {{x}}: {plain.train[0].messages[0].content}\nIn \\boxed{{}}."
 
 
+def test_a_line_break_from_the_command_line_is_one_and_is_said(tmp_path: Path, capsys) -> None:
+    path = write(tmp_path / "a.jsonl", *questions(1))
+    cfg = DataConfig(train=path, format="{question}\\nSay \\neq or \\\\new.", system="a\\nnot", holdout=1e-9)
+    system, user = Prompts.load(cfg).train[0].messages
+    assert user.content == "What is 0 + 0?\nSay \\neq or \\\\new." and system.content == "a\nnot"
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"data.{key}: \\n is read as a line break" for key in ("format", "system")]
+    Prompts.load(DataConfig(train=path, format="{question}\nA: \\nabla", holdout=1e-9))
+    assert capsys.readouterr().err == ""
+
+
+def test_prompts_without_some_keep_their_order_and_shares(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *questions(40))
+    prompts = Prompts.load(DataConfig(train=path, mix={"math": 1.0}))
+    fewer = prompts.without({0, len(prompts.train)})
+    assert fewer.train == prompts.train[1:] and fewer.eval == prompts.eval[1:]
+    assert fewer.num_dropped == 2 and fewer.ticket(0, 0)[1].domain == "math"
+
+
 def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "u"}]
     path = write(

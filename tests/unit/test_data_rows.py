@@ -101,6 +101,76 @@ def test_line_ends_bom_and_blank_lines(tmp_path: Path) -> None:
     assert rows[1].problem == "a\u2028b\x0bc"
 
 
+USER = [{"role": "user", "content": "u"}]
+DIALOGUE = [*USER, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "truth", "domain"),
+    [
+        ({"prompt": USER, "solution": "4"}, "4", "math"),
+        ({"prompt": USER, "solution": "So \\boxed{3}, no: \\boxed{\\frac{1}{2}}."}, "\\frac{1}{2}", "math"),
+        ({"prompt": USER, "solution": "\\boxed{1,234}"}, "1234", "math"),
+        ({"prompt": USER, "solution": "\\boxed{never closed"}, "\\boxed{never closed", "math"),
+        ({"prompt": USER, "solution": "no", "answer": "4"}, "4", "math"),
+        ({"problem": "p", "solution": "s", "answer": 4, "messages": DIALOGUE}, "4", "math"),
+        ({"prompt": USER, "reward_model": {"style": "rule", "ground_truth": "7"}, "ability": "MATH"}, "7", "math"),
+        ({"prompt": USER, "reward_model": {"ground_truth": 7}, "ability": "code", "answer": "no"}, "7", "code"),
+        ({"prompt": USER, "reward_model": {"ground_truth": "7"}, "ground_truth": "8", "ability": None}, "8", "math"),
+    ],
+)
+def test_rows_as_trl_and_verl_have_them(tmp_path: Path, row: Any, truth: str, domain: str) -> None:
+    found = one(tmp_path, row | {"data_source": "openai/gsm8k", "extra_info": {"index": 3}})
+    assert found.problem == ("p" if "problem" in row else (Message("user", "u"),))
+    assert (found.ground_truth, found.domain) == (truth, domain)
+    assert found.extra["data_source"] == "openai/gsm8k" and found.extra["extra_info"] == {"index": 3}
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "problem", "truth"),
+    [
+        ({"question": "text", "answer": "result"}, {"text": "q", "result": "#### 5"}, "q", "5"),
+        ({"question": "a.b", "ground_truth": "c.d"}, {"a": {"b": "q"}, "c": {"d": 5}}, "q", "5"),
+        ({"question": "a.b", "answer": "n"}, {"a.b": "q", "n": 5}, "q", "5"),
+        ({"question": "text"}, {"text": "q", "messages": DIALOGUE, "answer": "5"}, "q", "5"),
+        ({"answer": "label"}, {"question": "q", "ground_truth": "no", "label": "5"}, "q", "5"),
+        ({"answer": "label"}, {"question": "q", "answer": "5"}, "q", "5"),
+        ({"ground_truth": None}, {"question": "q", "answer": "kept"}, "q", ""),
+        ({"domain": None}, {"question": "q", "answer": "5", "domain": ["Algebra"]}, "q", "5"),
+    ],
+)
+def test_columns_by_the_names_that_the_user_gives(tmp_path: Path, columns, row, problem, truth) -> None:
+    (found,) = read_rows(write(tmp_path / "a.jsonl", row), "data.train", columns)
+    assert (found.problem, found.ground_truth, found.domain) == (problem, truth, "math")
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "cure"),
+    [
+        ({}, {"text": "q", "answer": "1"}, "it has `text`, `answer`: say which is the question with data.keys.quest"),
+        (
+            {},
+            {"question": "q", "label": "1"},
+            "it has `question`, `label`: say data.keys.answer=COLUMN, or data.keys.gr",
+        ),
+        (
+            {"question": "txt"},
+            {"text": "q", "answer": "1"},
+            "has no `txt` (data.keys.question); it has `text`, `answer`",
+        ),
+        (
+            {"answer": "a.c"},
+            {"question": "q", "a": {"b": 1}},
+            "has no `a.c` (data.keys.answer); it has `question`, `a`",
+        ),
+    ],
+)
+def test_an_unknown_shape_names_its_columns_and_the_setting(tmp_path: Path, columns, row, cure: str) -> None:
+    with pytest.raises(UserError) as caught:
+        list(read_rows(write(tmp_path / "a.jsonl", row), "data.train", columns))
+    assert cure in str(caught.value) and "\n" not in str(caught.value)
+
+
 BROKEN = [
     (b"{", "not JSON"),
     (b'{"question": "a"', "not JSON"),

@@ -151,7 +151,7 @@ def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
 def test_prompts_that_are_too_long_are_named(world: World) -> None:
     cfg = settings(max_prompt_tokens=5)
     cfg.data.overlong = "error"
-    with pytest.raises(UserError, match=r"rollout.max_prompt_tokens=5: prompt 0000\w+ has 9 tokens, and 1 other"):
+    with pytest.raises(UserError, match=r"rollout.max_prompt_tokens=5: prompt 0000\w+ has 9 tokens, and 3 other"):
         Rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world)
 
 

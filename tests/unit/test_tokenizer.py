@@ -105,3 +105,26 @@ def test_code_of_a_model_directory_is_not_run_unasked(folder: Path) -> None:
     (folder / "foo.py").write_text("raise SystemExit('ran')")
     with pytest.raises(UserError, match="trust_remote_code"):
         load_tokenizer(folder)
+
+
+THINKING = "{% if enable_thinking is defined and not enable_thinking %}<s>off{% endif %}"
+
+
+def test_variables_of_the_template_are_passed_on_and_a_misspelt_one_is_refused(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE + THINKING
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    say = [Message("user", "hi")]
+    plain = load_tokenizer(folder).render(say)
+    off = load_tokenizer(folder, chat_template_kwargs={"enable_thinking": False}).render(say)
+    assert list(off[: len(plain)]) == list(plain) and len(off) == len(plain) + len(["<s>", *"off"])
+    with pytest.raises(
+        UserError, match=r"^data.chat_template_kwargs.thinking: .* does not use it \(it uses: enable_th"
+    ):
+        load_tokenizer(folder, chat_template_kwargs={"thinking": False})
+
+
+def test_text_with_its_special_tokens(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.visible(tokenizer.render([Message("user", "hi")])) == "<s>user:hi<s>assistant:"
+    assert tokenizer.visible([*tokenizer.encode("hi"), 257]) == "hi</s>"

@@ -1,0 +1,80 @@
+"""Prompts that are too long: left out with a count, or refused; the same on all ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from spmd_rl.config import RlvrConfig
+from spmd_rl.data import Prompts
+from spmd_rl.errors import UserError
+from spmd_rl.rollout.prompt_lengths import drop_overlong
+from spmd_rl.types import Message, Prompt
+from tests.fakes import FakeTokenizer
+
+
+@dataclass
+class Ranks:
+    """A rank whose gathering also gets what each of the others would bring."""
+
+    rank: int
+    size: int
+    others: list[Any]
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        self.others[self.rank] = value
+        return self.others
+
+
+def prompts() -> Prompts:
+    made = [Prompt(f"id{n}", (Message("user", "x" * n),), "math", "") for n in range(1, 11)]
+    return Prompts(made[:8], made[8:])
+
+
+def settings(limit: int, overlong: str = "drop") -> RlvrConfig:
+    cfg = RlvrConfig()
+    cfg.rollout.max_prompt_tokens, cfg.data.overlong = limit, overlong
+    return cfg
+
+
+def on_all_ranks(cfg: RlvrConfig, size: int) -> list[tuple[Prompts, int, str]]:
+    brought: list[Any] = [None] * size
+    for rank in range(size):
+        try:
+            drop_overlong(prompts(), FakeTokenizer(), cfg, Ranks(rank, size, brought))
+        except TypeError:
+            assert rank < size - 1, "not all have brought theirs yet"
+    return [drop_overlong(prompts(), FakeTokenizer(), cfg, Ranks(rank, size, brought)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_all_ranks_leave_out_the_same_prompts_and_one_says_so(size: int, capsys: pytest.CaptureFixture) -> None:
+    found = on_all_ranks(settings(5), size)
+    for left, longest, prompt_id in found:
+        assert [p.id for p in left.train] == ["id1", "id2", "id3", "id4", "id5"] and left.eval == ()
+        assert (longest, prompt_id, left.num_dropped) == (5, "id5", 5)
+    line = (
+        "data.overlong=drop: left out 3 of 8 training prompts and 2 of 2 held-out ones, which are longer than "
+        "rollout.max_prompt_tokens=5 (the longest has 10 tokens)"
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == line
+
+
+def test_nothing_is_said_where_all_fit(capsys: pytest.CaptureFixture) -> None:
+    ((left, longest, _),) = on_all_ranks(settings(10), 1)
+    assert (len(left.train), len(left.eval), longest, left.num_dropped) == (8, 2, 10, 0)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "overlong", "line"),
+    [
+        (9, "error", "rollout.max_prompt_tokens=9: prompt id10 has 10 tokens, and 0 other prompts are too long"),
+        (5, "error", "rollout.max_prompt_tokens=5: prompt id10 has 10 tokens, and 4 other prompts are too long"),
+        (0, "drop", "rollout.max_prompt_tokens=0: all 8 training prompts are longer, the shortest has 1 tokens"),
+    ],
+)
+def test_too_much_is_an_error(limit: int, overlong: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        on_all_ranks(settings(limit, overlong), 1)
+    assert str(caught.value).startswith(line)
