@@ -16,8 +16,8 @@ class ModelConfig:
     """A model by its directory and compute dtype; null takes the policy's."""
 
     model: str | None = None
-    """A Hugging Face causal LM directory (config.json, safetensors, tokenizer). Default: the policy's, as it was before
-    training."""
+    """A Hugging Face causal LM directory, or a model of the hub (`ORG/NAME@REVISION`). Default: the policy's, as it was
+    before training."""
     dtype: str | None = None
     """Compute dtype: `bfloat16` or `float32`. Default: the policy's."""
 
@@ -64,7 +64,8 @@ class PolicyConfig(TrainedModelConfig):
     """The model that is trained, and its optimizer (AdamW)."""
 
     model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
-    """A Hugging Face causal LM directory (config.json, safetensors, tokenizer)."""
+    """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
+    downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
     dtype: str = "bfloat16"
     """Compute and engine dtype: `bfloat16` or `float32`. Master weights and optimizer state are float32 throughout."""
     trust_remote_code: bool = False
