@@ -11,21 +11,23 @@ The program is the last fenced Python block after the last think block. `prompt.
 | function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
 
 A program that runs too long, prints too much or crashes is wrong: 0.0. One that waits without end while it hardly uses
-the processor is a `timeout`, since a crowded machine looks the same. Only Python and its
-standard library are supported.
+the processor is a `timeout`, since a crowded machine looks the same. A program has Python's standard library and the
+packages of `reward.<domain>.packages`; one that fails for want of another is wrong too, with the part
+`missing_package` and the package's name as `detail`, and the run counts these.
 
-    reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto
+    reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto reward.code.packages=[numpy,sympy]
 """
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from spmd_rl.types import AnswerInfo, Message, Prompt, RunLimits, Sandbox, Verdict
+from spmd_rl.types import MISSING_PACKAGE, AnswerInfo, Message, Prompt, RunLimits, Sandbox, Verdict
 
 
 class CodeReward:
@@ -50,27 +52,34 @@ class CodeReward:
         if (code := program(answer)) is None:
             return Verdict("wrong_format", 0.0, {"passed": 0.0})
         if pairs := stdin_cases(prompt.extra):
-            passed = self._run(code, pairs)
+            passed, why = self._run(code, pairs)
         else:
             tests, prelude, entry = test_sources(prompt.extra, code)
-            passed = list(self._sandbox.check(code, tests, prelude, entry, self._limits).passed)
+            result = self._sandbox.check(code, tests, prelude, entry, self._limits)
+            passed, why = list(result.passed), result.detail
         if not passed:
             return Verdict("timeout", detail=f"not through after {self._limits.wall_seconds:g} s")
         share = sum(passed) / len(passed)
-        return Verdict("ok", share if self._partial else float(share == 1.0), {"passed": share})
+        parts, package = {"passed": share}, missing_package(why) if share < 1.0 else ""
+        if package:
+            parts[MISSING_PACKAGE] = 1.0
+        return Verdict("ok", share if self._partial else float(share == 1.0), parts, package)
 
-    def _run(self, code: str, pairs: list[tuple[str, str]]) -> list[bool]:
-        """Return which inputs give the right output, none after the first endless one. Empty if time ran out."""
-        passed, end = [False] * len(pairs), time.monotonic() + self._limits.wall_seconds
+    def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
+        """Return which inputs give the right output, none after the first endless one, and the last line of stderr of
+        the first that failed. Empty if time ran out."""
+        passed, end, why = [False] * len(pairs), time.monotonic() + self._limits.wall_seconds, ""
         for i, (stdin, expected) in enumerate(pairs):
             limits = replace(self._limits, wall_seconds=max(0.1, end - time.monotonic()))
             result = self._sandbox.run(code, stdin, limits)
             if result.end == "wall":
-                return []
+                return [], ""
             passed[i] = result.end == "exit" and result.code == 0 and same_output(result.stdout, expected)
+            if not passed[i]:
+                why = why or result.stderr.strip().rpartition("\n")[2]
             if result.end == "cpu" or not (passed[i] or self._partial):
                 break
-        return passed
+        return passed, why
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
@@ -90,6 +99,12 @@ class CodeReward:
             ({"test_case_function": "add", "test_cases": calls}, "I would add them.", 0.0),
         ):
             yield Prompt("0" * 32, (Message("user", "?"),), "code", "", extra), answer, score
+
+
+def missing_package(why: str) -> str:
+    """Return the package outside of the standard library that a failure says is missing; empty if it says no such."""
+    found = re.search(r"No module named '(\w{1,100})'", why)
+    return found[1] if found and found[1] not in sys.stdlib_module_names else ""
 
 
 def program(answer: str) -> str | None:

@@ -10,24 +10,25 @@ one last.
     reward.math.args.parts.form={target: rewards.format:FormatReward, args: {form: boxed}, weight: 0.1}
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
+from spmd_rl.types import MISSING_PACKAGE, AnswerInfo, Message, Prompt, Verdict
 
 
 class CompositeReward:
     """`wrong_format` if a part says so, else `ok`; the score is the sum of weight times score of the parts."""
 
     def __init__(
-        self, parts: Mapping[str, Mapping[str, Any]], services: Mapping[str, Callable[[], Any]] | None = None
+        self, parts: Mapping[str, Mapping[str, Any]], build: Callable[[str, str, Mapping[str, Any]], Any]
     ) -> None:
-        """`parts` holds `{target: module:Class, args: {...}, weight: 1.0}` by name, `services` a factory for each."""
+        """`parts` holds `{target: module:Class, args: {...}, weight: 1.0}` by name; a target may be a function too.
+
+        `build` is the sidecar's own: it builds what a section's target names, with these args."""
         if not parts:
             raise ValueError("parts: there must be at least one")
-        self._parts = {name: build(name, part, services or {}) for name, part in parts.items()}
+        self._parts = {name: _build(name, part, build) for name, part in parts.items()}
         self._weights = {name: float(part.get("weight", 1.0)) for name, part in parts.items()}
         if not any(inspect.iscoroutinefunction(part.score) for part in self._parts.values()):
             self.score = self._score_now  # a plain `def` keeps its own deadline for each answer
@@ -43,7 +44,7 @@ class CompositeReward:
         verdicts = {}
         for name, part in self._parts.items():
             verdict = part.score(prompt, answer, info)
-            verdicts[name] = await verdict if inspect.isawaitable(verdict) else verdict
+            verdicts[name] = Verdict.of(await verdict if inspect.isawaitable(verdict) else verdict)
             if not verdicts[name].scored:
                 break
         return self._sum(verdicts)
@@ -52,7 +53,7 @@ class CompositeReward:
         """Score the answer where no part is `async`."""
         verdicts = {}
         for name, part in self._parts.items():
-            verdicts[name] = part.score(prompt, answer, info)
+            verdicts[name] = Verdict.of(part.score(prompt, answer, info))
             if not verdicts[name].scored:
                 break
         return self._sum(verdicts)
@@ -63,8 +64,10 @@ class CompositeReward:
             if not verdict.scored:
                 return Verdict(verdict.status, detail=f"{name}: {verdict.detail}")
             terms |= {name: verdict.score} | {f"{name}.{term}": value for term, value in verdict.parts.items()}
+        package = next((v.detail for v in verdicts.values() if MISSING_PACKAGE in v.parts), "")
+        terms |= {MISSING_PACKAGE: 1.0} if package else {}
         status = "wrong_format" if any(v.status == "wrong_format" for v in verdicts.values()) else "ok"
-        return Verdict(status, sum(self._weights[name] * v.score for name, v in verdicts.items()), terms)
+        return Verdict(status, sum(self._weights[name] * v.score for name, v in verdicts.items()), terms, package)
 
     @classmethod
     def examples(cls) -> Iterator[tuple[Prompt, str, float]]:
@@ -73,16 +76,14 @@ class CompositeReward:
             yield Prompt("0" * 32, (Message("user", "2 + 2?"),), "composite", "4"), answer, score
 
 
-def build(name: str, part: Mapping[str, Any], services: Mapping[str, Callable[[], Any]]) -> Any:
-    """Build the rewarder of a part. ValueError for an unknown key and for a target that is missing or cannot score."""
+def _build(name: str, part: Mapping[str, Any], build: Callable[[str, str, Mapping[str, Any]], Any]) -> Any:
+    """Build the rewarder of a part. ValueError for an unknown key, and for a target without a `score`."""
     if unknown := set(part) - {"target", "args", "weight"}:
         raise ValueError(f"parts.{name}.{min(unknown)}: known are target, args and weight")
-    module, _, class_name = str(part.get("target", "")).partition(":")
-    if not module or not class_name:
+    module, _, attribute = str(part.get("target", "")).partition(":")
+    if not module or not attribute:
         raise ValueError(f"parts.{name}.target: must be module:Class, not {part.get('target')!r}")
-    constructor = getattr(importlib.import_module(module), class_name, None)
-    if not hasattr(constructor, "score"):
-        raise ValueError(f"parts.{name}.target: {module} has no class {class_name} with a `score`")
-    wanted = [key for key in inspect.signature(constructor).parameters if key in services]
-    args = part.get("args") or {}
-    return constructor(**{key: services[key]() for key in wanted if key not in args}, **args)
+    built = build(f"parts.{name}", part["target"], part.get("args") or {})
+    if not hasattr(built, "score"):
+        raise ValueError(f"parts.{name}.target: {part['target']} has no `score`: it judges only many answers at once")
+    return built

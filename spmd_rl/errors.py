@@ -7,10 +7,24 @@
 * Our own mistake is an `assert` and keeps its traceback.
 """
 
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
 MAX_CHARACTERS = 300
+MAX_TRACEBACK = 8_000
+"""The most characters of a traceback that are kept: its beginning and its end."""
 
 
-class UserError(ValueError):
+class _Reported(Exception):
+    def __init__(self, line: str = "", report: str = "") -> None:
+        super().__init__(line)
+        self.report = report
+        """What `run.dir/error.txt` says below the line: a traceback, a prompt, an answer."""
+
+
+class UserError(_Reported, ValueError):
     """A user's mistake. The message is one line that names the key, file or line to mend. Exit code 2."""
 
 
@@ -18,7 +32,7 @@ class Disagreement(UserError):
     """A mistake that all ranks report alike, whatever their settings: rank 0 alone prints it."""
 
 
-class RunFailed(RuntimeError):
+class RunFailed(_Reported, RuntimeError):
     """The run stops for a reason it can name in one line, and resumes from its last checkpoint. Exit code 1."""
 
 
@@ -27,3 +41,30 @@ def one_line(error: BaseException | str) -> str:
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     text = " ".join(text.encode("utf-8", "replace").decode().split())
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."
+
+
+def located(error: BaseException) -> str:
+    """An exception on one line, after the file and line of the user's code where it was raised.
+
+    That is the innermost frame outside of this package and of what is installed; without such a frame, the innermost
+    one outside of this package: `my_reward.py:12: ValueError: no number`.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in (users or frames)[-1:])
+    return where + one_line(error)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an exception from the user's code on, with at most `MAX_TRACEBACK` characters."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
+        tb = tb.tb_next
+    text = "".join(traceback.format_exception(type(error), error, tb)).encode("utf-8", "replace").decode()
+    if len(text) <= MAX_TRACEBACK:
+        return text
+    return f"{text[: MAX_TRACEBACK // 4]}\n  [...]\n{text[-3 * MAX_TRACEBACK // 4 :]}"
+
+
+_OURS = str(Path(__file__).parent)
+_INSTALLED = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, sys.prefix)

@@ -62,8 +62,8 @@ def run(cfg: RlvrConfig) -> None:
         for step in range(start + 1, cfg.steps + 1):
             with track.step(step):
                 collected = rollouts.collect(step)  # [all] generate and score; nobody assigns
-                batches = learner.prepare(collected)  # [all] advantages, logprobs where they are needed
-                track.log_samples(step, sample_log.rows(collected, learner.plan))
+                with sample_log.logged(track, collected, learner):  # [all] also where the run ends with this step
+                    batches = learner.prepare(collected)  # [all] advantages, logprobs where they are needed
                 track.add(collected.metrics() | learner.update(batches))  # [all]
                 track.add(publish(version=step))  # [all] verified
                 track.add(evaluate(cfg, rollouts, world, step, track.log_eval))  # [all] when due

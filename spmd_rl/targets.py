@@ -4,13 +4,17 @@ Our own packages are never imported by name; a user's file on PYTHONPATH plugs i
 build each plug-in once to find mistakes early; a worker builds those that do the work.
 """
 
-import importlib
+import hashlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.errors import UserError, located, one_line, traceback_of
+from spmd_rl.reward_function import reward_of
 
 SERVICES = frozenset({"sandbox", "http", "url", "embed"})
 """The names of constructor parameters that stand for services of a sidecar (`sidecar/services.py`)."""
@@ -20,11 +24,11 @@ REWARDER = ("score", "score_batch")
 """A rewarder has one of these methods."""
 
 
-def import_target(key: str, target: str) -> type:
-    """Import the class that the setting `key` names. UserError, in one line, if that fails for whatever reason."""
-    module_name, class_name, found = _import(key, target)
-    if not isinstance(found, type):
-        raise UserError(f"{key}: {target} cannot be imported: {module_name} has no class {class_name}")
+def import_target(key: str, target: str) -> Callable[..., Any]:
+    """Import the class or function that the setting `key` names. UserError, in one line, if that fails."""
+    module_name, name, found = _import(key, target)
+    if not callable(found):
+        raise UserError(f"{key}: {target} cannot be imported: {module_name} has no class {name} and no such function")
     return found
 
 
@@ -43,6 +47,9 @@ def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, An
 def _import(key: str, target: str) -> tuple[str, str, Any]:
     """Module name, name, and what the module has under it, or None."""
     module_name, _, name = target.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        module = module_name.removesuffix(".py").rpartition("/")[2]
+        raise UserError(f"{key}: {target}: a module and not a file; say {module}:{name}, its folder on PYTHONPATH")
     with _user_code(f"{key}: {target} cannot be imported"):
         return module_name, name, getattr(importlib.import_module(module_name), name, None)
 
@@ -56,12 +63,15 @@ def build_target(
 ) -> Any:
     """Build what `<section>.target` names, with `<section>.args` and the services that it asks for by parameter name.
 
-    `services` holds a factory for each service; a constructor parameter named `services` gets the factories themselves.
-    UserError, in one line, if the class has none of the methods `verbs` or cannot be built.
+    `services` holds a factory for each service; a constructor parameter named `services` gets the factories themselves,
+    one named `build` this function with the same services: `build(section, target, args)`. A function in place of a
+    class gets all these as arguments of each call. UserError, in one line, if the class has none of the methods `verbs`
+    or cannot be built.
     """
     key = f"{section}.target"
     constructor = import_target(key, target)
-    if not any(hasattr(constructor, verb) for verb in verbs):
+    is_class = isinstance(constructor, type)
+    if is_class and not any(hasattr(constructor, verb) for verb in verbs):
         raise UserError(f"{key}: {target} has neither {' nor '.join(f'`{verb}`' for verb in verbs)}")
     wanted = {name: required for name, required in _parameters(constructor) if name in SERVICES and name not in args}
     if missing := [name for name, required in wanted.items() if required and name not in services]:
@@ -69,10 +79,13 @@ def build_target(
             raise UserError(f"{section}.args.url: not given; or name {section}.devices for a server of its own")
         raise UserError(f"{key}: {target} needs the `{missing[0]}` service, which this version does not have")
     provided = {name: services[name]() for name in wanted if name in services}
-    if "services" in dict(_parameters(constructor)):
+    names = dict(_parameters(constructor))
+    if "services" in names:
         provided["services"] = services  # for parts of its own
-    with _user_code(f"{key}: {target} cannot be built with {section}.args={dict(args)}"):
-        return constructor(**args, **provided)
+    if "build" in names and "build" not in args:
+        provided["build"] = partial(build_target, verbs=verbs, services=services)
+    with _user_code(f"{key}: {target} cannot be {'built' if is_class else 'called'} with {section}.args={dict(args)}"):
+        return constructor(**args, **provided) if is_class else reward_of(constructor, {**args, **provided})
 
 
 def start_target(section: str, target: str, built: Any) -> None:
@@ -85,16 +98,45 @@ def start_target(section: str, target: str, built: Any) -> None:
             built.start()
 
 
+def guarded(function: Callable[..., Any], line: str, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the user's function with the keyword arguments `given`. What it raises becomes a UserError of one line,
+    with the file and line of its own code; the traceback is the error's report."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args, **given)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{line}: {located(error)}", traceback_of(error)) from error
+
+    return call
+
+
+def source_digest(target: str) -> str:
+    """Return a digest of the file of the module that `module:name` names; empty if it has none."""
+    try:
+        spec = importlib.util.find_spec(target.partition(":")[0])
+    except (ImportError, ValueError):
+        return ""
+    path = Path(spec.origin) if spec is not None and spec.origin else None
+    if path is None or not path.is_file():
+        return ""
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
 @contextmanager
 def _user_code(line: str) -> Iterator[None]:
     """Turn whatever a user's import or constructor raises into a UserError: `line`, then the cause."""
     try:
         yield
+    except UserError as error:  # of a part
+        raise UserError(f"{line}: {error}") from error
     except Exception as error:
         raise UserError(f"{line}: {one_line(error)}") from error
 
 
-def _parameters(constructor: type) -> list[tuple[str, bool]]:
+def _parameters(constructor: Callable[..., Any]) -> list[tuple[str, bool]]:
     """Return the name of each parameter and whether it is required."""
     parameters = inspect.signature(constructor).parameters.values()
     return [(parameter.name, parameter.default is parameter.empty) for parameter in parameters]

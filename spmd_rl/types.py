@@ -22,6 +22,9 @@ FinishReason = Literal["stop", "length", "abort"]
 VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
 """Only `ok` and `wrong_format` carry a score; the others take the sample out of its group's baseline."""
 
+MISSING_PACKAGE = "missing_package"
+"""A verdict's part of that name says that the answer failed for want of a package, which `detail` names."""
+
 SCORED: frozenset[str] = frozenset({"ok", "wrong_format"})
 
 
@@ -123,7 +126,23 @@ class Verdict(Struct, frozen=True, gc=False):
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Named terms of the score, logged per domain."""
     detail: str = ""
-    """Why, for `timeout`, `error` and `rejected`: one line."""
+    """Why, for `timeout`, `error` and `rejected`: one line. A verdict with a score may have one too."""
+    traceback: str = ""
+    """Where the rewarder's code raised, for `error`: several lines."""
+
+    @classmethod
+    def of(cls, found: Any) -> "Verdict":
+        """What a rewarder returned, as a verdict: a `Verdict`, a number, or a dict with `score`, whose other numbers
+        become `parts`. TypeError for anything else."""
+        if isinstance(found, cls):
+            return found
+        parts = {}
+        if isinstance(found, Mapping) and "score" in found:
+            parts = {str(k): float(v) for k, v in found.items() if k != "score" and hasattr(v, "__float__")}
+            found = found["score"]
+        if not hasattr(found, "__float__"):  # numbers, bools, and those of NumPy and torch have it
+            raise TypeError(f"score returned {type(found).__name__}, not a number, a dict with `score` or a Verdict")
+        return cls("ok", float(found), parts)
 
     @property
     def scored(self) -> bool:
@@ -174,7 +193,8 @@ class Node:
 
 
 class Rewarder(Protocol):
-    """A plain class of a user's own; `async def score` is as good. See `rewards/` for examples to copy.
+    """A plain class of a user's own; `async def score` is as good, and so is a plain function in place of the class
+    (`reward_function.py`). `score` may also return a number, or a dict with `score`. See `rewards/` for examples.
 
     It may offer `score_batch(prompts, answers, infos)` for up to `max_batch` answers at once, and `start()`, where it
     loads what is heavy: called once where it will work, whereas the settings' checks construct it too.

@@ -138,6 +138,8 @@ class PoolSpec(_Struct):
     """The time that a worker may take to build its rewarder."""
     url: str = ""
     """The address of the domain's own server, if the host starts one."""
+    packages: list[str] = []
+    """What the code of answers may import in the sandbox."""
 
 
 class ServerSpec(_Struct):

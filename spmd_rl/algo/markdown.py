@@ -42,6 +42,39 @@ Each algorithm is one short function under `spmd_rl/algo/`, with the name that t
 statistics are over the global batch, so no result depends on the number of ranks, the size of micro-batches or the
 packing. An answer without a score is in no mean and in no loss.
 """
+OWN = """\
+## Your own
+
+`algorithm.loss` and `algorithm.advantage` also take a function of your own, as `module:function`, from a file on
+`PYTHONPATH`.
+
+```python
+# my_algorithm.py
+import torch
+
+
+def asymmetric(tokens, *, clip_low, clip_high, strength=1.0):
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+    return torch.where(tokens.advantages < 0, strength * loss, loss), {"actor/my_ratio": ratio}
+
+
+def centred(scored):
+    return scored.scores - scored.scores.mean()
+```
+
+```
+algorithm.loss=my_algorithm:asymmetric algorithm.args.strength=0.5 algorithm.advantage=my_algorithm:centred
+```
+
+A loss gets the `Tokens` of whole samples and returns float [N], one value per token, alone or with metrics of the same
+shape. An advantage of answers gets the `Scored` of the global batch and returns float [n]; one of tokens gets `rewards,
+values, samples` and returns advantages and returns [N] (see `gae`). All are in `spmd_rl/algo/inputs.py`. Every other
+parameter is a setting: the key of `algorithm` of that name, or else `algorithm.args.<name>`. A mistake in these is told
+before the start; an exception names its file and line, and the run's `error.txt` has the traceback. All ranks must have
+the same file, and a run is not continued with another: its content is part of the run's identity.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +136,7 @@ SECTIONS = (
 
 def markdown() -> str:
     """Return the whole page."""
-    return "\n".join([INTRO, *(line for section in SECTIONS for line in _section(section))])
+    return "\n".join([INTRO, OWN, *(line for section in SECTIONS for line in _section(section))])
 
 
 def _section(section: Section) -> Iterator[str]:

@@ -4,12 +4,14 @@ They need no torch and no other rank: every rank checks for itself. Values are c
 dataset in `data`, settings without effect in `unused.py`.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.config.sections.data import files, sources
@@ -49,6 +51,7 @@ def check(cfg: Any) -> None:
     check_rewards(cfg)
     if not names_of_the_hub(cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or libraries would ask the hub about files of this machine
+    check_algorithm(cfg.algorithm)  # last: a module of tensors imports torch
 
 
 def names_of_the_hub(cfg: Any) -> list[str]:
@@ -171,6 +174,8 @@ def check_rewards(cfg: Any) -> None:
         if reward.timeout >= cfg.journal.stall_seconds and not cfg.debug:
             limit = f"journal.stall_seconds={cfg.journal.stall_seconds:g}"
             raise UserError(f"reward.{domain}.timeout: {reward.timeout:g} s of legal waiting, but {limit} ends the run")
+        if missing := [name for name in reward.packages if not installed(name)]:
+            raise UserError(f"reward.{domain}.packages: {missing[0]} is not installed here")
         if reward.devices is not None and cfg.debug:
             raise UserError(f"reward.{domain}.devices: debug starts no server; give reward.{domain}.args.url")
     if local_rank() != 0:
@@ -178,6 +183,14 @@ def check_rewards(cfg: Any) -> None:
     for domain, reward in cfg.reward.domains.items():
         services = UNPROVIDED if reward.devices is None else {**UNPROVIDED, "url": lambda: "http://127.0.0.1/v1"}
         build_target(f"reward.{domain}", reward.target, reward.args, services=services)
+
+
+def installed(name: str) -> bool:
+    """Return whether a module or a distribution of that name is installed."""
+    try:
+        return importlib.util.find_spec(name) is not None or bool(importlib.metadata.version(name))
+    except (ImportError, ValueError):  # PackageNotFoundError is an ImportError
+        return False
 
 
 def check_run(cfg: Any) -> None:

@@ -84,9 +84,9 @@ def main(
     except UserError as error:
         if isinstance(error, Disagreement) and rank() != 0:
             exit_.leave(2, "")
-        exit_.fail(2, str(error))
+        exit_.fail(2, str(error), report=error.report)
     except RunFailed as error:
-        exit_.fail(1, str(error))
+        exit_.fail(1, str(error), report=error.report)
     except Exception as error:  # noqa: BLE001 - the boundary of a rank: recorded, then the end of the process
         if full := full_disk(error):
             exit_.fail(2, f"disk full: {full.filename or exit_.folder}")
@@ -109,12 +109,17 @@ class Exit:
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
 
-    def fail(self, code: int, line: str, printed: bool = False) -> NoReturn:
-        """Print `line` once for all ranks that fail alike, and exit. `printed`: it stands on stderr already."""
+    def fail(self, code: int, line: str, printed: bool = False, report: str = "") -> NoReturn:
+        """Print `line` once for all ranks that fail alike, and exit. `printed`: it stands on stderr already.
+
+        `report`: what `error.txt` says below the line.
+        """
         line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)
-        first = self.folder is None or record(self.folder, line)
+        first = self.folder is None or record(self.folder, line, report)
+        if report and first and self.folder:
+            line += f" (more in {self.folder / ERROR_FILE})"
         self.leave(code, f"error: {line}" if first and not printed else "")
 
     def leave(self, code: int, line: str) -> NoReturn:
@@ -137,17 +142,17 @@ def forgo_restarts() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def record(folder: Path, line: str) -> bool:
+def record(folder: Path, line: str, report: str = "") -> bool:
     """Write `folder/error.txt` unless another rank of this start was first. False if it has said the same line."""
     path, draft = folder / ERROR_FILE, folder / f"{ERROR_FILE}.{rank()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        draft.write_text(line + "\n")
+        draft.write_text(f"{line}\n\n{report}" if report else line + "\n")
         try:
             os.link(draft, path)  # fails where the file exists; whole as soon as it does
         except FileExistsError:
             if fresh(path):
-                return path.read_text() != line + "\n"
+                return path.read_text().partition("\n")[0] != line
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)

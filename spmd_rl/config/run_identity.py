@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.errors import UserError
 
@@ -53,7 +54,7 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def identity_hash(cfg: Any) -> str:
     """Return 8 hexadecimal digits over the `identity` of the settings."""
-    text = json.dumps(identity(to_dict(cfg)), sort_keys=True, ensure_ascii=True)
+    text = json.dumps(identity(to_dict(cfg)) | sources(cfg), sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -97,8 +98,8 @@ def check_same_run(cfg: Any, pipeline: str) -> None:
     about = saved.pop("about", None) or {}
     if about.get("pipeline", pipeline) != pipeline:
         raise UserError(f"run.dir: {cfg.run.dir} holds a run of {about['pipeline']}; choose another run.dir")
-    now = identity(to_dict(cfg))
-    then = identity(dict(flatten(to_dict(type(cfg)()))) | dict(flatten(saved)))
+    now = identity(to_dict(cfg)) | sources(cfg)
+    then = identity(dict(flatten(to_dict(type(cfg)()))) | dict(flatten(saved))) | about.get("sources", {})
     for key in [*now, *(key for key in then if key not in now)]:
         old, new = then.get(key, "absent"), now.get(key, "absent")
         if old != new:
@@ -110,6 +111,8 @@ def check_same_run(cfg: Any, pipeline: str) -> None:
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
     """Write `config.yaml`, whole or not at all; on rank 0."""
     about = {"pipeline": pipeline, "git_revision": git_revision(), "versions": package_versions()}
+    if found := sources(cfg):
+        about["sources"] = found
     path = Path(directory) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")

@@ -9,6 +9,7 @@ Settings that contradict each other are errors: see `sections/` and `checks.py`.
 from collections.abc import Iterator
 from typing import Any
 
+from spmd_rl.config.algorithm_targets import is_own, parameters
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES
 from spmd_rl.config.sections.data import GENERATORS, RewardConfig
@@ -65,5 +66,7 @@ def unread_algorithm_keys(algorithm: Any) -> Iterator[tuple[str, str]]:
     for choice, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("loss", CHOICES), ("loss_agg", LOSS_AGGS)):
         for key in {key for keys in known.values() for key in keys} - {"gamma", "pass_score"}:  # read elsewhere too
             readers = [name for name, keys in known.items() if key in keys]
+            if choice != "loss_agg" and is_own(algorithm, choice) and key in parameters(algorithm, choice):
+                continue
             if getattr(algorithm, choice) not in readers:
                 yield f"algorithm.{key}", f"algorithm.{choice} is not {' or '.join(readers)}"

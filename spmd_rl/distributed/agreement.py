@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.run_identity import package_versions
 from spmd_rl.distributed.world import World
@@ -56,7 +57,8 @@ def _values(cfg: Any) -> dict[str, Any]:
         for package, version in package_versions().items()
         if package not in IF_CHOSEN or package.partition("-")[0] in chosen
     }
-    return settings | {f"package {name}": version for name, version in found.items()} | {"source of spmd_rl": _source()}
+    versions = {f"package {name}": version for name, version in found.items()}
+    return settings | versions | {"source of spmd_rl": _source()} | sources(cfg)
 
 
 def _source() -> str:

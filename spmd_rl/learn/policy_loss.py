@@ -10,12 +10,13 @@ from functools import partial
 
 from torch import Tensor
 
-from spmd_rl.algo import KL_ESTIMATORS, POLICY_LOSSES, POLICY_TERMS
+from spmd_rl.algo import KL_ESTIMATORS, POLICY_TERMS
 from spmd_rl.algo.correction import correction
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.batch import Batch, sampled_runs
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
+from spmd_rl.learn.own import policy_loss
 from spmd_rl.train.base import Loss
 
 PerToken = tuple[Tensor, Mapping[str, Tensor]]
@@ -26,7 +27,7 @@ def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> Loss:
     coefficients = {"sft": settings.sft_coef, "entropy": settings.entropy_coef}
     return partial(
         _loss,
-        surrogate=bind(POLICY_LOSSES[settings.loss], settings),
+        surrogate=policy_loss(settings),
         correct=None if settings.correction.level == "off" else bind(correction, settings.correction),
         terms=[bind(term, settings) for name, term in POLICY_TERMS.items() if coefficients[name]],
         divergence=KL_ESTIMATORS[settings.kl_estimator],

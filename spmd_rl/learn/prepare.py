@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.algo import ADVANTAGES, AGGREGATIONS
+from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
@@ -20,6 +20,7 @@ from spmd_rl.distributed import DataShard
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.masking import mask
+from spmd_rl.learn.own import answer_advantage
 from spmd_rl.learn.scores import Key, Metadata, keys, shape
 from spmd_rl.learn.transfer import Route
 from spmd_rl.rollout import Collected
@@ -96,9 +97,8 @@ def plan(
     data = Metadata.of(collected, greedy_answer)
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
     scored, running = shape(data, settings, running, max_tokens, extra)
-    advantages = scored.scores  # a token-level estimator starts from these
-    if settings.advantage in ADVANTAGES:
-        advantages = bind(ADVANTAGES[settings.advantage], settings)(scored)
+    estimator = answer_advantage(settings)
+    advantages = estimator(scored) if estimator else scored.scores  # a token-level estimator starts from these
     masked, weights = mask(data, settings)
     kept = np.delete(np.arange(len(data.answers)), list(masked)) if masked else slice(None)
     answers, sampled = data.answers[kept], data.lengths[kept]

@@ -1,13 +1,16 @@
 """The sample log's rows: each sample from its prompt to its advantage, and why it was kept or not; held-out answers."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
+from spmd_rl.track.run import Run
 from spmd_rl.track.samples import SampleRow, TurnRow
 from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
 
@@ -17,14 +20,28 @@ DECIMALS = 6
 _encode = msgspec.json.Encoder().encode
 
 
-def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
-    """One row per finished sample of this rank, in (ticket, answer) order."""
+@contextmanager
+def logged(track: Run, collected: Collected, learner: Learner) -> Iterator[None]:
+    """[all] Log the step's samples after what is inside: `learner.prepare`, which finds their advantages.
+
+    They are logged too where that raises, or where the step ends the run (`Collected.failure`, which is then raised).
+    """
+    with track.samples(collected.step, lambda: rows(collected, learner.plan), collected.failure):  # [all]
+        yield
+
+
+def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
+    """One row per finished sample of this rank, in (ticket, answer) order.
+
+    Without a plan of the step, which ended before it was made, no sample has an advantage.
+    """
     kept = [(group, None) for group in collected.groups]
     groups = sorted([*kept, *collected.dropped], key=lambda pair: pair[0].ticket)
-    masked = dict(plan.masked)
+    unplanned = plan is None or plan.step != collected.step
+    masked = {} if unplanned else dict(plan.masked)
     # The plan holds the samples of all ranks, and those of one ticket side by side.
-    tickets, answers = plan.keys.T
-    own, advantages = [group.ticket for group, _ in groups], plan.advantages
+    tickets, answers = np.empty((2, 0), np.int64) if unplanned else plan.keys.T
+    own, advantages = [group.ticket for group, _ in groups], np.empty(0) if unplanned else plan.advantages
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), advantages[begin:end].tolist(), strict=True))
@@ -33,7 +50,7 @@ def rows(collected: Collected, plan: Plan) -> Iterator[SampleRow]:
             advantage = planned.get(sample.answer)
             reject_reason = reason or masked.get(sample.key)
             if reject_reason is None and advantage is None:
-                reject_reason = "no score"
+                reject_reason = "the run ended" if sample.verdict.scored else "no score"
             yield _row(group.prompt, messages, sample, turns, advantage, reject_reason)
 
 

@@ -19,6 +19,7 @@ from spmd_rl.batch import Batch, sampled_runs
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.binding import bind
+from spmd_rl.learn.own import token_advantage
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.statistics import moments_of
 from spmd_rl.learn.token_selection import SHARES, mark
@@ -37,7 +38,7 @@ def finish(
     kl_reward_coef: the one now in force. data: this rank's shard of the policy's. seed: the run's, for draws. Returns
     the metrics of the critic, if there is one.
     """
-    if settings.advantage in TOKEN_ADVANTAGES or settings.kl_reward_coef:
+    if token_advantage(settings) or settings.kl_reward_coef:
         for batch in batches:
             estimate(batch, settings, kl_reward_coef)
     critic = None
@@ -75,7 +76,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
         divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
         kl = divergence(batch.old_logprobs[mask].double(), batch.ref_logprobs[mask].double())
     rewards = token_rewards(scores, samples, kl, kl_reward_coef)
-    estimator = bind(TOKEN_ADVANTAGES.get(settings.advantage, TOKEN_ADVANTAGES["reinforce_returns"]), settings)
+    estimator = token_advantage(settings) or bind(TOKEN_ADVANTAGES["reinforce_returns"], settings)
     values = None if batch.values is None else batch.values[mask].double()
     advantages, returns = estimator(rewards, values, samples)
     batch.advantages = torch.zeros(batch.num_tokens).masked_scatter(mask, advantages.float())

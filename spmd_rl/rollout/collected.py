@@ -7,7 +7,7 @@ where they are.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
 
@@ -15,11 +15,15 @@ import msgspec
 import numpy as np
 
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
+from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes
 from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.types import Group
+
+MAX_TEXT = 20_000
+"""The most characters of a prompt or an answer in `error.txt`."""
 
 
 class RankReport(msgspec.Struct, array_like=True):
@@ -57,6 +61,8 @@ class Collected:
     """Requests given up because the step had ended, over all ranks."""
     num_carried: int
     """Answers begun that go on in the next step, over all ranks."""
+    failure: RunFailed | None = None
+    """Why the run ends with this step, alike on all ranks: the error budget is spent."""
 
     def metrics(self) -> dict[str, float]:
         """Return means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
@@ -81,6 +87,8 @@ class Collected:
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled
             metrics["rollout/truncated"] = int(np.count_nonzero(answers["truncated"] & sampled)) / num_sampled
             metrics["rollout/stale"] = int(np.count_nonzero((answers["lag"] > 0) & sampled)) / num_sampled
+        if missing := sum(self.outcomes.missing.values()):
+            metrics["rollout/missing_package"] = missing
         if scores:
             metrics["critic/score/mean"] = fmean(list(chain.from_iterable(scores.values())))
             metrics |= {f"score/{domain}/mean": fmean(values) for domain, values in scores.items()}
@@ -151,15 +159,25 @@ def _joined(slices: list[Group]) -> Group:
     return Group(slices[0].prompt, slices[0].ticket, tuple(sample for some in slices for sample in some.samples))
 
 
-def review(collected: Collected, cfg: RlvrConfig, rank: int) -> None:
-    """Print one line where a step has fewer groups than it wants; RunFailed, on all ranks alike, over error budget."""
+def review(collected: Collected, cfg: RlvrConfig, world: World) -> Collected:
+    """[all] Print one line for answers without a score, and one where a step has fewer groups than it wants.
+
+    Returns the step, with a `failure` if the answers without a score are more than the error budget allows.
+    """
     step, budget, wanted = collected.step, cfg.reward.error_budget, cfg.rollout.prompts_per_step
-    outcomes = collected.outcomes
-    if outcomes.error_share > budget:
-        raise RunFailed(
-            f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers of step {step} "
-            f"got no score; the first: {next(iter(outcomes.details.values()))}"
-        )
+    outcomes, rank = collected.outcomes, world.rank
+    if outcomes.details:
+        first = f"of step {step} got no score; the first: {next(iter(outcomes.details.values()))}"
+        if outcomes.error_share > budget:  # alike on all ranks
+            reports = world.gather("generate: answers without a score", _first_failure(collected))  # [all]
+            report = min((r for r in reports if r), default=(0, 0, ""))[2]
+            line = f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers {first}"
+            return replace(collected, failure=RunFailed(line, report))
+        if rank == 0:
+            count = int(np.count_nonzero(~outcomes.answers["scored"]))
+            print(f"{count} of {len(outcomes.answers)} answers {first}", file=sys.stderr, flush=True)
+    if rank == 0:
+        _tell_missing(step, outcomes)
     if rank == 0 and outcomes.num_accepted < wanted:
         reasons = Counter(outcomes.reasons.values())
         counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
@@ -169,3 +187,37 @@ def review(collected: Collected, cfg: RlvrConfig, rank: int) -> None:
             file=sys.stderr,
             flush=True,
         )
+    return collected
+
+
+def _tell_missing(step: int, outcomes: Outcomes) -> None:
+    """Print a line for each domain in which answers failed for want of a package."""
+    for domain in dict.fromkeys(domain for domain, _ in outcomes.missing):
+        counts = sorted(((n, name) for (d, name), n in outcomes.missing.items() if d == domain), reverse=True)
+        named = ", ".join(f"{name} {n}" for n, name in counts[:5])
+        print(
+            f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed for want of a package ({named}); "
+            f"reward.{domain}.packages can give it to them",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
+    """The first answer without a score among this rank's, for `error.txt`: its prompt, its answer, what was raised."""
+    groups = [*collected.groups, *(group for group, _ in collected.dropped)]
+    failed = [
+        (s, g) for g in groups if g.ticket in collected.outcomes.details for s in g.samples if not s.verdict.scored
+    ]
+    if not failed:
+        return None
+    sample, group = min(failed, key=lambda pair: pair[0].key)
+    prompt, verdict = group.prompt, sample.verdict
+    told = [f"{message.role}: {message.content}" for message in prompt.messages]
+    parts = {
+        f"prompt {prompt.id}, domain {prompt.domain}": "\n".join(told),
+        "ground truth": prompt.ground_truth,
+        f"answer {sample.answer} of ticket {sample.ticket}": "\n".join(turn.text for turn in sample.turns),
+        "verdict": f"{verdict.status}: {verdict.detail}\n{verdict.traceback}",
+    }
+    return *sample.key, "".join(f"--- {title}\n{text[:MAX_TEXT]}\n" for title, text in parts.items())

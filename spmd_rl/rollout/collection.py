@@ -21,6 +21,7 @@ import msgspec
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts, counter_seed
 from spmd_rl.distributed import World
+from spmd_rl.distributed.notice import Notice
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ class Rollouts:
         leads = world.gather("start: replicas", engine.leads)  # [all]
         self._replica, self._num_replicas = sum(leads[: world.rank]), sum(leads)
         self._engine_loop = EngineLoop(engine, world)
+        self._notice = Notice(world.rank)
         self._runner = asyncio.Runner()
         self._cursor = Cursor()
         self._running: dict[GroupSlice, Samples] = {}
@@ -154,8 +156,7 @@ class Rollouts:
             if self._previous:
                 self._previous.forget(shared=world.rank == 0)
             self._previous = coordinator
-        review(collected, self._cfg, world.rank)
-        return collected
+        return review(collected, self._cfg, world)  # [all]
 
     async def _until_end(self, claim: Claim, coordinator: Coordinator, step: int) -> int:
         """Fill `_finished` until the step has ended. Returns the number of requests stopped then."""
@@ -174,6 +175,7 @@ class Rollouts:
                 _, prompt = self.prompts.ticket(group_slice.ticket, self._cfg.seed)
                 self._finished[group_slice] = Group(prompt, group_slice.ticket, samples)
                 self._report(group_slice, coordinator, step)
+        self._notice.over()
         num_stopped = await self._engine_loop.drain()
         if not self._settings.partial_rollout:
             await self._cancel()
@@ -238,13 +240,22 @@ class Rollouts:
         """
         if self._engine_loop.num_requests or not self._scorer.outstanding:
             await self._engine_loop.poll()
+            self._tell_wait(self._engine_loop)
             return
         with self._world.phase("score"):
             waiting = self._scorer.outstanding
             for _ in range(SCORE_POLLS):
                 await self._engine_loop.poll()
+                self._tell_wait(self._engine_loop)
                 if self._engine_loop.num_requests or self._scorer.outstanding != waiting or coordinator.ended():
                     break
+
+    def _tell_wait(self, engine_loop: EngineLoop) -> None:
+        """Say what is waited for while the engine has nothing to do, if that takes long."""
+        if engine_loop.num_requests:
+            self._notice.over()
+        else:
+            self._notice(f"waiting for {self._scorer if self._scorer.outstanding else 'the answers of other ranks'}")
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter."""
@@ -260,5 +271,7 @@ class Rollouts:
         started = [(prompt, n, self._start(prompt, n, 0, answers, engine_loop)) for n, prompt in mine]
         while not all(samples.done() for _, _, samples in started):
             await engine_loop.poll()
+            self._tell_wait(engine_loop)
+        self._notice.over()
         self._world.journal.idle(False)
         return [Group(prompt, n, tuple(samples.result())) for prompt, n, samples in started]

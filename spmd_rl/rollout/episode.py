@@ -19,16 +19,14 @@ truncated, and its last answer is scored. An exception in it is an `error` verdi
 Left out: which episodes run and when (`collection.py`), the engine (`engine_loop.py`).
 """
 
-import traceback
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from spmd_rl.errors import RunFailed, UserError, one_line
+from spmd_rl.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.types import AnswerInfo, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
@@ -153,21 +151,18 @@ async def play(episode: Episode, ctx: Context) -> Sample:
         return sample
     except BudgetSpent as spent:
         if not ctx.turns:
-            return _failed(episode, ctx, spent)
+            return _failed(ctx, spent)
         ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
         return ctx.sample(await ctx.score(ctx.turns[-1].text))
     except (UserError, RunFailed):
         raise
     except Exception as error:  # noqa: BLE001  a user's code may raise anything
-        return _failed(episode, ctx, error)
+        return _failed(ctx, error)
 
 
-def _failed(episode: Episode, ctx: Context, error: Exception) -> Sample:
-    """The sample of an episode that raised, with the line of its own file where it did."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is `play`
-    own = [frame for frame in frames if frame.filename == getattr(episode, "__code__", play.__code__).co_filename]
-    where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in own[-1:])
+def _failed(ctx: Context, error: Exception) -> Sample:
+    """The sample of an episode that raised, with the file and line where it did."""
     if not ctx.turns:  # a sample has at least one, if an empty one
         nothing = array("i"), array("f"), array("i")
         ctx.turns.append(Turn(ctx.render(ctx.prompt.messages), *nothing, "abort"))
-    return ctx.sample(Verdict("error", detail=where + one_line(error)))
+    return ctx.sample(Verdict("error", detail=located(error), traceback=traceback_of(error)))

@@ -3,6 +3,8 @@
 A rank with nothing to do but to wait for a slow judge is no stall. Waiting for longer than any verdict may take is one.
 """
 
+from collections import Counter
+
 from spmd_rl.config.schema import RewardsConfig
 from spmd_rl.distributed import Journal
 from spmd_rl.types import AnswerInfo, Prompt, Scorer, Verdict
@@ -18,17 +20,26 @@ class ExpectedVerdicts:
         self._scorer, self._journal = scorer, journal
         longest = max((domain.timeout + domain.start_seconds for domain in rewards.domains.values()), default=0.0)
         self._patience = longest + MARGIN_SECONDS
+        self._waiting: Counter[str] = Counter()
 
     @property
     def outstanding(self) -> int:
         """Answers whose verdict is not there yet."""
         return self._scorer.outstanding
 
+    def __str__(self) -> str:
+        """Return what it waits for: `14 verdicts (math 9, code 5)`."""
+        domains = {domain: count for domain, count in sorted(self._waiting.items()) if count}
+        named = ", ".join(domains if len(domains) == 1 else [f"{domain} {n}" for domain, n in domains.items()])
+        return f"{sum(domains.values())} verdicts ({named})"
+
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """See `Scorer`."""
         self._journal.expect(self._patience)
+        self._waiting[prompt.domain] += 1
         try:
             return await self._scorer.score(prompt, answer, info)
         finally:
+            self._waiting[prompt.domain] -= 1
             self._journal.progress += 1
             self._journal.expect(self._patience if self._scorer.outstanding else 0.0)

@@ -4,15 +4,16 @@ Samples stay on the rank that made them. Every rank holds the rows of all, in ti
 trains and how (`learn/`).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from spmd_rl.types import SCORED, Group, Sample
+from spmd_rl.types import MISSING_PACKAGE, SCORED, Group, Sample
 
 ANSWER = np.dtype(
     [
@@ -76,6 +77,8 @@ class SliceReport(msgspec.Struct, array_like=True):
     """The detail of the first verdict that is no score, if any."""
     reject_reason: str | None = None
     """Why the ticket does not train; of the slice that came last."""
+    missing: list[str] = []
+    """The packages that answers failed for want of, one for each such answer."""
 
     @classmethod
     def of(cls, group: Group, number: int, rank: int, version: int) -> "SliceReport":
@@ -83,7 +86,8 @@ class SliceReport(msgspec.Struct, array_like=True):
         failed = next((s.verdict for s in group.samples if s.verdict.status not in SCORED), None)
         detail = f"{failed.status}: {failed.detail}" if failed else ""
         rows = [answer_row(sample, rank, version) for sample in group.samples]
-        return cls(group.ticket, number, group.prompt.domain, rows, detail)
+        missing = [s.verdict.detail for s in group.samples if s.verdict.parts.get(MISSING_PACKAGE)]
+        return cls(group.ticket, number, group.prompt.domain, rows, detail, missing=missing)
 
 
 class Outcome(NamedTuple):
@@ -117,6 +121,8 @@ class Outcomes:
     """Ticket -> why it does not train, in order; the others do."""
     details: dict[int, str]
     """Ticket -> the detail of its first verdict that is no score, in order, where there is one."""
+    missing: dict[tuple[str, str], int] = field(default_factory=dict)
+    """(domain, package) -> the number of answers that failed for want of the package."""
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -174,4 +180,5 @@ def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_sli
         names=names,
         reasons={r.ticket: r.reject_reason for r in mine if r.reject_reason},
         details={ticket: detail for ticket, detail in details.items() if detail},
+        missing=Counter((r.domain, package) for r in mine for package in r.missing),
     )

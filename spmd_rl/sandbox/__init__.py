@@ -7,34 +7,41 @@
 | `bwrap` | confinement by bubblewrap |
 | `unconfined` | no confinement, for those who ask for it |
 | `confine` | the system calls |
+| `packages` | the installed packages that code may import |
 | `guest/` | what runs inside: a program, or tested code, or its tests |
 
     sandbox = open_sandbox("auto", "reward.code.sandbox")
     sandbox.run("print(input())", "hello").stdout
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from spmd_rl.errors import UserError
 from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.bwrap import Bubblewrap
 from spmd_rl.sandbox.forkserver import ForkServer
+from spmd_rl.sandbox.packages import find_packages
 from spmd_rl.sandbox.unconfined import Unconfined
 
-SANDBOXES: dict[str, Callable[[], BaseSandbox]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Unconfined}
+SANDBOXES: dict[str, Callable[..., BaseSandbox]] = {"bwrap": Bubblewrap, "forkserver": ForkServer, "none": Unconfined}
 AUTO = ("bwrap", "forkserver")
 
 
-def open_sandbox(name: str, key: str) -> BaseSandbox:
+def open_sandbox(name: str, key: str, packages: Sequence[str] = ()) -> BaseSandbox:
     """Open the sandbox of that name, or for `auto` the first that works here, and run a program in it.
 
-    UserError, which names the setting `key`, if there is none: nothing runs unconfined unless `none` was asked for.
+    `packages`: what code may import beside the standard library. UserError, which names the setting `key`, if there is
+    none: nothing runs unconfined unless `none` was asked for.
     """
     reasons = []
+    try:
+        given = {"packages": find_packages(packages)} if packages else {}
+    except RuntimeError as error:
+        raise UserError(f"{key.rpartition('.')[0]}.packages: {error}") from None
     for candidate in AUTO if name == "auto" else (name,):
         try:
-            sandbox = SANDBOXES[candidate]()
-            sandbox.prove()
+            sandbox = SANDBOXES[candidate](**given)
+            sandbox.prove(packages)
         except (OSError, RuntimeError) as error:
             reasons.append(f"{candidate}: {error}")
         else:

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from signal import SIGKILL, SIGXCPU
 from typing import Any, Protocol
 
+from spmd_rl.sandbox.packages import module_names
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
+PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
+"""A first import from a cold disk is slow."""
 DRAIN_SECONDS = 1.0
 """The time to read what is left in the pipes of a process that has ended."""
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
@@ -119,6 +122,9 @@ def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
 class BaseSandbox(ABC):
     """A `Sandbox` without `start`, which the subclasses have. One call runs at a time; calls of other threads wait."""
 
+    own_bytes = 0
+    """Address space that the packages take which code may import, beside its own limit."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
@@ -129,10 +135,11 @@ class BaseSandbox(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release what the sandbox holds."""
 
-    def prove(self) -> None:
-        """Run a program. RuntimeError if the sandbox does not work here."""
-        if (result := self.run("print(6 * 7)")).stdout != "42\n":
-            raise RuntimeError(result.stderr.strip() or f"it ended by {result.end} {result.code}")
+    def prove(self, packages: Sequence[str] = ()) -> None:
+        """Run a program, which imports these packages. RuntimeError if the sandbox does not work here."""
+        program = "".join(f"__import__('importlib').import_module({name!r})\n" for name in module_names(packages))
+        if (result := self.run(program + "print(6 * 7)", limits=PROOF)).stdout != "42\n":
+            raise RuntimeError(result.stderr.strip()[-300:] or f"it ended by {result.end} {result.code}")
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = LIMITS) -> RunResult:
         """Run a program, as `Sandbox.run` says."""
@@ -171,7 +178,8 @@ class BaseSandbox(ABC):
 
     def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
         """Start a process for each job, two with a socket pair between. `stack` ends them and our descriptors."""
-        kernel = {"cpu": limits.cpu_seconds, "memory": limits.memory_bytes, "disk": limits.disk_bytes}
+        memory = limits.memory_bytes + self.own_bytes
+        kernel = {"cpu": limits.cpu_seconds, "memory": memory, "disk": limits.disk_bytes}
         kernel["processes"] = limits.processes
         runs = []
         with ExitStack() as theirs:

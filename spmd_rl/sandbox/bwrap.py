@@ -12,16 +12,21 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
 from spmd_rl.sandbox.forkserver import reserve_uids
+from spmd_rl.sandbox.packages import ENVIRONMENT
 from spmd_rl.types import RunLimits
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 """Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
 GUEST = "spmd_rl/sandbox/guest"
+PACKAGES, PACKAGES_BYTES = "/packages", 512 << 20
+"""Where code finds the packages that it may import, and the address space that it gets for them."""
 COMPILE = """
 import importlib.util, json, marshal, sys, zipfile
 assert sys.version_info >= (3, 8)
@@ -47,15 +52,17 @@ FILES = [
 class Bubblewrap(BaseSandbox):
     """Starts one `bwrap` for each job. RuntimeError at construction where it cannot work."""
 
-    def __init__(self) -> None:
+    def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
+        """`packages`: the files that code may import, as `find_packages` returns them."""
         super().__init__()
         confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a container's first process may not reap
         self._bwrap = shutil.which("bwrap")
         if self._bwrap is None:
             raise RuntimeError("bwrap is not installed")
-        self._python = next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
+        self._python = next((path for path in PYTHONS if os.access(path, os.X_OK) and _suits(path, packages)), None)
         if self._python is None:
-            raise RuntimeError(f"there is no {' or '.join(PYTHONS)} to run in it")
+            which = f" of version {_VERSION}, for which the packages are installed," if packages else ""
+            raise RuntimeError(f"there is no {' or '.join(PYTHONS)}{which} to run in it")
         self.first_uid = reserve_uids() if os.geteuid() == 0 else None
         self._guest = _compiled_guest(self._python)
         self._layout = list(FILES)
@@ -65,6 +72,14 @@ class Bubblewrap(BaseSandbox):
                 self._layout += ["--symlink", os.readlink(path), path]
             elif os.path.isdir(path):
                 self._layout += ["--ro-bind", path, path]
+        path = "/guest.zip"
+        if packages:
+            path, self.own_bytes = f"{path}:{PACKAGES}", PACKAGES_BYTES
+            for name, source in packages.items():
+                self._layout += ["--ro-bind", str(source.resolve()), f"{PACKAGES}/{name}"]
+            for name, value in ENVIRONMENT.items():
+                self._layout += ["--setenv", name, value]
+        self._layout += ["--setenv", "PYTHONPATH", path]
 
     def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> "Spawned":
         """Start a job, as `BaseSandbox.start` says."""
@@ -74,7 +89,7 @@ class Bubblewrap(BaseSandbox):
         if confine.seccomp_supported():
             filters.append(memory_file(confine.seccomp_program(limits.processes > 1, execute=True)))
         command = [self._bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *self._layout]
-        command += ["--ro-bind-data", str(guest), "/guest.zip", "--setenv", "PYTHONPATH", "/guest.zip"]
+        command += ["--ro-bind-data", str(guest), "/guest.zip"]
         command += ["--setenv", "PYTHONHASHSEED", "0", "--uid", "65534", "--gid", "65534", "--hostname", "box"]
         command += [
             "--size",
@@ -115,6 +130,17 @@ class Bubblewrap(BaseSandbox):
             for fd in (guest, theirs_info, *filters):
                 os.close(fd)
         return _Bwrapped(process, info)
+
+
+_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _suits(python: str, packages: Mapping[str, Path] | None) -> bool:
+    """Return whether an interpreter can import what is installed for ours."""
+    if not packages:
+        return True
+    command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(command, capture_output=True, text=True, env={}, timeout=60).stdout.strip() == _VERSION
 
 
 class Spawned:

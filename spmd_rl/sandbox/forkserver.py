@@ -6,16 +6,19 @@ container need not be privileged: CAP_SETUID, CAP_SETGID and CAP_SYS_CHROOT suff
 have files of its own too.
 """
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
+from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
+from spmd_rl.sandbox.packages import link
 from spmd_rl.types import RunLimits
 
 PACKAGE = Path(__file__).parents[1]
@@ -36,10 +39,11 @@ FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF
 class ForkServer(BaseSandbox):
     """Owns one fork server, with at most two children at a time. RuntimeError at construction where it cannot work."""
 
-    def __init__(self, mounts: bool = True) -> None:
-        """`mounts` says whether to use a mount namespace where that is allowed."""
+    def __init__(self, mounts: bool = True, packages: Mapping[str, Path] | None = None) -> None:
+        """`mounts` says whether to use a mount namespace where that is allowed. `packages`: the files that code may
+        import, as `find_packages` returns them; they are loaded before the first fork."""
         super().__init__()
-        self._mounts = mounts
+        self._mounts, self._packages = mounts, packages or {}
         if os.geteuid() != 0:
             raise RuntimeError("it needs root")
         if not confine.seccomp_supported() or not confine.landlock_version():
@@ -66,20 +70,26 @@ class ForkServer(BaseSandbox):
 
     def _start_process(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        numbers = (theirs.fileno(), self.first_uid, self._mounts)
-        code = f"{BOOT}\nfrom spmd_rl.sandbox.forkserver_main import start\nstart{numbers}"
-        with theirs:
+        with ExitStack() as stack:
+            stack.enter_context(theirs)
+            # read once, before the process gives up its view of the files
+            links = stack.enter_context(link(self._packages)) if self._packages else ""
+            arguments = (theirs.fileno(), self.first_uid, self._mounts, links)
+            code = f"{BOOT}\nfrom spmd_rl.sandbox.forkserver_main import start\nstart{arguments}"
             self.process = subprocess.Popen(
                 [*PYTHON, code, str(PACKAGE)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=ENVIRONMENT,
+                env=ENVIRONMENT | (packages_environment if links else {}),
                 cwd="/",
             )
-        if (reply := self._orders.recv(1 << 12)) != b"ready":
+            theirs.close()
+            reply = self._orders.recv(1 << 12).decode()
+        if not reply.startswith("ready "):
             self.close()
-            raise RuntimeError(reply.decode() or "its process died at the start")
+            raise RuntimeError(reply or "its process died at the start")
+        self.own_bytes = int(reply.split()[1])
 
 
 class _Forked:
@@ -94,7 +104,7 @@ class _Forked:
 
     def kill(self) -> None:
         """Kill the child and all that it has started."""
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             self._control.shutdown(socket.SHUT_WR)
 
     def wait(self) -> tuple[int, float]:

@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -50,19 +51,20 @@ FIRST_FREE_FD = 64
 """Descriptors from here on do not collide with those that a child gets."""
 
 
-class StdlibImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds and loads the standard library's Python modules from memory, as a child cannot open files."""
+class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds and loads the Python modules below a directory from memory, as a child cannot open files."""
 
     def __init__(self, directory: Path) -> None:
         self._sources: dict[str, tuple[bytes, bool]] = {}
-        for path in directory.rglob("*.py"):
-            parts = path.relative_to(directory).with_suffix("").parts
-            if not SKIPPED.intersection(parts):
+        for folder, below, files in os.walk(directory, followlinks=True):
+            below[:] = [name for name in below if name not in SKIPPED]
+            for path in (Path(folder, file) for file in files if file.endswith(".py")):
+                parts = path.relative_to(directory).with_suffix("").parts
                 is_package = parts[-1] == "__init__"
                 self._sources[".".join(parts[:-1] if is_package else parts)] = path.read_bytes(), is_package
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> object:
-        """Return the spec of a module of the standard library, None for others."""
+        """Return the spec of a module below the directory, None for others."""
         return importlib.util.spec_from_loader(fullname, self) if fullname in self._sources else None
 
     def is_package(self, fullname: str) -> bool:
@@ -86,9 +88,36 @@ def preload() -> None:
         ):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-    sys.meta_path[:] = [*sys.meta_path[:2], StdlibImporter(Path(sysconfig.get_path("stdlib")))]
+    sys.meta_path[:] = [*sys.meta_path[:2], SourceImporter(Path(sysconfig.get_path("stdlib")))]
     sys.path[:] = []
     sys.path_importer_cache.clear()
+
+
+def load_packages(folder: Path) -> int:
+    """Import the packages in a folder, with all their extension modules: a child cannot load a library from a file.
+
+    Their other modules come from memory. Returns the address space that they take in bytes.
+    """
+    before, finder = _address_space(), importlib.machinery.PathFinder
+    sys.path.append(str(folder))
+    sys.meta_path.insert(2, finder)
+    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    names = [name for name in os.listdir(folder) if name.isidentifier()]
+    for top, _, files in os.walk(folder, followlinks=True):
+        parts = Path(top).relative_to(folder).parts
+        if not SKIPPED.intersection(parts):
+            names += [".".join((*parts, file.partition(".")[0])) for file in files if file.endswith(suffixes)]
+    for name in names:
+        with contextlib.suppress(ImportError, AttributeError, OSError):
+            importlib.import_module(name)
+    sys.meta_path[2:] = [*sys.meta_path[3:], SourceImporter(folder)]
+    sys.path[:] = []
+    sys.path_importer_cache.clear()
+    return _address_space() - before
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def hide_files(mounts: bool) -> bool:
@@ -260,11 +289,14 @@ def _become_child(child: _Child, fds: list[int], uid: int, directory: str, paren
         os._exit(1)
 
 
-def start(fd: int, first_uid: int, mounts: bool) -> None:
-    """Run the fork server on a socket. It sends `ready`, or the reason why it cannot work."""
+def start(fd: int, first_uid: int, mounts: bool, packages: str = "") -> None:
+    """Run the fork server on a socket. It sends `ready` and what the packages take of a child's address space, or the
+    reason why it cannot work. `packages`: a folder with the packages that children may import, or empty.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     with socket.socket(fileno=fd) as orders:
         preload()
+        own_bytes = load_packages(Path(packages)) if packages else 0
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         try:
             confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -273,5 +305,5 @@ def start(fd: int, first_uid: int, mounts: bool) -> None:
             orders.send(str(error).encode())
             return
         gc.freeze()  # keep shared pages shared
-        orders.send(b"ready")
+        orders.send(f"ready {own_bytes}".encode())
         Server(orders, proc, first_uid, files).run()

@@ -47,6 +47,7 @@ class HostProcess:
                 reward.sandbox,
                 reward.cpu_numbers,
                 reward.start_seconds,
+                packages=reward.packages,
             )
             for domain, reward in rewards.domains.items()
         }

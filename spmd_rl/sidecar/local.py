@@ -21,7 +21,7 @@ class LocalScorer:
     def __init__(self, rewards: "RewardsConfig") -> None:
         self._rewarders = {}
         for domain, reward in rewards.domains.items():
-            section, services = f"reward.{domain}", service_factories(domain, reward.sandbox)
+            section, services = f"reward.{domain}", service_factories(domain, reward.sandbox, packages=reward.packages)
             self._rewarders[domain] = build_target(section, reward.target, reward.args, services=services)
             start_target(section, reward.target, self._rewarders[domain])
         self.outstanding = 0

@@ -5,20 +5,23 @@ A service is made once for each rewarder, in the process that uses it, and ends 
     build_target("reward.code", target, args, services=service_factories("code", "auto"))
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmd_rl.sandbox import open_sandbox
 from spmd_rl.types import Http
 
 
-def service_factories(domain: str, sandbox: str, url: str = "") -> Mapping[str, Callable[[], Any]]:
+def service_factories(
+    domain: str, sandbox: str, url: str = "", packages: Sequence[str] = ()
+) -> Mapping[str, Callable[[], Any]]:
     """Return by name how each service is made.
 
-    `sandbox` is the setting `reward.<domain>.sandbox`, `url` the address of the domain's own server, if it has one.
+    `sandbox` and `packages` are the settings `reward.<domain>.sandbox` and `.packages`, `url` the address of the
+    domain's own server, if it has one.
     """
     factories: dict[str, Callable[[], Any]] = {
-        "sandbox": lambda: open_sandbox(sandbox, f"reward.{domain}.sandbox"),
+        "sandbox": lambda: open_sandbox(sandbox, f"reward.{domain}.sandbox", packages),
         "http": build_http,
     }
     return factories | {"url": lambda: url} if url else factories

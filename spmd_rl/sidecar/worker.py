@@ -1,7 +1,7 @@
 """A worker process: it builds one rewarder and answers the score requests that its host sends.
 
-Whatever a rewarder raises becomes the verdict `error` with the exception's text; this is one of the few places with a
-broad `except`. Only `async` rewarders are timed here; the host kills a worker that takes too long.
+Whatever a rewarder raises becomes the verdict `error` with the exception's text, file and line; this is one of the few
+places with a broad `except`. Only `async` rewarders are timed here; the host kills a worker that takes too long.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from spmd_rl import wire
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.errors import MAX_TRACEBACK, UserError, located, one_line, traceback_of
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.targets import build_target, start_target
@@ -44,7 +44,7 @@ async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | Non
     except TimeoutError as error:
         return Verdict("timeout", detail=one_line(error))
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
-        return Verdict("error", detail=one_line(error))
+        return _failed(error)
 
 
 def judge_sync(rewarder: Rewarder, given: wire.ScoreInput) -> Verdict:
@@ -66,7 +66,7 @@ def judge_batch(rewarder: Any, given: list[wire.ScoreInput]) -> list[Verdict]:
         return _checked_batch(rewarder.score_batch(prompts, answers, infos), len(given))
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
         if len(given) == 1:
-            return [Verdict("error", detail=one_line(error))]
+            return [_failed(error)]
         return [judge_batch(rewarder, [one])[0] for one in given]
 
 
@@ -79,8 +79,7 @@ def _checked_batch(verdicts: Iterable[Verdict], num_answers: int) -> list[Verdic
 
 def _checked(verdict: Any) -> Verdict:
     """Return the verdict in plain types, so that NumPy's floats and NaN are not sent."""
-    if not isinstance(verdict, Verdict):
-        raise TypeError(f"score returned {type(verdict).__name__}, not a Verdict")
+    verdict = Verdict.of(verdict)
     if verdict.status not in get_args(VerdictStatus):
         raise ValueError(f"unknown verdict status {verdict.status!r}")
     if len(verdict.parts) > MAX_PARTS:
@@ -89,14 +88,20 @@ def _checked(verdict: Any) -> Verdict:
     for name, value in {"score": float(verdict.score), **parts}.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-    return Verdict(verdict.status, float(verdict.score), parts, one_line(verdict.detail))
+    traceback = verdict.traceback[:MAX_TRACEBACK]
+    return Verdict(verdict.status, float(verdict.score), parts, one_line(verdict.detail), traceback)
+
+
+def _failed(error: Exception) -> Verdict:
+    """The verdict on an answer whose rewarder raised."""
+    return Verdict("error", detail=located(error), traceback=traceback_of(error))
 
 
 def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
     """Be a worker until the host hangs up."""
     send_frame(sock, wire.Started(os.getpid()))
     try:
-        services = service_factories(domain, pool.sandbox, pool.url)
+        services = service_factories(domain, pool.sandbox, pool.url, pool.packages)
         rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=services)
         start_target(f"reward.{domain}", pool.target, rewarder)
     except UserError as error:

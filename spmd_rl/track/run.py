@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from spmd_rl.track.waits import Waits
 
 _CLOSE_TIMEOUT = 3.0
 """Seconds for which the report and the trackers may hold up the end of a run that failed."""
+_PARTS_TIMEOUT = 1.0
+"""Seconds for which the end of a run that failed waits for the samples of other ranks."""
 PHASES = ("generate", "score", "logprobs", "train", "publish", "checkpoint", "eval", "coordination")
 """The phases whose `time/*` stands in every line."""
 _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
@@ -53,6 +55,7 @@ class Run:
         self._waits = Waits()
         self._trackers: list[Tracker] = []
         self._step: int | None = None
+        self._merging = threading.Lock()
         self._num_started = 0
         self._step_start: float | None = None
         self._line: Values = {}
@@ -76,6 +79,7 @@ class Run:
                 world.journal.watch(track._waits)
                 track._waits.start(lambda: place.name if (place := world.journal.inside) else "")
                 stack.callback(track._waits.close)
+            world.on_exit(track._merge_last)
             world.on_exit(track.write_report)
             world.on_exit(track._close_trackers)
             clean = False
@@ -120,6 +124,25 @@ class Run:
         """Write this rank's held-out answers of `step`, as `log_samples` does."""
         with self._world.phase("track"):
             self._held_out.write(step, rows)
+
+    @contextmanager
+    def samples(
+        self, step: int, rows: Callable[[], Iterable[SampleRow]], failure: Exception | None = None
+    ) -> Iterator[None]:
+        """[all] Log `rows()`, this rank's samples of `step`, after what is inside, even if that raises.
+
+        `failure`, alike on all ranks, is why the run ends with this step: it is raised once the samples are saved.
+        """
+        try:
+            yield
+        finally:
+            self.log_samples(step, rows())
+        if failure is not None:
+            self._world.gather("track: samples of the last step", None)  # [all] all have written theirs
+            if self._world.rank == 0:
+                self._merge_last()
+            self._world.gather("track: samples of the last step are merged", None)  # [all]
+            raise failure
 
     def state(self) -> dict[str, Any]:
         """[all] Return the state for a checkpoint inside a step, with all that the step's line holds by then."""
@@ -174,8 +197,9 @@ class Run:
         self._add_derived()
         if self._world.rank == 0:
             with self._world.phase("track"):
-                for log in (self._samples, self._held_out):
-                    log.merge(step)
+                with self._merging:
+                    for log in (self._samples, self._held_out):
+                        log.merge(step)
                 self._metrics.append(step, self._line)
                 print(describe(step, self._cfg.steps, self._line), file=sys.stderr, flush=True)
                 for tracker in self._trackers:
@@ -207,9 +231,20 @@ class Run:
         if line is not None and not has_line:
             self._metrics.append(last, {key: value for key, value in line.items() if key != "tokens"})
 
+    def _merge_last(self) -> None:
+        """Merge the samples of a step that has no end, once all ranks have written theirs; on rank 0."""
+        if self._world.rank == 0 and (step := self._step) is not None:
+            deadline = time.monotonic() + _PARTS_TIMEOUT
+            while not self._samples.complete(step) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            with self._merging:
+                if self._samples.complete(step):
+                    self._samples.merge(step)
+
     def _close(self, clean: bool) -> None:
         """Write the report and close the trackers, whatever ends the run."""
-        for close in (self.write_report, self._close_trackers):
+        failed = not clean and isinstance(sys.exc_info()[1], Exception)
+        for close in (*[self._merge_last] * failed, self.write_report, self._close_trackers):
             if clean:
                 close()
             else:  # what it raises is printed, and does not hide what ended the run

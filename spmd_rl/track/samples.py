@@ -98,6 +98,10 @@ class SampleLog:
         if parts:
             self._merge(step, parts)
 
+    def complete(self, step: int) -> bool:
+        """Return whether all ranks have written their samples of a step, and nobody has merged them."""
+        return all(self._part(step, rank).exists() for rank in range(self._num_ranks))
+
     def recover(self) -> None:
         """Merge each complete set of parts that a killed run left, and remove all others; on rank 0, before writing."""
         left: dict[tuple[int, int], list[Path]] = {}

@@ -47,8 +47,8 @@ class Moody:
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "nan":
             return Verdict("ok", float("nan"))
-        if word == "float":
-            return 1.0
+        if word == "none":
+            return None
         if word == "surrogate":  # a verdict without a msgpack form
             return Verdict("ok", 1.0, {"\ud800": 1.0})
         if word == "print":

@@ -13,7 +13,7 @@ from spmd_rl.config.schema import FilterConfig
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.outcomes import ANSWER, SliceReport, answer_row, answer_rows, gather_outcomes
-from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from spmd_rl.types import MISSING_PACKAGE, Group, Message, Prompt, Sample, Turn, Verdict
 
 STATUSES = ("ok", "ok", "ok", "wrong_format", "timeout", "error")
 VERSION = 3
@@ -190,3 +190,25 @@ def test_a_group_is_judged_by_its_sampled_answers(settings: dict, reason: str | 
     rows["greedy"][4], rows["score"][4], rows["truncated"][[0, 4]] = True, 9.0, True
     assert reject_reason(rows, 3, FilterConfig(**({"zero_variance": False} | settings))) == reason
     assert reject_reason(rows, 4, FilterConfig(**settings)) == "too few scored"
+
+
+def test_answers_that_want_a_package_are_counted_over_all_slices() -> None:
+    def wanting(ticket: int, packages: list[str]) -> Group:
+        some = group(ticket)
+        verdicts = [Verdict("ok", 0.0, {MISSING_PACKAGE: 1.0}, package) for package in packages]
+        samples = [msgspec.structs.replace(s, verdict=v) for s, v in zip(some.samples, verdicts, strict=False)]
+        return Group(some.prompt, ticket, tuple(samples) + some.samples[len(samples) :])
+
+    reports = [
+        SliceReport.of(wanting(3, ["numpy", "numpy"]), 0, 0, VERSION),
+        SliceReport.of(wanting(6, ["sympy"]), 0, 1, VERSION),
+        SliceReport.of(wanting(5, ["pandas"]), 0, 1, VERSION),
+        SliceReport.of(wanting(4, []), 0, 1, VERSION),
+    ]
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reports), type=list[SliceReport])
+    outcomes = gather_outcomes(sent, [3, 4, 6], 1)
+    assert outcomes.missing == {("a", "numpy"): 2, ("a", "sympy"): 1}
+    collected = Collected(1, (), (), outcomes, 0.0, 0, 0)
+    assert collected.metrics()["rollout/missing_package"] == 3
+    none = Collected(1, (), (), gather_outcomes(sent, [4], 1), 0.0, 0, 0)
+    assert "rollout/missing_package" not in none.metrics()

@@ -80,13 +80,17 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ("reward.math.target=broken:X", "reward.math.target: broken:X cannot be imported: SyntaxError: "),
         ("reward.math.target=angry:X", "reward.math.target: angry:X cannot be imported: Anger: never"),
         ("reward.math.target=judges:None", "reward.math.target: judges:None cannot be imported: judges has no class"),
-        ("reward.math.target=judges:function", "reward.math.target: judges:function cannot be imported: judges has no"),
+        (
+            "reward.math.target=judges:function",
+            "reward.math.target: judges:function cannot be called with reward.math.args={{}}: TypeError: it has no",
+        ),
         ("reward.math.args.x=1", "reward.math.target: judges:Good cannot be built with reward.math.args={{'x': 1}}: "),
         (
             "reward.math.args.strict='no'",
             "reward.math.target: judges:Good cannot be built with reward.math.args={{'strict': 'no'}}: ValueError: b",
         ),
         ("reward.math.target=judges:Mute", "reward.math.target: judges:Mute has neither `score` nor `score_batch`"),
+        ("reward.math.packages=[numpy,nowhere]", "reward.math.packages: nowhere is not installed here"),
         ("~reward.math", "reward: no domain has a rewarder; say reward.<domain>.target=module:Class"),
         ("train.tp=2", "train.tp: 2 does not divide 1 ranks"),
         ("train.cp=2", "train.cp: unknown key; did you mean train."),

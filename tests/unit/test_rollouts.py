@@ -132,8 +132,10 @@ def test_a_verdict_that_is_no_score_leaves_the_baseline_and_spends_the_budget(wo
     assert 0 < collected.outcomes.error_share < 0.5
     assert 0 not in [g.ticket for g in collected.groups], "only failed scores are left: no variance"
     cfg.reward.error_budget = 0.01
-    with pytest.raises(RunFailed, match=r"reward.error_budget=0.01: .* the first: timeout: 10 s"):
-        make().collect(2)
+    failure = make().collect(2).failure
+    assert isinstance(failure, RunFailed)
+    assert re.match(r"reward.error_budget=0.01: .* the first: timeout: 10 s", str(failure))
+    assert "--- ground truth\n0\n" in failure.report and "timeout: 10 s" in failure.report
 
 
 def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
@@ -352,8 +354,9 @@ def test_a_mistake_in_an_episode_is_a_verdict_of_that_sample_alone(world: World)
     assert verdicts[0, 2].detail.startswith("TypeError: the episode returned Turn(")
     assert re.match(r"test_rollouts.py:\d+: TypeError: ", verdicts[0, 3].detail)
     cfg.reward.error_budget = 0.3
-    with pytest.raises(RunFailed, match=r"got no score; the first: error: "):
-        collect_with(failing, cfg, world, step=2)
+    failure = collect_with(failing, cfg, world, step=2).failure
+    assert isinstance(failure, RunFailed) and "got no score; the first: error: " in str(failure)
+    assert "TypeError: the episode returned Turn(" in failure.report
 
 
 def collect_with(episode, cfg: RlvrConfig, world: World, step: int = 1, **engine):

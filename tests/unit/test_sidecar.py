@@ -127,14 +127,14 @@ def test_a_called_off_answer_is_forgotten(node):
 
 
 def test_each_sample_gets_an_honest_verdict(node):
-    answers = ["a", "raise", "nan", "float", "format", "sleep 30", "die", "exit", "print", "z"]
+    answers = ["a", "raise", "nan", "none", "format", "sleep 30", "die", "exit", "print", "z"]
     with sidecar.connect(rewards("Moody", timeout=1.0), node) as scorer:
         verdicts = asyncio.run(ask(scorer, answers))
     assert [verdict.status for verdict in verdicts] == [
         "ok", "error", "error", "error", "wrong_format", "timeout", "error", "error", "ok", "ok",
     ]  # fmt: skip
-    assert verdicts[1].detail == "KeyError: 'no such\\nthing'"
-    assert "nan" in verdicts[2].detail and "float" in verdicts[3].detail
+    assert verdicts[1].detail == "sidecar_toys.py:35: KeyError: 'no such\\nthing'"
+    assert "nan" in verdicts[2].detail and "NoneType" in verdicts[3].detail
     assert "1 s" in verdicts[5].detail and "fresh" in verdicts[6].detail
     assert not any("\n" in verdict.detail for verdict in verdicts)
 

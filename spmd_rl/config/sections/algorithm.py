@@ -3,8 +3,10 @@
 docs/ALGORITHMS.md has the formulas, their sources and when to use which. `schema.py` checks what a pipeline needs.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
 
@@ -46,6 +48,8 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "clip_cov": CLIP,
     "kl_cov": ("kl_cov_coef",),
 }
+OWN = re.compile(r".+:.+")
+"""A loss or an advantage estimator of a user's own: `module:function`"""
 CHOICES = {"clip_cov": ("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), "kl_cov": ("kl_cov_ratio",)}
 """Losses that select tokens of the global batch, and the keys that only the selection reads"""
 LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
@@ -95,7 +99,7 @@ class AlgorithmConfig:
     advantage: str = "grpo"
     """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
     `opo`, `lite_ppo`, `pass_at_k`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`; for tokens: `gae`
-    (with a critic), `reinforce_returns`."""
+    (with a critic), `reinforce_returns`. Or a function of your own, as `module:function`: docs/ALGORITHMS.md."""
     norm_std: bool = True
     """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
@@ -158,7 +162,10 @@ class AlgorithmConfig:
 
     loss: str = "ppo_clip"
     """Policy loss: `ppo_clip`, `dual_clip`, `segment_clip`, `gspo`, `gspo_token`, `raft_pp`, `vanilla_pg`, `tis`,
-    `cispo`, `topr`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`."""
+    `cispo`, `topr`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or a function of your own, as `module:function`:
+    docs/ALGORITHMS.md."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Settings of a loss or an advantage of your own that are no keys of `algorithm`, by name of the parameter."""
     loss_agg: str = "token-mean"
     """Loss aggregation: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum` or `seq-mean-token-sum-norm` (divided
     by `loss_agg_length`). Counts are those of the global batch."""
@@ -213,7 +220,12 @@ class AlgorithmConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
-        one_of(self, advantage=ADVANTAGES, loss=LOSSES, loss_agg=LOSS_AGGS, norm_mean_type=NORMS, norm_std_type=NORMS)
+        own = {key: value for key in ("advantage", "loss") if OWN.fullmatch(value := getattr(self, key))}
+        known = {key: names for key, names in (("advantage", ADVANTAGES), ("loss", LOSSES)) if key not in own}
+        one_of(self, **known, loss_agg=LOSS_AGGS, norm_mean_type=NORMS, norm_std_type=NORMS)
+        require(
+            bool(own) or not self.args, "args: only a loss or an advantage of your own, as module:function, has any"
+        )
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
         within(self, gamma=(0, 1), lam=(0, 1), step_reward_gamma=(0, 1))
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1))

@@ -75,9 +75,10 @@ class RewardConfig:
     """The rewarder of one domain: `reward.<domain>`."""
 
     target: str
-    """Class of the rewarder as `module:Class`: one of `rewards/`, or your own on PYTHONPATH."""
+    """Class of the rewarder as `module:Class`: one of `rewards/`, or your own on PYTHONPATH. Or a function, as
+    `module:function`: docs/REWARDS.md."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of its constructor."""
+    """Arguments of its constructor, or of each call of the function."""
     workers: int = 1
     """Worker processes per node."""
     cpus: str | None = None
@@ -97,6 +98,9 @@ class RewardConfig:
     sandbox: str = "auto"
     """Sandbox in which a rewarder runs the code of answers: `bwrap` (bubblewrap), `forkserver` (needs root), `auto`
     (the first of these that works; if none does, the run does not start), or `none` (no isolation at all)."""
+    packages: list[str] = field(default_factory=list)
+    """Installed packages that the code of answers may import in the sandbox, with all that they need, read-only:
+    `[numpy, sympy]`. Default: the standard library alone."""
 
     def __post_init__(self) -> None:
         module, _, name = self.target.partition(":")

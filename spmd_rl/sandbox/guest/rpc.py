@@ -13,6 +13,7 @@ import importlib
 import json
 import operator
 import os
+import re
 import struct
 import types
 from collections import deque, namedtuple
@@ -33,6 +34,7 @@ _VALUES = {
     "fractions.Fraction": (lambda f: [f.numerator, f.denominator], lambda kind, parts: kind(*parts)),
     "datetime.date": (str, lambda kind, text: kind.fromisoformat(text)),
     "datetime.datetime": (str, lambda kind, text: kind.fromisoformat(text)),
+    "numpy.ndarray": (lambda a: [a.dtype.name, a.tolist()], lambda kind, parts: _array(*parts)),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, parts: kind(*parts)),
 }
 """By type: the function to its plain form, and the function back."""
@@ -265,6 +267,8 @@ class Peer:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
+        if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return self.pack(value.item())
         if (path := f"{kind.__module__}.{kind.__name__}") in _VALUES:
             return [path, _VALUES[path][0](value)]
         if isinstance(value, RemoteObject):
@@ -324,9 +328,16 @@ class Peer:
             if tag in _VALUES:
                 module, _, name = tag.partition(".")
                 return _VALUES[tag][1](getattr(importlib.import_module(module), name), body)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
+        except (ArithmeticError, ImportError, LookupError, TypeError, ValueError):
             pass
         raise _Malformed
+
+
+def _array(dtype, items):
+    """Return a NumPy array of numbers."""
+    if not re.fullmatch(r"bool|u?int\d+|float\d+", dtype):
+        raise ValueError(dtype)
+    return importlib.import_module("numpy").array(items, dtype=dtype)
 
 
 class _Malformed(Exception):

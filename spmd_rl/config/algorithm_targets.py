@@ -1,0 +1,90 @@
+"""A loss or an advantage estimator of a user's own: `algorithm.loss=module:function`, found, checked and bound.
+
+    # my_loss.py, on PYTHONPATH
+    def my_loss(tokens, *, clip_low, strength=1.0):  # algorithm.clip_low, algorithm.args.strength
+        return -strength * tokens.logprobs * tokens.advantages, {}
+
+The first parameters are what the functions of `algo` get: `tokens` for a loss, `scored` for an advantage of whole
+answers, `rewards, values, samples` for one of tokens. The others are settings.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spmd_rl.config.sections.algorithm import OWN, AlgorithmConfig
+from spmd_rl.errors import UserError
+from spmd_rl.targets import guarded, import_target, source_digest
+
+CHOICES: Mapping[str, tuple[int, ...]] = {"loss": (1,), "advantage": (1, 3)}
+"""The keys that may name a function of a user's own, each with the numbers of tensors that it may take."""
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Check the user's own functions, if there are any. UserError for one that cannot be imported or called."""
+    own = [choice for choice in CHOICES if is_own(algorithm, choice)]
+    taken = {name for choice in own for name in parameters(algorithm, choice)}
+    for choice in own:
+        own_function(algorithm, choice)
+    if strange := sorted(set(algorithm.args) - taken):
+        where = " and ".join(getattr(algorithm, choice) for choice in own)
+        raise UserError(f"algorithm.args.{strange[0]}: {where} takes {', '.join(sorted(taken)) or 'no setting'}")
+
+
+def is_own(algorithm: AlgorithmConfig, choice: str) -> bool:
+    """Return whether `algorithm.<choice>` names a function of a user's own."""
+    return OWN.fullmatch(getattr(algorithm, choice)) is not None
+
+
+def num_tensors(algorithm: AlgorithmConfig, choice: str) -> int:
+    """Return how many arguments a user's own function takes before its settings."""
+    function, known = _import(algorithm, choice), {**vars(algorithm), **algorithm.args}
+    first = [p for p in _plain(function) if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
+    return len([p for p in first if p.name not in known])
+
+
+def parameters(algorithm: AlgorithmConfig, choice: str) -> list[str]:
+    """Return the names of the settings that a user's own function takes."""
+    return [p.name for p in _plain(_import(algorithm, choice))[num_tensors(algorithm, choice) :]]
+
+
+def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
+    """Return the user's own function with its settings filled in: from `algorithm.args`, else from `algorithm`.
+
+    What it raises becomes a UserError with its file and line. UserError if it cannot be imported or called.
+    """
+    key, target = f"algorithm.{choice}", getattr(algorithm, choice)
+    function, count = _import(algorithm, choice), num_tensors(algorithm, choice)
+    if count not in CHOICES[choice]:
+        numbers = " or ".join(map(str, CHOICES[choice]))
+        raise UserError(f"{key}: {target} takes {count} arguments that are no settings, and must take {numbers}")
+    fields = {name: value for name, value in vars(algorithm).items() if name not in ("args", "correction")}
+    given: dict[str, Any] = {}
+    for parameter in _plain(function)[count:]:
+        name = parameter.name
+        if name in algorithm.args:
+            if name in fields:
+                raise UserError(f"algorithm.args.{name}: it is a key already; say algorithm.{name}")
+            given[name] = algorithm.args[name]
+        elif name in fields:
+            given[name] = fields[name]
+        elif parameter.default is parameter.empty:
+            raise UserError(f"{key}: {target} wants `{name}`, which is no key of algorithm; say algorithm.args.{name}")
+    return guarded(function, f"{key}: {target}", given)
+
+
+def sources(cfg: Any) -> dict[str, str]:
+    """Return a digest of the file of each function of a user's own that ranks run, by its name `module:function`."""
+    algorithm, rollout = getattr(cfg, "algorithm", None), getattr(cfg, "rollout", None)
+    named = [getattr(algorithm, choice) for choice in CHOICES if algorithm and is_own(algorithm, choice)]
+    named += [rollout.target] if rollout and rollout.target else []
+    return {f"source of {target}": source_digest(target) for target in named}
+
+
+def _import(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
+    return import_target(f"algorithm.{choice}", getattr(algorithm, choice))
+
+
+def _plain(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

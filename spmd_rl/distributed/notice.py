@@ -1,0 +1,35 @@
+"""A line on stderr while a wait goes on: early enough to calm a user, seldom enough to be read.
+
+notice = Notice(world.rank)
+while not done():
+    notice("waiting for 14 verdicts (math)")  # at any rate
+notice.over()
+"""
+
+import sys
+import time
+
+FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
+"""The wait before the first line, and the pause between two lines."""
+
+
+class Notice:
+    """Prints on rank 0 alone. The clock starts with the first call after `over`."""
+
+    def __init__(self, rank: int, first: float = FIRST_SECONDS, every: float = EVERY_SECONDS) -> None:
+        self._silent, self._first, self._every = rank != 0, first, every
+        self._since: float | None = None
+        self._next = 0.0
+
+    def __call__(self, text: str) -> None:
+        """Print the text and the seconds waited, if a line is due."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since, self._next = now, now + self._first
+        if now >= self._next and not self._silent:
+            self._next = now + self._every
+            print(f"{text}, for {now - self._since:.0f} s", file=sys.stderr, flush=True)
+
+    def over(self) -> None:
+        """End the wait."""
+        self._since = None

@@ -1,0 +1,88 @@
+"""The installed packages that code in a sandbox may import: exactly the files of those named and of what they need.
+
+files = find_packages(["numpy", "sympy"])   # {"numpy": /venv/.../numpy, "numpy.libs": ..., "mpmath": ...}
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
+from pathlib import Path
+
+ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A sandbox has one processor's worth of time; a pool of threads would only use up its memory."""
+
+
+def find_packages(names: Iterable[str]) -> dict[str, Path]:
+    """Return the files and folders of the packages and of all that they require, by their path below a search path.
+
+    A name may be that of a module or of a distribution. A folder that several distributions share is taken apart, so
+    that nothing else comes along. RuntimeError for a package that is not installed here.
+    """
+    wanted, found, files = list(names), set(), {}
+    while wanted:
+        name = wanted.pop()
+        for installed in _distributions(name):
+            if installed.name not in found:
+                found.add(installed.name)
+                files |= _files(installed)
+                wanted += _required(installed)
+    return files
+
+
+def module_names(names: Iterable[str]) -> list[str]:
+    """Return the modules to import for these packages: `scikit-learn` is `sklearn`."""
+    owners = packages_distributions()
+    found = []
+    for name in names:
+        modules = [module for module, owned in owners.items() if name in owned and not module.startswith("_")]
+        found.append(name if name in owners or not modules else modules[0])
+    return found
+
+
+def link(files: Mapping[str, Path]) -> tempfile.TemporaryDirectory:
+    """Return a folder for `sys.path` that shows these files and no others, by symbolic links."""
+    folder = tempfile.TemporaryDirectory(prefix="spmd-packages-", ignore_cleanup_errors=True)
+    for name, path in files.items():
+        place = Path(folder.name, name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(path)
+    return folder
+
+
+def _distributions(name: str) -> list[Distribution]:
+    try:
+        return [distribution(name)]
+    except (PackageNotFoundError, ValueError):
+        pass
+    if owners := packages_distributions().get(name):
+        return [distribution(owner) for owner in owners]
+    raise RuntimeError(f"package {name} is not installed here")
+
+
+def _required(installed: Distribution) -> list[str]:
+    """Return the names of what a distribution needs: those that are installed, without what only its extras need."""
+    required = []
+    for line in installed.requires or ():
+        name = re.match(r"[\w.-]+", line)
+        if name and not re.search(r"\bextra\b", line.partition(";")[2]):
+            try:
+                required.append(distribution(name[0]).name)
+            except PackageNotFoundError:
+                continue  # of another system or Python version
+    return required
+
+
+def _files(installed: Distribution) -> dict[str, Path]:
+    """Return the smallest set of files and folders that holds a distribution's modules and nothing of another's."""
+    listed = [path for path in installed.files or () if ".." not in path.parts and "__pycache__" not in path.parts]
+    # a top folder with an `__init__.py` is a package that no other distribution puts files into
+    own = {path.parts[0] for path in listed if path.parts[1:] == ("__init__.py",)}
+    tops = {path.parts[0] if path.parts[0] in own else str(path) for path in listed}
+    files = {top: Path(installed.locate_file(top)) for top in tops}
+    files = {
+        name: path for name, path in files.items() if path.exists() and not re.search(r"\.(pth|dist-info)\b", name)
+    }
+    if not files:
+        raise RuntimeError(f"package {installed.name} has no files of its own (is it installed as editable?)")
+    return files

@@ -1,0 +1,20 @@
+"""A long wait is told on rank 0: not at once, and not too often."""
+
+import pytest
+
+from spmd_rl.distributed import notice
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 3), (1, 0)])
+def test_a_long_wait_is_told_seldom_and_by_rank_0(monkeypatch, capsys, rank: int, lines: int) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(notice.time, "monotonic", lambda: clock[0])
+    tell = notice.Notice(rank, first=20.0, every=30.0)
+    for _ in range(90):  # 90 s: at 20, 50 and 80
+        tell("waiting for 14 verdicts (math)")
+        clock[0] += 1.0
+    tell.over()
+    tell("waiting for 3 verdicts (code)")  # another wait begins
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == lines
+    assert not printed or printed[0] == "waiting for 14 verdicts (math), for 20 s"
