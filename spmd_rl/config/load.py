@@ -152,9 +152,15 @@ def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
         if holder := inline_field(section):
             node.pop(holder.name)
         for name, kind in key_types(section, values).items():
-            if is_dataclass(kind):
+            if is_dataclass(kind) and (name not in node or _has_inline(kind)):
                 node[name] = _typed(kind, values.get(name) or {})
     return node
+
+
+def _has_inline(section: type) -> bool:
+    """Whether a section, or one below it, has inline entries; the node of any other is whole as OmegaConf makes it."""
+    below = filter(is_dataclass, key_types(section).values())
+    return inline_field(section) is not None or any(_has_inline(kind) for kind in below)
 
 
 def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type) -> str:
