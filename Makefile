@@ -53,7 +53,7 @@ demo: model
 test: $(BIN)/.setup-test model
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
 
-test-slow: $(BIN)/.setup-test model
+test-slow: setup-bench model
 	$(BIN)/python -m pytest -m slow
 
 bench: setup-bench model
