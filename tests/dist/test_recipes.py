@@ -89,7 +89,8 @@ def harvest(world: World, step: int, greedy: bool) -> Collected:
 def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str, float]]:
     """One step of each case, by its settings.
 
-    Rank 0 saves the optimizer's first moments, which are sums of both updates' gradients. The roles are built once, and every case finds them as they were built, but for the number of updates so far.
+    Rank 0 saves the optimizer's first moments, which are sums of both updates' gradients. The roles are
+    built once, and every case finds them as they were built, but for the number of updates so far.
     """
     metrics = {}
     built = build_roles(settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1"), world)  # all that a case may read
