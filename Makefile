@@ -13,6 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
+QUICK := $(BIN)/python -m pytest -m 'not slow and not gpu'
+
 .PHONY: setup setup-test setup-bench model demo test test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
@@ -50,10 +52,14 @@ model: $(BIN)/.setup
 demo: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr $(ARGS)
 
+# Two halves at once: the parts in one process, and beside it what starts processes of its own and often waits for them.
 test: $(BIN)/.setup-test model
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	@mkdir -p runs
+	@$(QUICK) tests/unit tests/house > runs/test-unit.log 2>&1 & parts=$$!; trap "kill $$parts 2> /dev/null" EXIT INT TERM; \
+	$(QUICK) --ignore tests/unit --ignore tests/house; rest=$$?; \
+	wait $$parts; unit=$$?; cat runs/test-unit.log; exit $$(( rest | unit ))
 
-test-slow: $(BIN)/.setup-test model
+test-slow: setup-bench model
 	$(BIN)/python -m pytest -m slow
 
 bench: setup-bench model

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -52,17 +51,15 @@ def load(
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
     """The sparse tree that YAML files and overrides give, still without defaults, types or checks."""
-    primary, searched = CONFIGS, []
+    primary, searched, groups = CONFIGS, [], _groups(CONFIGS)
     if config_dir:
         own = Path(config_dir).expanduser().absolute()
         if not own.is_dir():
             raise UserError(f"--config-dir: no directory {own}")
         primary, other = (own, CONFIGS) if (own / f"{config_name}.yaml").is_file() else (CONFIGS, own)
-        searched = [f"hydra.searchpath=['file://{other}']"]
+        searched, groups = [f"hydra.searchpath=['file://{other}']"], _groups(CONFIGS, own)
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
-            groups = {name: loader.get_group_options(name) for name in loader.list_groups("")}
             lines = [normalize_override(line, groups) for line in overrides]
             values = hydra_compose(config_name, overrides=[*searched, *lines])
     except MissingConfigException as error:
@@ -76,6 +73,14 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     with open_dict(values):
         values.pop("about", None)  # a run's own config.yaml, given back as `--config-name`
     return values
+
+
+def _groups(*folders: Path) -> dict[str, list[str]]:
+    """Return the options of each config group in these directories."""
+    found: dict[str, set[str]] = {}
+    for path in (path for folder in folders for path in folder.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, set()).add(path.stem)
+    return {name: sorted(known) for name, known in found.items()}
 
 
 def normalize_override(line: str, groups: Mapping[str, Sequence[str]]) -> str:
@@ -152,9 +157,15 @@ def _typed(section: type, values: Mapping[str, Any]) -> DictConfig:
         if holder := inline_field(section):
             node.pop(holder.name)
         for name, kind in key_types(section, values).items():
-            if is_dataclass(kind):
+            if is_dataclass(kind) and (name not in node or _has_inline(kind)):
                 node[name] = _typed(kind, values.get(name) or {})
     return node
+
+
+def _has_inline(section: type) -> bool:
+    """Whether a section, or one below it, has inline entries; the node of any other is whole as OmegaConf makes it."""
+    below = filter(is_dataclass, key_types(section).values())
+    return inline_field(section) is not None or any(_has_inline(kind) for kind in below)
 
 
 def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type) -> str:

@@ -110,8 +110,8 @@ class Contestant:
         """Of the process that was started."""
         return self._process.pid
 
-    def wait(self, timeout: float = 600) -> dict[str, float]:
-        """Until all ranks stand at the gate; the values of rank 0. RuntimeError, with its log, if the job ends."""
+    def wait(self, timeout: float = 3600) -> dict[str, float]:
+        """Until all ranks stand at the gate; the values of rank 0. RuntimeError, with its log, if it ends or hangs."""
         deadline = time.monotonic() + timeout
         self._listener.settimeout(0.5)
         while len(self._lines) < self._ranks:

@@ -110,7 +110,9 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="soak-"))
         began = time.perf_counter()
         run = Toy(folder, **MODEL).start(
-            *settings(options.steps, seed, options.settings), ranks=0 if options.ranks == 1 else options.ranks
+            *settings(options.steps, seed, options.settings),
+            ranks=0 if options.ranks == 1 else options.ranks,
+            torchrun=True,
         )
         found = watch(run, options.steps)
         if run.wait() != 0:

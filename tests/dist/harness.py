@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -26,13 +25,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch.distributed as dist
 
 from spmd_rl.config.schema import JournalConfig, RlvrConfig, RunConfig
 from spmd_rl.distributed import World
+from tests.forked import Forked, new_store, rank_environments
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,62 +115,18 @@ def launch(
 
     `per_machine`: ranks that take each other for neighbours; the last machine has what is left. By default all.
 
-    They are forked from a process that has torch loaded (a second of CPU time each), unless `env` must come before it.
+    They are forked from a process that has torch loaded, unless `env` must come before it.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = new_store()
     job = Job(Path(directory), [], store)
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(size),
-    }
-    per_machine = per_machine or size
     task = _task(job, fn, args, stall_seconds)
-    for rank in range(size):
-        machine, local_rank = divmod(rank, per_machine)
-        mine = {
-            **common,
-            "RANK": str(rank),
-            "GROUP_RANK": str(machine),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(min(per_machine, size - machine * per_machine)),
-        }
+    for rank, mine in enumerate(rank_environments(store, size, per_machine)):
         log = job.directory / f"rank-{rank}.log"
         if env is None:
-            job.processes.append(Forked(log, mine, task))
+            job.processes.append(Forked(log, mine, main, *task))
         else:
             job.processes.append(_start([sys.executable, "-m", __name__, *task], log, mine | env))
     return job
-
-
-class Forked:
-    """A rank forked from the fork server, with what we use of `subprocess.Popen`."""
-
-    def __init__(self, log: Path, env: dict[str, str], task: list[str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.dist.harness", "transformers", "torch.distributed.fsdp"])
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the server has one thread, or forking it is not safe
-            self._process = context.Process(target=_forked, args=(str(log), env, task))
-            self._process.start()
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    poll = returncode.fget
-
-    def wait(self) -> None:
-        self._process.join()
-
-
-def _forked(log: str, env: dict[str, str], task: list[str]) -> None:
-    os.environ.update(env)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(out, standard)
-    main(*task)
 
 
 def torchrun(

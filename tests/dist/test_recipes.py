@@ -7,6 +7,7 @@ that ratios are not 1.
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn import Learner
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.train import build_roles
+from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
 from tests.fakes import outcomes_of
@@ -85,12 +86,21 @@ def harvest(world: World, step: int, greedy: bool) -> Collected:
     return Collected(step, mine, (), outcomes, 0.0, 0, 0)
 
 
-def train(world: World, path: str) -> dict[str, dict[str, float]]:
-    """One step of each case. Rank 0 saves the optimizer's first moments, which are sums of both updates' gradients."""
+def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """One step of each case, by its settings.
+
+    Rank 0 saves the optimizer's first moments, which are sums of both updates' gradients. The roles are
+    built once, and every case finds them as they were built, but for the number of updates so far.
+    """
     metrics = {}
-    for name, overrides in CASES.items():
-        cfg = settings(path, *overrides)
-        roles = build_roles(cfg, world)
+    built = build_roles(settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1"), world)  # all that a case may read
+    start = [(tensor, tensor.clone()) for role in built.trained.values() for tensor in tensors(role)]
+    for name, case in cases.items():
+        cfg = msgspec.convert(case, RlvrConfig)
+        reads = cfg.algorithm.uses_reference, cfg.algorithm.uses_critic
+        roles = Roles(built.policy, *(role if read else None for role, read in zip(built[1:], reads, strict=True)))
+        for tensor, as_built in start:
+            tensor.copy_(as_built)
         learner = Learner(cfg, *roles, world)
         batches = learner.prepare(harvest(world, 1, cfg.algorithm.uses_greedy))
         for batch in batches:
@@ -105,13 +115,20 @@ def train(world: World, path: str) -> dict[str, dict[str, float]]:
     return metrics
 
 
+def tensors(role) -> list[torch.Tensor]:
+    """The weights and moments that an update changes."""
+    parts = role.state_dict()
+    return [*parts["model"].values(), *(m for name, m in parts["optimizer"].items() if name != "step")]
+
+
 @pytest.fixture(scope="module")
 def by_size(tmp_path_factory):
     """Metrics of each case and the directory of the moments, at each world size."""
     path = tmp_path_factory.mktemp("recipes")
     tiny("qwen2", path / "model")
     tiny("qwen2", path / "other", seed=1)
-    return path, {size: run_ranks(size, train, str(path), timeout=280) for size in (1, 2, 4)}
+    cases = {name: msgspec.to_builtins(settings(str(path), *overrides)) for name, overrides in CASES.items()}
+    return path, {size: run_ranks(size, train, str(path), cases, timeout=280) for size in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,15 +6,18 @@ assert run.wait() == 0
 
 import json
 import os
+import runpy
 import secrets
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from safetensors.torch import load_file
 
+from tests.forked import Forked, new_store, rank_environments
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,20 +65,38 @@ class Toy:
         ]
 
     def start(
-        self, *overrides: str, ranks: int = 2, name: str = "run", script: Path | None = None, env: dict | None = None
+        self,
+        *overrides: str,
+        ranks: int = 2,
+        name: str = "run",
+        script: Path | None = None,
+        env: dict | None = None,
+        torchrun: bool = False,
     ) -> "Running":
-        """Start `torchrun -m spmd_rl.rlvr` (or `script`), or plain `python -m` for `ranks=0`."""
+        """Start `spmd_rl.rlvr` (or `script`) on so many ranks, or as plain `python -m` for `ranks=0`.
+
+        Its processes are forked from the tests' server (see `tests/forked.py`) with the variables that torchrun would
+        set, and nobody ends them but they themselves. `torchrun=True`: each has an interpreter of its own, under an
+        agent where there are ranks.
+        """
         run_dir = self.path / name
-        door = [str(script)] if script else ["-m", "spmd_rl.rlvr"]
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks else []
-        command = [sys.executable, *torchrun, *door, *self.settings(), f"run.dir={run_dir}", *overrides]
         mark = secrets.token_hex(8)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
-        with open(self.path / f"{name}.out", "ab") as output:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        return Running(process, run_dir, self.path / f"{name}.out", mark)
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
+        door = str(script) if script else "spmd_rl.rlvr"
+        arguments = [*self.settings(), f"run.dir={run_dir}", *overrides]
+        output = self.path / f"{name}.out"
+        if torchrun:
+            agent = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks else []
+            command = [sys.executable, *agent, *([door] if script else ["-m", door]), *arguments]
+            with open(output, "ab") as out:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=os.environ | environment, stdout=out, stderr=out, start_new_session=True
+                )
+            return Running([process], run_dir, output, mark, agent=bool(ranks))
+        store = new_store() if ranks else None
+        places = rank_environments(store, ranks) if ranks else [{}]
+        forked = [Forked(output, os.environ | environment | place, _door, door, arguments) for place in places]
+        return Running(forked, run_dir, output, mark, store=store)
 
     def run(self, *overrides: str, **how) -> "Running":
         """Start, and wait for a good end."""
@@ -88,21 +109,50 @@ class Toy:
         return self.start(*overrides, script=LINGERING, env={"LINGER": point}, **how)
 
 
+def _door(door: str, arguments: list[str]) -> None:
+    """What `python -m door` or `python door.py` does, in a process that was forked."""
+    os.setsid()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "spmd_rl"]:
+        del sys.modules[name]  # some of ours look at the clock and the environment when they are imported
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.argv = [door, *arguments]
+    if door.endswith(".py"):
+        runpy.run_path(door, run_name="__main__")
+    else:
+        runpy.run_module(door, run_name="__main__", alter_sys=True)
+
+
 class Running:
     """One started job."""
 
-    def __init__(self, process: subprocess.Popen, run_dir: Path, output: Path, mark: str) -> None:
-        self.process, self.run_dir, self.output = process, run_dir, output
-        self._mark = mark
+    def __init__(
+        self,
+        started: list[Any],
+        run_dir: Path,
+        output: Path,
+        mark: str,
+        agent: bool = False,
+        store: Any = None,
+    ) -> None:
+        self.started, self.run_dir, self.output = started, run_dir, output
+        """`started`: the agent alone, or each rank; `subprocess.Popen` or `Forked`."""
+        self._mark, self._agent, self._store = mark, agent, store
+
+    @property
+    def process(self) -> Any:
+        """The first process of the job: the agent, or rank 0."""
+        return self.started[0]
 
     def wait(self, timeout: float = 120) -> int:
-        """The exit code; the whole job is killed when time runs out."""
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            for process in self.processes():
-                process.kill()
-            raise AssertionError(f"the job did not end in {timeout} s:\n{self.text()[-3000:]}") from None
+        """The exit code, of forked ranks the first that is not 0; all are killed when time runs out."""
+        deadline = time.time() + timeout
+        while any(process.poll() is None for process in self.started):
+            if time.time() > deadline:
+                for process in self.processes():
+                    process.kill()
+                raise AssertionError(f"the job did not end in {timeout} s:\n{self.text()[-3000:]}")
+            time.sleep(0.01)
+        return next((code for process in self.started if (code := process.poll())), 0)
 
     def text(self) -> str:
         """All it printed, over all starts of the same name."""
@@ -122,16 +172,19 @@ class Running:
             for e in self.events(rank)[-20:]:
                 if e["event"] == event and what in (e.get("phase"), e.get("name")) and e["step"] == step:
                     return
-            assert self.process.poll() is None, f"ended before {point} of step {step}:\n{self.text()[-3000:]}"
+            assert any(process.poll() is None for process in self.started), (
+                f"ended before {point} of step {step}:\n{self.text()[-3000:]}"
+            )
             time.sleep(0.005)
         raise AssertionError(f"never came to {point} of step {step}")
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run that is alive now, whoever its parent is."""
-        found = []
+        ours, found = {process.pid for process in self.started if process.poll() is None}, []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                marked = process.pid in ours or process.environ().get(MARK) == self._mark
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -139,7 +192,10 @@ class Running:
 
     def pid(self, victim: str) -> int:
         """The process id of `agent`, `rank-N`, or the sidecar's `host` or `worker`."""
+        if victim.startswith("rank-") and not self._agent:
+            return self.started[int(victim[5:])].pid
         if victim == "agent":
+            assert self._agent, "forked ranks have none: start(..., torchrun=True)"
             return self.process.pid
         module = {"host": "spmd_rl.sidecar", "worker": "spmd_rl.sidecar.forkserver"}.get(victim)
         for process in self.processes():

@@ -20,8 +20,9 @@ def toy(tmp_path_factory) -> Toy:
 
 @pytest.fixture(scope="module")
 def by_size(toy: Toy) -> dict[int, Running]:
-    """One step at world sizes 0 (plain python), 1, 2 and 4."""
-    return {n: toy.run(*SETTINGS, "steps=1", ranks=n, name=f"size-{n}") for n in (0, 1, 2, 4)}
+    """One step at world sizes 0 (plain python), 1, 2 (torchrun) and 4."""
+    one_step = (*SETTINGS, "steps=1")
+    return {n: toy.run(*one_step, ranks=n, name=f"size-{n}", torchrun=n in (0, 2)) for n in (0, 1, 2, 4)}
 
 
 @pytest.fixture(scope="module")

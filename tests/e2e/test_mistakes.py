@@ -11,8 +11,7 @@ import pytest
 
 from tests.e2e.runs import ROOT, Toy
 
-CPU_SECONDS = 5.0
-"""Most of them are told before torch is imported, which alone takes as long."""
+TOLD = Path(__file__).with_name("told_at_once.py")
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +76,44 @@ TOLD_AT_ONCE = [
 ]
 
 
-@pytest.mark.parametrize(("override", "line"), TOLD_AT_ONCE, ids=[case[0] for case in TOLD_AT_ONCE])
-def test_one_clear_line_at_once(toy: Toy, override: str, line: str) -> None:
-    code, printed, seconds = door(toy, override.format(path=toy.path))
-    assert code == 2 and len(printed) == 1, "\n".join(printed)
-    assert printed[0].startswith(f"error: {line.format(path=toy.path)}")
-    assert printed[0] == "error: " + (toy.path / "run" / "error.txt").read_text().strip()
-    assert seconds < CPU_SECONDS
+@pytest.fixture(scope="module")
+def outcomes(toy: Toy) -> list[dict]:
+    """What each of these leads to, of one process for all."""
+    settings = toy.settings()
+    lines = [
+        [*settings, f"run.dir={toy.path}/told-{i}", case[0].format(path=toy.path)]
+        for i, case in enumerate(TOLD_AT_ONCE)
+    ]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(TOLD)]
+    done = subprocess.run(command, cwd=ROOT, env=env, input=json.dumps(lines), text=True, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    return json.loads(done.stdout)
 
 
-def test_one_clear_line_from_within_the_run(toy: Toy) -> None:
+@pytest.mark.parametrize("number", range(len(TOLD_AT_ONCE)), ids=[case[0] for case in TOLD_AT_ONCE])
+def test_one_clear_line_before_torch_is_loaded(toy: Toy, outcomes: list[dict], number: int) -> None:
+    told, line = outcomes[number], TOLD_AT_ONCE[number][1]
+    assert told["code"] == 2 and not told["torch"] and len(told["printed"]) == 1, "\n".join(told["printed"])
+    (printed,) = told["printed"]
+    assert printed.startswith(f"error: {line.format(path=toy.path)}")
+    assert printed == "error: " + (toy.path / f"told-{number}" / "error.txt").read_text().strip()
+
+
+def test_a_mistake_ends_the_process_with_its_line(toy: Toy) -> None:
+    code, printed, _ = door(toy, "steps=many")
+    assert code == 2 and printed == ["error: steps: expected int, got 'many'"]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_one_clear_line_from_within_the_run(toy: Toy, ranks: int) -> None:
     """What only the tokenizer can know, after the world has formed."""
-    code, printed, _ = door(toy, "rollout.max_prompt_tokens=4")
-    assert code == 2 and printed[-1].startswith("error: rollout.max_prompt_tokens=4: all ")
-    assert sum(line.startswith("error: ") for line in printed) == 1 and "Traceback" not in "\n".join(printed)
-    assert printed[-1] == "error: " + (toy.path / "run" / "error.txt").read_text().strip()
+    run = toy.start("rollout.max_prompt_tokens=4", ranks=ranks, name=f"within-{ranks}")
+    assert run.wait() == 2
+    printed = run.text().splitlines()
+    assert printed[-1].startswith("error: rollout.max_prompt_tokens=4: all ")
+    assert sum(line.startswith("error: ") for line in printed) == 1 and "Traceback" not in run.text()
+    assert printed[-1] == "error: " + (run.run_dir / "error.txt").read_text().strip()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +122,6 @@ def test_one_clear_line_from_within_the_run(toy: Toy) -> None:
         ("rollout.temperature=-1", 0),
         ("data.train={path}/broken.jsonl", 2),
         ("reward.toy.target=no.such:Reward", 0),  # which one rank a node looks at
-        ("rollout.max_prompt_tokens=4", 2),
     ],
 )
 def test_torchrun_prints_the_line_once_and_does_not_try_again(toy: Toy, override: str, restarts: int) -> None:
@@ -147,9 +168,6 @@ def test_a_reward_in_one_file_of_the_users_own(toy: Toy, tmp_path: Path) -> None
     readme = (ROOT / "README.md").read_text()
     source = readme.split("<!-- my_reward.py -->")[1].split("```python\n")[1].split("```")[0]
     (tmp_path / "my_reward.py").write_text(source)
-    command = [sys.executable, "-m", "spmd_rl.rlvr", *toy.settings(), f"run.dir={tmp_path}/run", "steps=1"]
-    command += ["reward.toy.target=my_reward:ShortAnswer", "rollout.filter.zero_variance=false"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
+    settings = ("steps=1", "reward.toy.target=my_reward:ShortAnswer", "rollout.filter.zero_variance=false")
+    run = toy.run(*settings, ranks=0, name="own_reward", env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert len(run.metrics()) == 2

@@ -56,7 +56,7 @@ def ended_by_a_stall(run: Running) -> str:
 
 @pytest.mark.parametrize(("victim", "phase"), CASES)
 def test_a_stopped_rank_ends_the_job_and_is_named(toy: Toy, victim: str, phase: str, record_property: Callable) -> None:
-    run = toy.linger(POINTS[phase], *SETTINGS, name=f"{victim}-{phase}")
+    run = toy.linger(POINTS[phase], *SETTINGS, name=f"{victim}-{phase}", torchrun=True)  # whose agent kills the stopped
     run.wait_for(POINTS[phase], rank=int(victim[-1]))
     os.kill(run.pid(victim), signal.SIGSTOP)
     stopped = time.time()

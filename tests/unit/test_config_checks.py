@@ -1,6 +1,7 @@
 """What is known before the process group forms: the mesh, files, targets, the run's directory; idle settings."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -58,7 +59,12 @@ def refusal(place, *overrides: str) -> str:
 
 
 def idle(place, *overrides: str) -> list[str]:
-    return list(unused_settings(settings(place, *overrides), load("rlvr", RlvrConfig)))
+    return list(unused_settings(settings(place, *overrides), shipped()))
+
+
+@cache
+def shipped() -> RlvrConfig:
+    return load("rlvr", RlvrConfig)
 
 
 def test_a_good_line_passes_and_writes_nothing(place):
@@ -234,7 +240,7 @@ def test_more_settings_without_effect(place):
     assert keys("reward.math.server='serve {port}'") == ["reward.math.server"]
     # What the shipped settings say of their own problems is no mistake of a user with a file.
     cfg = load("rlvr", RlvrConfig, [f"data.train={place}/rows.jsonl"])
-    assert list(unused_settings(cfg, load("rlvr", RlvrConfig))) == []
+    assert list(unused_settings(cfg, shipped())) == []
 
 
 def test_files_and_generators_may_be_mixed(tmp_path) -> None:

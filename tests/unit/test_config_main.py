@@ -104,19 +104,14 @@ def test_interrupt_and_exit(place):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["rollout.temprature=1"], "rollout.temprature: unknown key; did you mean rollout.temperature?"),
         (["steps=many"], "steps: expected int, got 'many'"),
-        (["rollout.temperature=-1"], "rollout.temperature: must be greater than 0, not -1.0"),
-        (["policy.model=/no/such"], "policy.model: no directory /no/such; "),
         (["reward.reasoning_gym.target=judge:Nobody"], "reward.reasoning_gym.target: judge:Nobody cannot be imported"),
-        (["train.tp=3"], "train.tp: 3 does not divide 1 ranks"),
-        (["algorithm=grop"], "algorithm: unknown option 'grop'; known: cispo, clip_cov, "),
-        (["--multirun"], "--multirun: not supported"),
         (["--cfg", "all"], "argument --cfg/-c: invalid choice: 'all'"),
         (["--colour"], "unrecognized arguments: --colour"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(place, arguments, line):
+    """One of each kind; `tests/e2e/test_mistakes.py` has the others."""
     run = f"mistake-{arguments[0].strip('-').split('=')[0]}"
     code, out, err = finish(start(place, *good(place, run), *arguments))
     assert code == 2 and out == ""

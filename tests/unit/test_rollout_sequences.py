@@ -1,8 +1,9 @@
-"""500 random histories of claims, verdicts, filters, aborts, carried answers, crashes and resumes: no ticket is lost,
-none is used twice."""
+"""Random histories of claims, verdicts, filters, aborts, carried answers, crashes and resumes: no ticket is lost, none
+is used twice."""
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -57,17 +58,21 @@ class Moody(FakeScorer):
         return Verdict("timeout") if mood < 0.1 else Verdict("ok", float(mood < 0.6))
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    mode=st.sampled_from(MODES),
-    goal=st.integers(1, 3),
-    extra=st.integers(0, 3),
-    slices=st.sampled_from([None, 1, 2]),
-    slots=st.integers(1, 12),
-    crashes=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=5, max_size=5),
-    seed=st.integers(0, 10**6),
-)
-def test_no_ticket_is_lost_and_none_is_used_twice(mode, goal, extra, slices, slots, crashes, seed) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_no_ticket_is_lost_and_none_is_used_twice(count: int) -> None:
+    histories = given(
+        mode=st.sampled_from(MODES),
+        goal=st.integers(1, 3),
+        extra=st.integers(0, 3),
+        slices=st.sampled_from([None, 1, 2]),
+        slots=st.integers(1, 12),
+        crashes=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=5, max_size=5),
+        seed=st.integers(0, 10**6),
+    )
+    settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(histories(one_history))()
+
+
+def one_history(mode, goal, extra, slices, slots, crashes, seed) -> None:
     draw = random.Random(seed)
     cfg = RlvrConfig(seed=seed)
     for key, value in {"answers_per_prompt": 3, "answers_per_claim": slices, "max_new_tokens": 8, **mode}.items():

@@ -62,6 +62,7 @@ def test_loopback_tcp(node):
         assert asyncio.run(ask(scorer, ["a"])) == numbers(["a"])
 
 
+@pytest.mark.slow
 def test_throughput(node):
     answers = [str(i % 7) for i in range(10_000)]
     with sidecar.connect(rewards("Number"), node) as scorer:

@@ -1,8 +1,11 @@
 """The sidecar's benchmark in small: what a verdict costs, and that killed workers cost no verdict."""
 
+import pytest
+
 from tests.bench.sidecar import back, kill, latency, rate, scorer, workers_of
 
 
+@pytest.mark.slow
 def test_what_a_thousand_verdicts_cost():
     """In processor time, which other work on the machine hardly changes."""
     with scorer(workers=2) as client:
@@ -12,6 +15,7 @@ def test_what_a_thousand_verdicts_cost():
     assert costs < 100.0
 
 
+@pytest.mark.slow
 def test_half_the_workers_killed_at_full_speed():
     with scorer(workers=4) as client:
         before = {worker.pid for worker in workers_of(client)}

@@ -1,4 +1,7 @@
-"""Each test here runs in each sandbox: bubblewrap, the fork server, and that where nothing can be mounted."""
+"""Each test here runs in each sandbox: bubblewrap, and the fork server.
+
+What is about files or the network, marked `mounts`, runs in a fork server without mounts and namespaces too.
+"""
 
 import contextlib
 import os
@@ -14,7 +17,14 @@ MAKERS = {"bwrap": Bubblewrap, "forkserver": ForkServer, "forkserver-unmounted":
 TIGHT = RunLimits(cpu_seconds=1, wall_seconds=8.0, memory_bytes=256 << 20, disk_bytes=4 << 20)
 
 
-@pytest.fixture(scope="session", params=MAKERS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sandbox" in metafunc.fixturenames:
+        everywhere = metafunc.definition.get_closest_marker("mounts") is not None
+        names = [name for name in MAKERS if everywhere or name != "forkserver-unmounted"]
+        metafunc.parametrize("sandbox", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def sandbox(request):
     try:
         made = MAKERS[request.param]()

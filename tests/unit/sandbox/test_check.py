@@ -308,6 +308,7 @@ def test_an_honest_answer_passes(sandbox, name):
     assert result.passed and all(result.passed), result
 
 
+@pytest.mark.mounts
 def test_each_test_is_told_apart(sandbox):
     tests = ["assert f(1) == 1", "assert f(2) == 1", "def test_a(): assert f(1) == 1\ndef test_b(): assert f(2) == 1"]
     result = sandbox.check("def f(x): return x", tests, limits=TIGHT)

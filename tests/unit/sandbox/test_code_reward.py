@@ -69,6 +69,7 @@ def test_same_output(left, right, equal):
     assert same_output(left, right) is equal
 
 
+@pytest.mark.mounts
 def test_examples(sandbox):
     for asked, answer, score in CodeReward.examples():
         found = CodeReward(sandbox).score(asked, answer, INFO)

@@ -95,6 +95,7 @@ def test_memory_without_an_address_is_refused(sandbox):
     refused(sandbox, "attempt('memfd', lambda: os.memfd_create('x'))", 1)
 
 
+@pytest.mark.mounts
 def test_disk_bomb(sandbox):
     free = shutil.disk_usage("/").free
     program = """
@@ -116,6 +117,7 @@ except OSError as error:
     assert sandbox.run("import os; print(os.listdir('.'))", limits=TIGHT).stdout in ("[]\n", "")
 
 
+@pytest.mark.mounts
 def test_many_empty_files(sandbox):
     result = sandbox.run(
         "i = 0\ntry:\n    for i in range(10**6): open(f'f{i}', 'w').close()\nexcept OSError: print('stopped')",
@@ -159,6 +161,7 @@ def test_output_flood(sandbox, stream):
 # -- the network, files, other processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.mounts
 def test_network(sandbox, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind("\0spmd-hostile")
@@ -191,6 +194,7 @@ def test_a_socketpair_is_harmless_and_there(sandbox):
     assert result.stdout == "5\n", result
 
 
+@pytest.mark.mounts
 def test_files_of_the_host(sandbox, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("sesame")
@@ -219,6 +223,7 @@ for path in {paths!r}:
     assert secret.read_text() == "sesame"
 
 
+@pytest.mark.mounts
 def test_writing_anywhere_but_the_box(sandbox):
     program = """
 for path in ("/x", "/dev/x", "/usr/x", "/box1/x", "/bin/x", "/lib/x", "/usr/bin/python3", "/guest.zip"):
@@ -231,12 +236,14 @@ attempt("node", lambda: os.mknod("n", 0o600 | 0o020000, os.makedev(1, 3)))
     refused(sandbox, program, 12)
 
 
+@pytest.mark.mounts
 def test_null_device_can_be_written(sandbox):
     if sandbox.name == "forkserver-unmounted":
         pytest.skip("there is no file at all")
     assert sandbox.run("print(open('/dev/null', 'w').write('x'))", limits=TIGHT).stdout == "1\n"
 
 
+@pytest.mark.mounts
 def test_links_and_ways_up(sandbox, tmp_path):
     program = """
 def follow(target):
@@ -294,6 +301,7 @@ def test_kill_everybody(sandbox):
     assert forkserver is None or forkserver.poll() is None
 
 
+@pytest.mark.mounts
 def test_environment_and_identity(sandbox, monkeypatch):
     monkeypatch.setenv("SECRET", "sesame")
     program = "import os, sys\nprint(dict(os.environ), os.getuid(), os.getgid(), os.getgroups(), sys.argv)"
@@ -304,6 +312,7 @@ def test_environment_and_identity(sandbox, monkeypatch):
     assert " 0 " not in result.stdout.partition("}")[2], result
 
 
+@pytest.mark.mounts
 def test_becoming_root(sandbox):
     program = """
 for call in (os.setuid, os.setgid, os.seteuid, os.setegid):
@@ -314,6 +323,7 @@ attempt("all", lambda: os.setresuid(0, 0, 0))
     refused(sandbox, program, 6)
 
 
+@pytest.mark.mounts
 def test_open_descriptors(sandbox):
     program = """
 import stat
@@ -361,6 +371,7 @@ SYSCALLS = {
 }
 
 
+@pytest.mark.mounts
 def test_system_calls(sandbox):
     program = f"""
 import ctypes
@@ -415,6 +426,7 @@ print("left")
     assert result.stdout == "left\n" and result.seconds < 6, result  # `nothing_is_left` looks for the orphan
 
 
+@pytest.mark.mounts
 def test_a_killed_caller_leaves_nothing(sandbox):
     """kill -9 of the process that runs the sandbox, while a box with children runs."""
     before = {uid for _, uid in processes()}
@@ -441,6 +453,7 @@ def test_a_killed_caller_leaves_nothing(sandbox):
     assert not boxed()
 
 
+@pytest.mark.mounts
 def test_one_run_leaves_no_trace_in_the_next(sandbox):
     sandbox.run("import builtins, random, json\nbuiltins.print = None\njson.dumps = None\nrandom.seed(1)", limits=TIGHT)
     program = "import json, random\nprint(json.dumps([1]), random.random() == 0.13436424411240122)"
