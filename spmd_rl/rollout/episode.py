@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from spmd_rl.errors import RunFailed, UserError, one_line
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
-from spmd_rl.types import AnswerInfo, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
+from spmd_rl.types import AnswerInfo, Completion, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
 
 
 class BudgetSpent(Exception):
@@ -49,6 +49,12 @@ class Sampling:
     temperature: float
     max_new_tokens: int
     """The token limit of a turn."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn."""
+    top_k: int = 0
+    """See `Request`, like the next two."""
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +107,15 @@ class Context:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
         c = await self.engine_loop.generate(self._request(before, 0, limit))
-        token_ids, logprobs, versions = c.token_ids, c.logprobs, c.versions
         while c.finish_reason == "abort":
-            c = await self.engine_loop.generate(self._request(before + token_ids, len(token_ids), limit))
-            token_ids, logprobs, versions = token_ids + c.token_ids, logprobs + c.logprobs, versions + c.versions
-        turn = Turn(prompt_ids, token_ids, logprobs, versions, c.finish_reason, self.tokenizer.decode(token_ids))
+            begun = c
+            c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), limit))
+            c = _joined(begun, c)
+        text = self.tokenizer.decode(c.token_ids)
+        turn = Turn(prompt_ids, c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
         self.turns.append(turn)
-        self.num_sampled += len(token_ids)
-        self.num_tokens += len(prompt_ids) + len(token_ids)
+        self.num_sampled += len(turn.token_ids)
+        self.num_tokens += len(prompt_ids) + len(turn.token_ids)
         return turn
 
     def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
@@ -122,6 +129,11 @@ class Context:
             seed=self.seed(answer, number, self.num_sampled + num_begun),
             order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
+            stop=s.stop,
+            num_begun=num_begun,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
         )
 
     def score(self, answer: str) -> Awaitable[Verdict]:
@@ -132,6 +144,14 @@ class Context:
     def sample(self, verdict: Verdict) -> Sample:
         """Return the finished sample: all turns so far, and this verdict."""
         return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy=self.sampling.temperature == 0)
+
+
+def _joined(begun: Completion, rest: Completion) -> Completion:
+    """An answer that was cut short, and how it went on."""
+    columns = {name: getattr(begun, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
+    if begun.survivors and rest.survivors:
+        columns["survivors"] = begun.survivors + rest.survivors
+    return replace(rest, **columns)
 
 
 Episode = Callable[[Context], Coroutine[Any, Any, Sample]]
