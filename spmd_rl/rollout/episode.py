@@ -9,7 +9,7 @@
         turn = await ctx.generate(ctx.render(ctx.prompt.messages))
         verdict = await ctx.score(turn.text)
         if verdict.score < 1:
-            turn = await ctx.generate(ctx.render(RETRY))
+            turn = await ctx.generate(ctx.reply(RETRY))
             verdict = await ctx.score(turn.text)
         return ctx.sample(verdict)
 
@@ -87,8 +87,33 @@ class Context:
     """Tokens of all turns."""
 
     def render(self, messages: Sequence[Message]) -> array:
-        """Return the token ids ('i') of the messages under the model's chat template, ready for an answer."""
+        """Return the token ids ('i') of a conversation under the model's chat template, ready for its first answer.
+
+        Later messages are for `reply`: this would put a default system prompt in front of them too.
+        """
         return self.tokenizer.render(messages)
+
+    def reply(self, messages: Sequence[Message], as_sampled: bool = False) -> array:
+        """Return the token ids ('i') that put messages after the last answer, ready for the next one.
+
+        They end the answer as the chat template does, where the model has not (cut off at a limit, or ended by a stop
+        string), and are those with which the template would go on. UserError, which ends the run, where the template
+        would have changed what was said before, such as by leaving out thoughts; `as_sampled`: go on with what was
+        sampled nevertheless, and keep the thoughts.
+        """
+        if not self.turns:
+            raise ValueError("ctx.reply follows an answer; a conversation begins with ctx.render")
+        bridge = self.tokenizer.bridge(messages)
+        thought = any("</think>" in turn.text for turn in self.turns)
+        if not as_sampled and not (bridge.append_only and (bridge.keeps_thoughts or not thought)):
+            what = "leaves out the thoughts of earlier answers" if bridge.append_only else "renders answers otherwise"
+            raise UserError(
+                f"policy.model: the chat template of {self.tokenizer.name} {what} once another message follows, so "
+                "that no turn continues the one before; ctx.reply(messages, as_sampled=True) keeps them as sampled"
+            )
+        last = self.turns[-1].token_ids[-1:]
+        ended = last and last[0] in self.tokenizer.stop_ids and last == bridge.token_ids[:1]
+        return bridge.token_ids[1:] if ended else bridge.token_ids
 
     async def generate(self, prompt_ids: array) -> Turn:
         """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
