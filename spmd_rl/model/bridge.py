@@ -46,7 +46,9 @@ def find_bridge(
     before, found, after = chat_text([question, Message("assistant", ANSWER), *messages]).partition(ANSWER)
     if not found:
         raise UserError("policy.model: its chat template leaves answers out of a conversation")
-    thinking = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
-    told = chat_text([question, Message("assistant", thinking), *messages])
+    thinking = f"{THOUGHT}\n</think>\n\n{ANSWER}"
+    told = chat_text([question, Message("assistant", f"<think>\n{thinking}"), *messages])
+    if asked.rstrip().endswith("<think>"):  # the template has begun the thought, so that every answer has one
+        before = told.partition(THOUGHT)[0]
     # a model samples the space that some templates put in front of an answer
     return Bridge(encode(after), before.rstrip() == asked.rstrip(), thinking in told)

@@ -106,7 +106,9 @@ class Context:
         bridge = self.tokenizer.bridge(messages)
         thought = any("</think>" in turn.text for turn in self.turns)
         if not as_sampled and not (bridge.append_only and (bridge.keeps_thoughts or not thought)):
-            what = "leaves out the thoughts of earlier answers" if bridge.append_only else "renders answers otherwise"
+            what = (
+                "renders answers otherwise" if bridge.keeps_thoughts else "leaves out the thoughts of earlier answers"
+            )
             raise UserError(
                 f"policy.model: the chat template of {self.tokenizer.name} {what} once another message follows, so "
                 "that no turn continues the one before; ctx.reply(messages, as_sampled=True) keeps them as sampled"

@@ -124,8 +124,11 @@ def test_a_template_that_drops_thoughts_is_refused_where_there_are_any():
         ctx.reply([MORE])
     assert said(ctx, ctx.reply([MORE], as_sampled=True)) == said(ctx, after_end(ctx))
     assert ctx.reply([Message("tool", "4")])  # between tool calls the thoughts stay
-    with pytest.raises(UserError, match="policy.model: the chat template of some/model renders answers otherwise"):
-        after(make(THINKS), "It is four.\n</think>\n\nFour." + END).reply([MORE])
+    ctx = after(make(THINKS), "It is four.\n</think>\n\nFour." + END)  # where the template begins the thought
+    with pytest.raises(UserError, match="leaves out the thoughts of earlier answers once another message follows"):
+        ctx.reply([MORE])
+    tool = Message("tool", "4")
+    assert said(ctx, ctx.reply([tool])) == ctx.tokenizer.render([QUESTION, Message("assistant", THOUGHT), tool])
 
 
 def test_a_template_that_changes_what_was_said_before_is_refused():
