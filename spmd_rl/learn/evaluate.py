@@ -24,7 +24,7 @@ def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int, log: 
         return {}
     prompts = rollouts.prompts.eval[: settings.prompts]
     temperature = cfg.rollout.temperature if settings.temperature is None else settings.temperature
-    greedy = Sampling(cfg.seed, "eval", 0.0, new_tokens, stop=tuple(cfg.rollout.stop))
+    greedy = Sampling(cfg.seed, "eval", 0.0, new_tokens, stop=cfg.rollout.stop_strings)
     one = replace(greedy, temperature=temperature, **settings.truncation(cfg.rollout))
     sampled = [one] * settings.answers
     with world.phase("eval"):

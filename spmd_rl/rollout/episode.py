@@ -106,9 +106,9 @@ class Context:
         bridge = self.tokenizer.bridge(messages)
         thought = any("</think>" in turn.text for turn in self.turns)
         if not as_sampled and not (bridge.append_only and (bridge.keeps_thoughts or not thought)):
-            what = (
-                "renders answers otherwise" if bridge.keeps_thoughts else "leaves out the thoughts of earlier answers"
-            )
+            what = "leaves out the thoughts of earlier answers"
+            if bridge.keeps_thoughts:
+                what = "renders answers otherwise"
             raise UserError(
                 f"policy.model: the chat template of {self.tokenizer.name} {what} once another message follows, so "
                 "that no turn continues the one before; ctx.reply(messages, as_sampled=True) keeps them as sampled"

@@ -107,6 +107,9 @@ def test_settings():
     assert RolloutConfig(top_k=20, min_p=0.1).truncation == off | {"top_k": 20, "min_p": 0.1}
     assert EvalConfig().truncation(RolloutConfig(top_k=20)) == off | {"top_k": 20}
     assert EvalConfig(top_k=-1, top_p=0.8).truncation(RolloutConfig(top_k=20)) == off | {"top_k": 256, "top_p": 0.8}
+    assert RolloutConfig(stop=["a", "\\n\\n"]).stop_strings == ("a", "\n\n")
+    with pytest.raises(UserError, match="^stop: an empty text"):
+        RolloutConfig(stop=["x", ""])
     for key, value in (("top_k", 1025), ("top_k", 1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.0), ("min_p", -0.1)):
         with pytest.raises(UserError, match=f"^{key}: "):
             RolloutConfig(**{key: value})

@@ -67,8 +67,9 @@ class RolloutConfig:
     """Draw among tokens with at least this share of the most likely one's probability; 0: off. Applied first, then
     `top_k`, then `top_p` to what is left, as in vLLM."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, such as `["</answer>"]`. The text stays in the answer that is scored and trained on;
-    nothing is sampled after the token that completes it, and the finish reason is `stop`."""
+    """Texts that end an answer, such as `["</answer>"]`; a backslash and an n are a line break. The text stays in the
+    answer that is scored and trained on; nothing is sampled after the token that completes it, and the finish reason is
+    `stop`."""
     claim: str = "store"
     """`store`: replicas claim prompts from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
     answers_per_claim: int | None = None
@@ -98,6 +99,11 @@ class RolloutConfig:
         return _truncation(self.top_k, self.top_p, self.min_p)
 
     @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` with its line breaks, which a command line cannot say otherwise."""
+        return tuple([text.replace("\\n", "\n") for text in self.stop])
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens are cut off from the distribution."""
         return self.truncation["top_k"] > 0
@@ -115,6 +121,7 @@ class RolloutConfig:
         above(self, temperature=0)
         fits = self.answers_per_claim is None or self.answers_per_claim <= self.answers_per_prompt
         require(fits, f"answers_per_claim: {self.answers_per_claim} is more than answers_per_prompt")
+        require("" not in self.stop, "stop: an empty text would end every answer")
         _check_truncation(self)
         greedy = next((key for key, value in (("top_k", self.top_k), ("min_p", self.min_p)) if value == 1), None)
         require(greedy is None, f"{greedy}: 1 leaves one token to draw, from which nothing can be learned")
