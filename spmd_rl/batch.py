@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.types import Sample
+from spmd_rl.types import Sample, Survivors, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,13 @@ class Ragged:
     """[V, ...]"""
     offsets: Tensor
     """int64 [N+1]: list i is values[offsets[i] : offsets[i + 1]]"""
+
+    @property
+    def owners(self) -> Tensor:
+        """int64 [V]: the list that each value belongs to."""
+        lengths = self.offsets.diff()
+        numbers = torch.arange(len(lengths), device=self.offsets.device)
+        return numbers.repeat_interleave(lengths, output_size=len(self.values))
 
     def to(self, device: torch.device) -> "Ragged":
         """A copy on `device`."""
@@ -89,6 +96,9 @@ class Batch:
     """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
     """int32 [T]: by how many versions the policy that sampled the token is older than the step's; 0 elsewhere"""
+    survivors: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
+    """T lists of int32: among which tokens each sampled token was drawn, where sampling cut off all others; all
+    logprobs of the batch are those of the distribution over these alone. An empty list, or None: over all tokens"""
     advantages: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: 0 outside the loss mask; None until the plan gives them"""
     weights: Tensor | None = field(default=None, metadata=per_token(torch.float32))
@@ -163,10 +173,11 @@ def sampled_runs(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.unique_consecutive(owner[batch.loss_mask], return_inverse=True)[1], runs
 
 
-def pack(samples: Iterable[Sample], version: int | None = None) -> Batch:
+def pack(samples: Iterable[Sample], version: int | None = None, truncated: bool = False) -> Batch:
     """Samples laid end to end in the order given; advantages and weights are zero. Legal with no sample at all.
 
-    version: the policy's in this step, from which a token's lag is counted (None: no lag).
+    version: the policy's in this step, from which a token's lag is counted (None: no lag). truncated: whether the
+    batch has `survivors`, which a batch without a sample cannot know by itself.
     """
     samples = list(samples)
     turns = [turn for sample in samples for turn in sample.turns]
@@ -188,9 +199,19 @@ def pack(samples: Iterable[Sample], version: int | None = None) -> Batch:
         loss_mask=torch.from_numpy(mask),
         rollout_logprobs=torch.from_numpy(logprobs),
         lags=torch.from_numpy(lags),
+        survivors=_survivors(turns, mask) if truncated else None,
         advantages=torch.zeros(len(mask)),
         weights=torch.zeros(len(mask)),
     )
+
+
+def _survivors(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
+    """Those of all turns, at the tokens of the mask."""
+    cut = [turn.survivors or Survivors(array("i", bytes(4 * len(turn.token_ids))), array("i")) for turn in turns]
+    counts = np.zeros(len(mask), np.int64)
+    counts[mask] = _joined([survivors.counts for survivors in cut], np.int32)
+    ids = _joined([survivors.ids for survivors in cut], np.int32)
+    return Ragged(as_tensor(ids, np.int32), torch.from_numpy(_cumulated(counts)))
 
 
 def positions(starts: Tensor) -> Tensor:

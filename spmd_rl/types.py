@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: an end-of-sequence token was sampled; `length`: the token limit was reached; `abort`: given up."""
+"""`stop`: an end-of-sequence token or a stop string came; `length`: the token limit was reached; `abort`: given up."""
 
 VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
 """Only `ok` and `wrong_format` carry a score; the others take the sample out of its group's baseline."""
@@ -86,6 +86,32 @@ class Request(Struct, frozen=True, gc=False):
     """(ticket, answer, turn): requests that wait are admitted in this order."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the answer; the sampled stop token is kept as its last token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; the token that completes one is kept as its last token."""
+    num_begun: int = 0
+    """The last so many of `prompt_ids` begin the answer, which was cut short: a stop string may begin in them."""
+    top_k: int = 0
+    """Draw among the so many most likely tokens alone; 0: among all. Greedy requests have no use for it."""
+    top_p: float = 1.0
+    """Of the tokens that `min_p` and `top_k` leave, draw among the fewest that have this share of their probability.
+    Below 1 only with a `top_k`."""
+    min_p: float = 0.0
+    """Draw among the tokens that have this share of the most likely one's probability. Above 0 only with a `top_k`."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are cut off from the distribution: then logprobs are those of the renormalised rest."""
+        return self.top_k > 0 and self.temperature > 0
+
+
+class Survivors(Struct, frozen=True, gc=False):
+    """Among which tokens each sampled token was drawn, where `top_k`, `top_p` or `min_p` cut off all others."""
+
+    counts: array  # 'i', one per sampled token
+    ids: array  # 'i', token ids, ascending for each sampled token, end to end
+
+    def __add__(self, other: "Survivors") -> "Survivors":
+        return Survivors(self.counts + other.counts, self.ids + other.ids)
 
 
 class Completion(Struct, frozen=True, gc=False):
@@ -93,9 +119,11 @@ class Completion(Struct, frozen=True, gc=False):
 
     id: str
     token_ids: array  # 'i', without the prompt
-    logprobs: array  # 'f', natural log, under the processed (temperature-scaled) distribution
+    logprobs: array  # 'f', natural log, under the distribution that was drawn from: temperature, then survivors alone
     versions: array  # 'i', policy version that sampled each token
     finish_reason: FinishReason
+    survivors: Survivors | None = None
+    """None: each token was drawn among all."""
 
 
 class Turn(Struct, frozen=True, gc=False):
@@ -107,7 +135,9 @@ class Turn(Struct, frozen=True, gc=False):
     versions: array  # 'i'
     finish_reason: FinishReason
     text: str = ""
-    """What the sampled tokens say, special ones left out."""
+    """What the sampled tokens say, special ones left out; a stop string that ended the turn is part of it."""
+    survivors: Survivors | None = None
+    """See `Completion.survivors`."""
 
 
 class AnswerInfo(Struct, frozen=True, gc=False):

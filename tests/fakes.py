@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from spmd_rl.engine.base import Capacity
+from spmd_rl.model.bridge import Bridge
 from spmd_rl.rollout.outcomes import Outcomes, SliceReport, answer_row, gather_outcomes
 from spmd_rl.types import AnswerInfo, Completion, Group, Message, Prompt, Request, Sample, Verdict
 
@@ -26,6 +27,9 @@ class FakeTokenizer:
 
     def render(self, messages) -> array:
         return array("i", list(" ".join(m.content for m in messages).encode()))
+
+    def bridge(self, messages) -> Bridge:
+        return Bridge(self.render(messages), True, True)
 
     def decode(self, ids) -> str:
         return bytes(i for i in ids if i).decode()

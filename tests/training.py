@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
@@ -17,15 +18,19 @@ TEMPERATURE = 0.8
 SETTINGS = {"lr": 1e-2, "max_grad_norm": 0.1, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 2}
 
 
-def global_batch(seed=0) -> Batch:
-    """All samples, laid out against their keys' order, so that nothing may lean on the layout."""
+def global_batch(seed=0, truncated=False) -> Batch:
+    """All samples, laid out against their keys' order, so that nothing may lean on the layout.
+
+    `truncated`: each sampled token was drawn among 2 to 30 others, every fifth among all.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = [prompt + answer for prompt, answer in LENGTHS]
     total = sum(lengths)
     mask = torch.cat([torch.arange(p + a) >= p for p, a in LENGTHS])
     noise = torch.randn(3, total, generator=generator)
+    token_ids = torch.randint(0, 256, (total,), generator=generator)
     return Batch(
-        token_ids=torch.randint(0, 256, (total,), generator=generator),
+        token_ids=token_ids,
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         starts=torch.tensor([0, *lengths]).cumsum(0),
         keys=torch.tensor([[len(lengths) - i, 0] for i in range(len(lengths))]),
@@ -36,7 +41,19 @@ def global_batch(seed=0) -> Batch:
         advantages=noise[0] * mask,
         weights=(0.5 + noise[1].abs()) * mask / mask.sum(),
         old_logprobs=(-5.5 + 0.3 * noise[2]) * mask,
+        survivors=survivors(token_ids, mask) if truncated else None,
     )
+
+
+def survivors(token_ids: Tensor, mask: Tensor) -> Ragged:
+    """The token itself and others, in no order."""
+    generator = torch.Generator().manual_seed(1)
+    lists = [torch.empty(0, dtype=torch.int64)] * len(mask)
+    for i in mask.nonzero().flatten().tolist():
+        if i % 5:
+            others = torch.randperm(256, generator=generator)[: 2 + i % 29]
+            lists[i] = torch.cat([others[others != token_ids[i]], token_ids[i : i + 1]])
+    return Ragged(torch.cat(lists).int(), bounds_of(torch.tensor([len(one) for one in lists])))
 
 
 def loss(logprobs, entropy, batch):
@@ -83,10 +100,17 @@ def plain_forward(model, batch: Batch):
     rows = [batch.token_ids[a:b] for a, b in pairwise(bounds)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    logits = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
-    full = torch.log_softmax(logits[:, :-1], -1)
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / TEMPERATURE
+    cut = torch.zeros_like(logits, dtype=torch.bool)
+    if batch.survivors is not None:
+        for i, (begin, end) in enumerate(pairwise(bounds)):
+            for place in range(begin + 1, end):
+                kept = batch.survivors.index_select(0, torch.tensor([place])).values.long()
+                cut[i, place - begin - 1] = len(kept) > 0
+                cut[i, place - begin - 1, kept] = False
+    full = torch.log_softmax(logits.masked_fill(cut, -torch.inf), -1)
+    entropy = -(full.exp() * full.masked_fill(cut, 0.0)).sum(-1)
     logprobs = full.gather(-1, ids[:, 1:, None])[..., 0]
-    entropy = -(full.exp() * full).sum(-1)
     zero = logprobs.new_zeros(1)
     flat = [
         torch.cat([torch.cat([zero, x[i, : len(row) - 1]]) for i, row in enumerate(rows)]) for x in (logprobs, entropy)

@@ -35,6 +35,7 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
     a, sources = cfg.algorithm, f"{cfg.data.train},{cfg.data.eval}"
     difficulty = "algorithm.difficulty_low_threshold algorithm.difficulty_high_threshold"
     correction = "algorithm.correction.upper algorithm.correction.mask_low algorithm.correction.mask_high"
+    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
     idle = [
         (a.uses_reference, "algorithm.kl_coef and algorithm.kl_reward_coef are 0", "reference"),
         (a.uses_critic, "algorithm.advantage is not gae", "critic"),
@@ -50,7 +51,7 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
         (cfg.rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
         (GENERATORS in sources, "problems come from files", "data.size data.seed data.args"),
         (cfg.data.eval is None, "data.eval is given", "data.holdout"),
-        (cfg.eval.every, "eval.every is 0", "eval.prompts eval.answers eval.temperature"),
+        (cfg.eval.every, "eval.every is 0", evaluation),
         (not cfg.debug, "debug is true", "sidecar"),
     ]
     for domain, reward in cfg.reward.domains.items():

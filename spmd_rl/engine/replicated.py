@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -32,8 +33,8 @@ STEPS_PER_TICK = 4
 class Tick(msgspec.Struct, array_like=True, frozen=True):
     """What the first rank of a replica broadcasts to the others."""
 
-    add: list[tuple[str, bytes, int, float, int, tuple[int, ...], tuple[int, ...]]] = []
-    """Requests, field by field; prompt ids as int32 bytes."""
+    add: list[tuple[bytes, dict[str, Any]]] = []
+    """Requests: prompt ids as int32 bytes, and all other fields."""
     abort: list[str] = []
     end: bool = False
     """The other ranks leave `driven`."""
@@ -145,10 +146,11 @@ class ReplicatedEngine:
 
 
 def _fields(request: Request) -> tuple:
-    r = request
-    return (r.id, r.prompt_ids.tobytes(), r.max_new_tokens, r.temperature, r.seed, r.order, r.stop_ids)
+    fields = msgspec.structs.asdict(request)
+    return fields.pop("prompt_ids").tobytes(), fields
 
 
 def _request(fields: tuple) -> Request:
-    id, prompt, *rest, order, stop_ids = fields
-    return Request(id, array("i", prompt), *rest, tuple(order), tuple(stop_ids))
+    prompt, others = fields
+    lists = {name: tuple(value) for name, value in others.items() if isinstance(value, list)}
+    return Request(prompt_ids=array("i", prompt), **others | lists)

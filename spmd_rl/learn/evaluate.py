@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
@@ -23,8 +24,9 @@ def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int, log: 
         return {}
     prompts = rollouts.prompts.eval[: settings.prompts]
     temperature = cfg.rollout.temperature if settings.temperature is None else settings.temperature
-    sampled = [Sampling(cfg.seed, "eval", temperature, new_tokens)] * settings.answers
-    greedy = Sampling(cfg.seed, "eval", 0.0, new_tokens)
+    greedy = Sampling(cfg.seed, "eval", 0.0, new_tokens, stop=cfg.rollout.stop_strings)
+    one = replace(greedy, temperature=temperature, **settings.truncation(cfg.rollout))
+    sampled = [one] * settings.answers
     with world.phase("eval"):
         groups = rollouts.answer(prompts, [*sampled, greedy])
         if log is not None:

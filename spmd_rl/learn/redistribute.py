@@ -16,14 +16,17 @@ from spmd_rl.learn.transfer import transfer
 from spmd_rl.rollout import Collected
 
 
-def redistribute(collected: Collected, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
+def redistribute(
+    collected: Collected, plan: Plan, num_updates: int, data: DataShard, world: World, truncated: bool = False
+) -> list[Batch]:
     """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
 
-    data: this rank's shard of the policy's. RunFailed, on all ranks alike, unless they have the same plan.
+    data: this rank's shard of the policy's. truncated: whether the batches have `survivors`.
+    RunFailed, on all ranks alike, unless they have the same plan.
     """
     samples = {sample.key: sample for group in collected.groups for sample in group.samples}
     keys = map(tuple, plan.keys[plan.src_rank == world.rank].tolist())
-    packed = pack([samples[key] for key in keys if key in samples], version=collected.step - 1)
+    packed = pack([samples[key] for key in keys if key in samples], version=collected.step - 1, truncated=truncated)
     packed.advantages = packed.weights = None  # every rank has them, in the plan
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, plan.route(data), world, plan.columns())  # [all]

@@ -4,6 +4,9 @@ The projection to the vocabulary goes in chunks of it, forward with a running so
 kept between the two is two numbers a token. Sums are float32 whatever the dtype of the model, and a chunk's logits are
 rounded to that dtype first, as the model itself and an engine round them. Peak memory does not grow with tokens times
 vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel).
+
+Where sampling cut tokens off (top-k, top-p, min-p), an answer's distribution is the softmax over the survivors that the
+engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same tokens.
 """
 
 from collections.abc import Iterator
@@ -15,14 +18,24 @@ CHUNK = 2**21
 """Logits at a time: 8 MiB in float32."""
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+CUT = -1e20
+"""The logit of a token that was cut off: finite, so that no difference of two of them is NaN."""
+
+Pairs = tuple[Tensor, Tensor]
+"""(row, token id) of every survivor, int64 [M] each; a row without any is drawn from all tokens."""
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, survivors: Pairs | None = None
+) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]. Returns float32 [N] each (float64 for
-    float64), both with gradients to `hidden` and `weight`; that of the entropy costs nothing where no loss uses it.
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]; survivors: the softmax is over these alone, to
+    which the targets belong. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
+    `weight`; that of the entropy costs nothing where no loss uses it.
     """
     assert temperature > 0
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, *(survivors or (None, None)))
 
 
 class TokenHead(nn.Module):
@@ -40,24 +53,35 @@ class TokenHead(nn.Module):
         self.targets: Tensor | None = None
         """int64 [N], to be set before each forward"""
         self.temperature = 1.0
+        self.survivors: Pairs | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[1, N, h] -> float32 [1, N, 2]: logprob and entropy."""
-        logprobs, entropy = token_logprobs(hidden[0], self.weight, self.targets, self.temperature)
+        logprobs, entropy = token_logprobs(hidden[0], self.weight, self.targets, self.temperature, self.survivors)
         return torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        rows: Tensor | None,
+        ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
         total, spread, chosen = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(3))
         # total = sum of exp(x - top), spread = sum of exp(x - top) (x - top), over the logits x seen so far
         for begin, end in _chunks(hidden, weight):
             x = (hidden @ weight[begin:end].T).to(dtype).div_(temperature)
-            rows, places = _inside(targets, begin, end)
-            chosen[rows] = x[rows, places]
+            if ids is not None:
+                _cut_off(x, rows, ids - begin)
+            inside, places = _inside(targets, begin, end)
+            chosen[inside] = x[inside, places]
             higher = torch.maximum(top, x.amax(-1))
             fall = torch.where(top == -torch.inf, 0.0, top - higher)
             spread = fall.exp() * (spread + fall * total)
@@ -68,7 +92,7 @@ class _TokenLogprobs(torch.autograd.Function):
             total += p.sum(-1)
             spread += p.mul_(x).sum(-1)
         log_z, entropy = total.log() + top, total.log() - spread / total
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, rows, ids)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # None, not zeros, for an output that no loss uses
         return chosen - log_z, entropy
@@ -76,12 +100,14 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None and entropy_grad is None:
-            return None, None, None, None
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+            return None, None, None, None, None, None
+        hidden, weight, targets, log_z, entropy, rows, ids = ctx.saved_tensors
         scaled = (torch.zeros_like(log_z) if grad is None else grad) / ctx.temperature
         hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
         for begin, end in _chunks(hidden, weight):
             log_p = (hidden @ weight[begin:end].T).to(log_z.dtype).div_(ctx.temperature).sub_(log_z[:, None])
+            if ids is not None:
+                _cut_off(log_p, rows, ids - begin)
             if entropy_grad is None:
                 x = log_p.exp_().mul_(-scaled[:, None])
             else:
@@ -89,12 +115,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 by_entropy = entropy_grad[:, None] / ctx.temperature
                 x = log_p.exp().mul_(-scaled[:, None] - by_entropy * (log_p + entropy[:, None]))
             # d logprob / d logit = (one at the target - softmax) / temperature
-            rows, places = _inside(targets, begin, end)
-            x[rows, places] += scaled[rows]
+            inside, places = _inside(targets, begin, end)
+            x[inside, places] += scaled[inside]
             x = x.to(hidden.dtype)
             hidden_grad += x @ weight[begin:end]
             torch.mm(x.T, hidden, out=weight_grad[begin:end])
-        return hidden_grad.to(hidden.dtype), weight_grad, None, None
+        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
@@ -107,3 +133,12 @@ def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
     """Rows whose target lies in this part of the vocabulary, and where in it."""
     rows = ((targets >= begin) & (targets < end)).nonzero().squeeze(-1)
     return rows, targets[rows] - begin
+
+
+def _cut_off(x: Tensor, rows: Tensor, places: Tensor) -> None:
+    """Set to `CUT`, in place, what does not survive in x [N, C]; survivors that lie elsewhere have other places."""
+    num_rows, width = x.shape
+    gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)  # the last place is nobody's
+    gone[rows] = True
+    gone[rows, torch.where((places >= 0) & (places < width), places, width)] = False
+    x.masked_fill_(gone[:, :width], CUT)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
+from spmd_rl.model.bridge import Bridge, find_bridge
 from spmd_rl.types import Message
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ RENDERED = 4096
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind three words. `stop_ids`: sorted ids of the tokens that end an answer."""
+    """A Hugging Face tokenizer behind a few words. `stop_ids`: sorted ids of the tokens that end an answer."""
 
     stop_ids: tuple[int, ...]
+    name: str
+    """Of the model, or the path of its directory."""
 
     def __init__(
         self,
@@ -40,9 +43,11 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._hf, self._template_kwargs = hf, dict(chat_template_kwargs or {})
+        self.name = hf.name_or_path
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
         self._rendered = lru_cache(RENDERED)(self._render)
+        self._bridge = lru_cache(RENDERED)(partial(find_bridge, self._chat_text, self.encode))
         # transformers' own wrapper would take twice the time of the decoding, and twice a sample
         backend = getattr(hf, "backend_tokenizer", None)
         self._decode = partial(hf.decode, clean_up_tokenization_spaces=False) if backend is None else backend.decode
@@ -54,21 +59,30 @@ class Tokenizer:
         """
         return self._rendered(tuple(messages))
 
+    def bridge(self, messages: Sequence[Message]) -> Bridge:
+        """What the template puts between an answer of the model and its next one, with `messages` in between."""
+        return self._bridge(tuple(messages))
+
     def _render(self, messages: tuple[Message, ...]) -> array:
+        text = self._chat_text(messages)
+        if not self._hf.chat_template:
+            return array("i", self._hf(text).input_ids)
+        return self.encode(text)  # the template has written its own special tokens, BOS included
+
+    def _chat_text(self, messages: Sequence[Message]) -> str:
+        """A conversation up to where the model's answer begins. UserError: the template refuses."""
         from jinja2 import TemplateError
 
         if not self._hf.chat_template:
-            return array("i", self._hf("".join(map(_text, messages))).input_ids)
+            return "".join(map(_text, messages))
         chat = [{"role": m.role, "content": _text(m)} for m in messages]
         try:
-            text = self._hf.apply_chat_template(
+            return self._hf.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=True, **self._template_kwargs
             )
         except TemplateError as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"the model's chat template refuses the roles ({roles}): {error}") from None
-        # The template has written its own special tokens, BOS included.
-        return array("i", self._hf(text, add_special_tokens=False).input_ids)
 
     def visible(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens included."""

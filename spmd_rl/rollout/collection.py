@@ -196,7 +196,9 @@ class Rollouts:
     def _start_slice(self, group_slice: GroupSlice) -> Samples:
         s = self._settings
         epoch, prompt = self.prompts.ticket(group_slice.ticket, self._cfg.seed)
-        sampling = Sampling(self._cfg.seed, "train", s.temperature, s.max_new_tokens)
+        sampling = Sampling(
+            self._cfg.seed, "train", s.temperature, s.max_new_tokens, stop=s.stop_strings, **s.truncation
+        )
         first = group_slice.number * s.slice_size
         answers = dict.fromkeys(range(s.answers_per_prompt)[first:][: s.slice_size], sampling)
         if self._cfg.algorithm.uses_greedy and first + s.slice_size >= s.answers_per_prompt:

@@ -9,7 +9,7 @@
         turn = await ctx.generate(ctx.render(ctx.prompt.messages))
         verdict = await ctx.score(turn.text)
         if verdict.score < 1:
-            turn = await ctx.generate(ctx.render(RETRY))
+            turn = await ctx.generate(ctx.reply(RETRY))
             verdict = await ctx.score(turn.text)
         return ctx.sample(verdict)
 
@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from spmd_rl.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
-from spmd_rl.types import AnswerInfo, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
+from spmd_rl.types import AnswerInfo, Completion, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
 
 
 class BudgetSpent(Exception):
@@ -47,6 +47,12 @@ class Sampling:
     temperature: float
     max_new_tokens: int
     """The token limit of a turn."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn."""
+    top_k: int = 0
+    """See `Request`, like the next two."""
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,35 @@ class Context:
     """Tokens of all turns."""
 
     def render(self, messages: Sequence[Message]) -> array:
-        """Return the token ids ('i') of the messages under the model's chat template, ready for an answer."""
+        """Return the token ids ('i') of a conversation under the model's chat template, ready for its first answer.
+
+        Later messages are for `reply`: this would put a default system prompt in front of them too.
+        """
         return self.tokenizer.render(messages)
+
+    def reply(self, messages: Sequence[Message], as_sampled: bool = False) -> array:
+        """Return the token ids ('i') that put messages after the last answer, ready for the next one.
+
+        They end the answer as the chat template does, where the model has not (cut off at a limit, or ended by a stop
+        string), and are those with which the template would go on. UserError, which ends the run, where the template
+        would have changed what was said before, such as by leaving out thoughts; `as_sampled`: go on with what was
+        sampled nevertheless, and keep the thoughts.
+        """
+        if not self.turns:
+            raise ValueError("ctx.reply follows an answer; a conversation begins with ctx.render")
+        bridge = self.tokenizer.bridge(messages)
+        thought = any("</think>" in turn.text for turn in self.turns)
+        if not as_sampled and not (bridge.append_only and (bridge.keeps_thoughts or not thought)):
+            what = "leaves out the thoughts of earlier answers"
+            if bridge.keeps_thoughts:
+                what = "renders answers otherwise"
+            raise UserError(
+                f"policy.model: the chat template of {self.tokenizer.name} {what} once another message follows, so "
+                "that no turn continues the one before; ctx.reply(messages, as_sampled=True) keeps them as sampled"
+            )
+        last = self.turns[-1].token_ids[-1:]
+        ended = last and last[0] in self.tokenizer.stop_ids and last == bridge.token_ids[:1]
+        return bridge.token_ids[1:] if ended else bridge.token_ids
 
     async def generate(self, prompt_ids: array) -> Turn:
         """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
@@ -99,14 +132,15 @@ class Context:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
         c = await self.engine_loop.generate(self._request(before, 0, limit))
-        token_ids, logprobs, versions = c.token_ids, c.logprobs, c.versions
         while c.finish_reason == "abort":
-            c = await self.engine_loop.generate(self._request(before + token_ids, len(token_ids), limit))
-            token_ids, logprobs, versions = token_ids + c.token_ids, logprobs + c.logprobs, versions + c.versions
-        turn = Turn(prompt_ids, token_ids, logprobs, versions, c.finish_reason, self.tokenizer.decode(token_ids))
+            begun = c
+            c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), limit))
+            c = _joined(begun, c)
+        text = self.tokenizer.decode(c.token_ids)
+        turn = Turn(prompt_ids, c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
         self.turns.append(turn)
-        self.num_sampled += len(token_ids)
-        self.num_tokens += len(prompt_ids) + len(token_ids)
+        self.num_sampled += len(turn.token_ids)
+        self.num_tokens += len(prompt_ids) + len(turn.token_ids)
         return turn
 
     def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
@@ -120,6 +154,11 @@ class Context:
             seed=self.seed(answer, number, self.num_sampled + num_begun),
             order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
+            stop=s.stop,
+            num_begun=num_begun,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
         )
 
     def score(self, answer: str) -> Awaitable[Verdict]:
@@ -130,6 +169,14 @@ class Context:
     def sample(self, verdict: Verdict) -> Sample:
         """Return the finished sample: all turns so far, and this verdict."""
         return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy=self.sampling.temperature == 0)
+
+
+def _joined(begun: Completion, rest: Completion) -> Completion:
+    """An answer that was cut short, and how it went on."""
+    columns = {name: getattr(begun, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
+    if begun.survivors and rest.survivors:
+        columns["survivors"] = begun.survivors + rest.survivors
+    return replace(rest, **columns)
 
 
 Episode = Callable[[Context], Coroutine[Any, Any, Sample]]

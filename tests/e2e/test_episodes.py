@@ -1,7 +1,10 @@
 """A user's own episode in one file, through the door: what it asks for, its budget, and its mistakes."""
 
+from itertools import pairwise
+
 import pytest
 
+from spmd_rl.model.tokenizer import load_tokenizer
 from tests.e2e.runs import EXACT, ROOT, Toy
 
 SECOND_CHANCE = '''
@@ -15,7 +18,7 @@ async def second_chance(ctx):
     turn = await ctx.generate(ctx.render(ctx.prompt.messages))
     verdict = await ctx.score(turn.text)
     if verdict.score < 1:
-        turn = await ctx.generate(ctx.render(RETRY))
+        turn = await ctx.generate(ctx.reply(RETRY))
         verdict = await ctx.score(turn.text)
     return ctx.sample(verdict)
 
@@ -26,7 +29,7 @@ async def until_right(ctx):
         turn = await ctx.generate(ids)
         if (await ctx.score(turn.text)).score == 1 and ctx.answer == 0:
             return ctx.sample(await ctx.score(turn.text))
-        ids = ctx.render(RETRY)
+        ids = ctx.reply(RETRY)
 
 
 async def unlucky(ctx):
@@ -57,16 +60,19 @@ def test_a_second_chance_is_trained_on(toy: Toy) -> None:
     assert {len(row["turns"]) for row in rows} == {1, 2}
     for row in rows:
         assert (len(row["turns"]) == 1) <= (row["verdict"]["score"] == 1)
-        assert all(turn["prompt_ids"] == rows_retry(rows) for turn in row["turns"][1:])
+        for turn, following in pairwise(row["turns"]):  # an answer that was cut off is ended by us
+            ended = turn["finish_reason"] == "stop"
+            assert following["prompt_ids"] == reply_to_cut_off(toy)[1 if ended else 0 :]
         assert all(1 <= len(turn["token_ids"]) <= 6 for turn in row["turns"])
     assert any(row["kept"] and len(row["turns"]) == 2 for row in rows)
     for line in started.metrics()[1:]:
         assert line["actor/grad_norm"] > 0 and line["train_infer/abs_diff/mean"] < 1e-4
 
 
-def rows_retry(rows: list[dict]) -> list[int]:
-    """The token ids of the second question, as the first to be asked again has it."""
-    return next(row["turns"][1]["prompt_ids"] for row in rows if len(row["turns"]) == 2)
+def reply_to_cut_off(toy: Toy) -> list[int]:
+    """The token ids with which the second question follows an answer without an end."""
+    tokenizer = load_tokenizer(toy.model)
+    return tokenizer.encode("<|im_end|>\n<|im_start|>user\nwrong<|im_end|>\n<|im_start|>assistant\n").tolist()
 
 
 def test_an_episode_that_overruns_its_context_ends_as_length_and_the_run_goes_on(toy: Toy) -> None:
@@ -78,7 +84,7 @@ def test_an_episode_that_overruns_its_context_ends_as_length_and_the_run_goes_on
     assert over and all(row["verdict"]["status"] == "ok" for row in over)
     for row in over:
         num_tokens = sum(len(turn["prompt_ids"]) + len(turn["token_ids"]) for turn in row["turns"])
-        assert num_tokens <= 64 < num_tokens + len(rows_retry(rows)) + 1
+        assert num_tokens <= 64 < num_tokens + len(reply_to_cut_off(toy)) + 1
     assert len(started.metrics()) == 3
 
 

@@ -133,7 +133,7 @@ def test_plain_is_the_inverse_of_build():
         ("rollouts.temperature=1", "rollouts.temperature: unknown key; did you mean rollout.temperature?"),
         ("rollout.filter.zero_varianze=1", "rollout.filter.zero_varianze: unknown key; did you mean rollout.filter."),
         ("stepps=1", "stepps: unknown key; did you mean steps?"),
-        ("rollout.top_k=50", "rollout.top_k: unknown key; did you mean rollout.top_p?"),
+        ("rollout.top_n=50", "rollout.top_n: unknown key; did you mean rollout.top_p?"),
         ("reward.math.targett=a:B", "reward.math.targett: unknown key; did you mean reward.math.target?"),
         ("reward.error_budgit=0.1", "reward.error_budgit: unknown key; did you mean reward.error_budget?"),
         ("reward.domains.math.target=a:B", "reward.domains.math.target: unknown key; did you mean reward."),
@@ -184,7 +184,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("data.holdout=1", "data.holdout: must be less than 1, not 1.0"),
         ("data.holdout=0", "data.holdout: must be greater than 0, not 0.0"),
         ("data.format=Hi", "data.format: must contain {question}, is 'Hi'"),
-        ("rollout.top_p=0.9", "rollout.top_p: must be 1.0 (off), not 0.9: training needs the logprob of every token"),
+        ("rollout.top_p=1.1", "rollout.top_p: must be between 0 and 1, not 1.1"),
         ("rollout.answers_per_claim=9", "rollout.answers_per_claim: 9 is more than answers_per_prompt"),
         (
             ["rollout.claim=static", "rollout.accept=first_finished"],

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
@@ -19,7 +20,8 @@ LENGTHS = (1, 2, 16, 17, 18, 40, 33, 5)
 
 @contextmanager
 def native_engine(path):
-    yield NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024)
+    text_of = text_of_model(path, False)
+    yield NativeEngine(empty_module(path, torch.float32), max_running=4, kv_tokens=1024, text_of=text_of)
 
 
 BUILDERS = {
@@ -65,9 +67,21 @@ def reference_logprobs(model, request: Request, completion: Completion) -> torch
     ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0].float()
-    logprobs = (logits / (request.temperature or 1.0)).log_softmax(-1)
     at = torch.arange(len(request.prompt_ids) - 1, ids.shape[1] - 1)
-    return logprobs[at, ids[0, at + 1]]
+    logits = logits[at] / (request.temperature or 1.0)
+    if completion.survivors is not None:
+        logits = logits.masked_fill(~kept(completion, logits.shape[-1]), -torch.inf)
+    return logits.log_softmax(-1).gather(-1, ids[0, at + 1, None])[:, 0]
+
+
+def kept(completion: Completion, vocabulary: int) -> torch.Tensor:
+    """bool [answer tokens, vocabulary]: the tokens that each was drawn among."""
+    counts = torch.tensor(completion.survivors.counts)
+    rows = torch.arange(len(counts)).repeat_interleave(counts)
+    mask = torch.zeros(len(counts), vocabulary, dtype=torch.bool)
+    mask[rows, torch.tensor(completion.survivors.ids, dtype=torch.int64)] = True
+    assert torch.equal(mask.sum(-1), counts)
+    return mask
 
 
 def test_greedy_tokens_are_generates(pair):
@@ -101,6 +115,58 @@ def test_logprobs_are_those_of_a_full_forward(pair, temperature):
         completion = done[request.id]
         expected = reference_logprobs(reference, request, completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+CUTS = {
+    "top_k": {"top_k": 7},
+    "top_p": {"top_k": 256, "top_p": 0.6},
+    "min_p": {"top_k": 256, "min_p": 0.3, "temperature": 0.5},
+    "all": {"top_k": 40, "top_p": 0.8, "min_p": 0.1, "temperature": 1.5},
+}
+
+
+def test_survivors_and_logprobs_are_those_of_the_truncated_distribution(pair):
+    """Beside each other, and beside requests that draw among all tokens."""
+    reference, engine = pair
+    cuts = {f"{cut}{n}": (n, settings) for cut, settings in (CUTS | {"whole": {}}).items() for n in (3, 17)}
+    requests = [Request(id, prompt(n, n), 10, **{"temperature": 1.0, "seed": n} | cut) for id, (n, cut) in cuts.items()]
+    for request in requests:
+        engine.add(request)
+    done = drain(engine)
+    for request in requests:
+        completion = done[request.id]
+        expected = reference_logprobs(reference, request, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+        assert (completion.survivors is not None) == request.truncated
+        if request.truncated:
+            ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+            with torch.no_grad():
+                logits = reference(ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1]
+            wanted = survivors_of(logits / request.temperature, request)
+            assert torch.equal(kept(completion, logits.shape[-1]), wanted)
+            assert 1 < wanted.sum(-1).float().mean() < 0.9 * logits.shape[-1]
+
+
+def survivors_of(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """By transformers' own processors, in vLLM's order: bool [tokens, vocabulary]."""
+    logits = MinPLogitsWarper(request.min_p)(None, logits) if request.min_p else logits
+    return TopPLogitsWarper(request.top_p)(None, TopKLogitsWarper(request.top_k)(None, logits)) > -torch.inf
+
+
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(pair):
+    reference, engine = pair
+    text_of = text_of_model(reference.name_or_path, False)
+    free = Request("free", prompt(5), 20, 1.0, 11)
+    engine.add(free)
+    ids = drain(engine)["free"].token_ids
+    stop = text_of(ids)[8:10]
+    engine.add(Request("stopped", prompt(5), 20, 1.0, 11, stop=("never said", stop)))
+    engine.add(Request("beside", prompt(5), 20, 1.0, 11, stop=("never said",)))
+    done = drain(engine)
+    stopped = done["stopped"]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == ids[: len(stopped.token_ids)]
+    assert stop in text_of(stopped.token_ids) and stop not in text_of(stopped.token_ids[:-1])
+    assert (done["beside"].token_ids, done["beside"].finish_reason) == (ids, "length")
 
 
 def test_staggered_adds_and_groups(pair):

@@ -140,8 +140,9 @@ def test_a_verdict_that_is_no_score_leaves_the_baseline_and_spends_the_budget(wo
 
 def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
     async def three_turns(ctx: Context) -> Sample:
-        for _ in range(3):
-            turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+        turn = await ctx.generate(ctx.render(ctx.prompt.messages))
+        for _ in range(2):
+            turn = await ctx.generate(ctx.reply(ctx.prompt.messages))
         return ctx.sample(await ctx.score(turn.text))
 
     rollouts = Rollouts(settings(), FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, three_turns)
@@ -366,8 +367,9 @@ def collect_with(episode, cfg: RlvrConfig, world: World, step: int = 1, **engine
 
 
 async def endless(ctx: Context) -> Sample:
+    await ctx.generate(ctx.render(ctx.prompt.messages))
     while True:
-        await ctx.generate(ctx.render(ctx.prompt.messages))
+        await ctx.generate(ctx.reply(ctx.prompt.messages))
 
 
 @pytest.mark.parametrize(

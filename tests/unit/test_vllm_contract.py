@@ -4,6 +4,7 @@ Each test speaks to vLLM itself, past `VllmEngine`, except for starting it and l
 """
 
 import re
+from array import array
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.model.build import build_model
+from spmd_rl.types import Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import tiny
 
@@ -217,3 +219,14 @@ def test_its_groups_are_not_the_default_one(engine):
     assert parallel_state.get_world_group().device_group is not dist.group.WORLD
     finalizer = getattr(engine._llm.engine_core, "_finalizer", None)
     assert finalizer is None or not finalizer.alive, "it would end the default group at exit"
+
+
+def test_logprobs_of_running_requests_can_be_forgotten(engine, llm):
+    """vLLM would keep those of all survivors until an answer ends, each as two Python objects."""
+    engine.add(Request("cut", array("i", [1, 2, 3]), 6, 1.0, 0, top_k=50))
+    for _ in range(4):
+        assert not engine.step()
+        (state,) = llm.output_processor.request_states.values()
+        assert len(state.logprobs_processor.logprobs) == 0
+    completions = [completion for _ in range(2) for completion in engine.step()]
+    assert completions[0].survivors.counts.tolist() == [50] * 6

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
 from spmd_rl.errors import UserError
@@ -25,4 +26,5 @@ def build(cfg: RlvrConfig, world: "World") -> NativeEngine:
         raise UserError(f"engine.tp: the native engine holds a whole copy per rank (tp=1), not tp={cfg.engine.tp}")
     dtype = getattr(torch, cfg.policy.dtype)
     module = empty_module(cfg.policy.model, dtype, world.device, trust=cfg.policy.trust_remote_code)
-    return NativeEngine(module, cfg.engine.max_running, cfg.engine.kv_tokens, offload=cfg.train.offload)
+    text_of = text_of_model(cfg.policy.model, cfg.policy.trust_remote_code)
+    return NativeEngine(module, cfg.engine.max_running, cfg.engine.kv_tokens, cfg.train.offload, text_of)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.engine.answer import TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.native.attention import Decode, LengthBucket, Prefill
 from spmd_rl.engine.native.kv import BLOCK, KVPool
-from spmd_rl.engine.native.sampling import sample, uniform
+from spmd_rl.engine.native.sampling import sample, sample_truncated, uniform
 from spmd_rl.engine.native.scheduler import Prefix, Row, Scheduler
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
@@ -38,9 +39,19 @@ class NativeEngine:
 
     leads = True
 
-    def __init__(self, module: nn.Module, max_running: int, kv_tokens: int, offload: bool = False) -> None:
-        """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU."""
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        max_running: int,
+        kv_tokens: int,
+        offload: bool = False,
+        text_of: TextOf = no_text,
+    ) -> None:
+        """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
+
+        `text_of`: needed for requests with stop strings.
+        """
+        self._module, self._text_of = module, text_of
         self._weights = weights_of(module)
         config, weight = module.config, next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
@@ -70,11 +81,7 @@ class NativeEngine:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty or longer than `capacity.max_tokens`."""
         assert self._version is not None, "no weights loaded in this process"
-        num_tokens = len(request.prompt_ids) + request.max_new_tokens
-        if not request.prompt_ids or request.max_new_tokens < 1:
-            raise ValueError(f"request {request.id}: needs at least one prompt token and one new token")
-        if num_tokens > self.capacity.max_tokens:
-            raise ValueError(f"request {request.id}: {num_tokens} tokens exceed {self.capacity.max_tokens}")
+        check(request, self.capacity.max_tokens)
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
         self._scheduler.add(request)
@@ -189,25 +196,37 @@ class NativeEngine:
         kv = Decode(self.pool, self._tensor(slots), self._buckets(rows))
         inputs = self._inputs([row.last_token for row in rows], positions, ROUND_DECODE)
         logits = self._module(**inputs, kv=kv).logits[0, : len(rows)]
-        temperatures = torch.tensor([row.request.temperature for row in rows], device=self._device)
-        draws = [uniform(row.request.seed, len(row.token_ids)) for row in rows]
-        uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
-        tokens, logprobs = sample(logits, temperatures, uniforms)
+        self._sample(rows, logits)
         ended = []
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if reason := self._extend(row, token, logprob):
+        for row in rows:
+            if reason := self._finish_reason(row):
                 self._scheduler.end(row)
                 ended.append(row.completion(reason))
         return ended
 
-    def _extend(self, row: Row, token: int, logprob: float) -> FinishReason | None:
-        """Append a token; the reason to stop, if it is one."""
-        if not math.isfinite(logprob):
-            raise RunFailed(f"the engine computed a logprob of {logprob} for request {row.request.id}")
-        row.token_ids.append(token)
-        row.logprobs.append(logprob)
-        row.versions.append(self._version)
-        if token in row.request.stop_ids:
+    def _sample(self, rows: list[Row], logits: Tensor) -> None:
+        """Append a token to each row, from `logits` [R, V]."""
+        requests = [row.request for row in rows]
+        temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
+        draws = [uniform(row.request.seed, len(row.token_ids)) for row in rows]
+        uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
+        cut = [i for i, request in enumerate(requests) if request.truncated]
+        if len(cut) < len(rows):
+            tokens, logprobs = sample(logits, temperatures, uniforms)
+            for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+                if not row.request.truncated:
+                    row.append(token, logprob, self._version)
+        if cut:
+            top_k = self._tensor([requests[i].top_k for i in cut])
+            shares = [(requests[i].top_p, requests[i].min_p) for i in cut]
+            top_p, min_p = torch.tensor(shares, dtype=torch.float64, device=self._device).unbind(-1)
+            drawn = sample_truncated(logits[cut], temperatures[cut], uniforms[cut], top_k, top_p, min_p)
+            for i, token, logprob, survivors in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
+                rows[i].append(token, logprob, self._version, survivors)
+
+    def _finish_reason(self, row: Row) -> FinishReason | None:
+        """The reason to stop after the last token, if there is one."""
+        if row.token_ids[-1] in row.request.stop_ids or says_stop(row, self._text_of):
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 

@@ -1,7 +1,8 @@
 """Sampling as a pure function: token t of a request depends on its logits, its temperature and (seed, t) alone.
 
-Inverse CDF, so that no generator has a state. Left out: top-k and top-p, under which the logprobs of a sample are not
-those a trainer would compute.
+Inverse CDF, so that no generator has a state. `sample` draws among all tokens, `sample_truncated` among those that
+min-p, top-k and top-p leave, in this order, as vLLM has it; which ones is recorded, for a trainer cannot find out: its
+logits differ by rounding, and change as it learns.
 """
 
 import hashlib
@@ -45,6 +46,31 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     tokens[greedy] = best
     chosen = logits.gather(-1, tokens[:, None]).float().div(scale).sub(top)[:, 0]
     return tokens, chosen - chunk_masses.sum(dim=-1).log().float()
+
+
+def sample_truncated(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """One token per row, its logprob among the survivors, and these: int64 [R], float32 [R], R ascending lists of ids.
+
+    `logits`, `temperatures` (above 0) and `uniforms` as in `sample`; `top_k` int64 [R] (1 or more, of equally likely
+    tokens any), `top_p` and `min_p` float64 [R] as in `Request`. Survivors are drawn from in the order of their ids.
+    """
+    scaled = logits.float() / temperatures[:, None]
+    values, ids = scaled.topk(min(int(top_k.max()), logits.shape[-1]), dim=-1)
+    masses = values.sub(values[:, :1]).double().exp()  # descending, the first is 1
+    rank = torch.arange(masses.shape[-1], device=logits.device)
+    masses[(rank >= top_k[:, None]) | (masses < min_p[:, None])] = 0.0
+    sums = masses.cumsum(dim=-1)
+    masses[(sums - masses >= top_p[:, None] * sums[:, -1:]) & (top_p < 1)[:, None]] = 0.0
+    ids, order = ids.sort(dim=-1)
+    masses = masses.gather(-1, order)
+    index, _ = _draw(masses, uniforms)
+    mass = masses.gather(-1, index[:, None])[:, 0]
+    kept = masses > 0
+    lists = torch.split(ids[kept], kept.sum(dim=-1).tolist())
+    tokens = ids.gather(-1, index[:, None])[:, 0]
+    return tokens, (mass / masses.sum(dim=-1)).log().float(), [survivors.tolist() for survivors in lists]
 
 
 def _draw(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,11 @@ shared, the partial last one copied, because the request will write into it.
 import heapq
 from array import array
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from spmd_rl.engine.answer import Answer
 from spmd_rl.engine.native.kv import BLOCK, KVPool, blocks_for
-from spmd_rl.types import Completion, FinishReason, Request
+from spmd_rl.types import Completion, Request
 
 
 @dataclass(eq=False, slots=True)
@@ -26,17 +27,13 @@ class Prefix:
     num_users: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class Row:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Row(Answer):
     """A request that runs."""
 
-    request: Request
     prefix: Prefix
     table: list[int]
     """blocks of all tokens it may come to store"""
-    token_ids: array = field(default_factory=lambda: array("i"))
-    logprobs: array = field(default_factory=lambda: array("f"))
-    versions: array = field(default_factory=lambda: array("i"))
 
     @property
     def last_token(self) -> int:
@@ -51,10 +48,6 @@ class Row:
     def slot(self, position: int) -> int:
         """Where the token at `position` is stored."""
         return self.table[position // BLOCK] * BLOCK + position % BLOCK
-
-    def completion(self, reason: FinishReason) -> Completion:
-        """What it has, as it ends."""
-        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason)
 
 
 class Scheduler:
@@ -95,7 +88,7 @@ class Scheduler:
                 prefixes.append(prefix)
             prefix.num_users += 1
             table = self._pool.share(prefix.blocks[:num_shared]) + self._pool.take(num_own)
-            rows.append(Row(request, prefix, table))
+            rows.append(Row(request, prefix=prefix, table=table))
             self.rows.append(rows[-1])
         return prefixes, rows
 
@@ -118,7 +111,7 @@ class Scheduler:
             ended.append(row.completion("abort"))
         for _, _, request in sorted(item for item in self._waiting if item[-1].id in ids):
             self.unfinished.remove(request.id)
-            ended.append(Completion(request.id, array("i"), array("f"), array("i"), "abort"))
+            ended.append(Answer(request).completion("abort"))
         self._waiting = [item for item in self._waiting if item[-1].id not in ids]
         heapq.heapify(self._waiting)
         return ended

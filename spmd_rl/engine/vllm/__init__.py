@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.engine.vllm.guest import hosted
@@ -38,5 +39,6 @@ def build(cfg: RlvrConfig, world: "World") -> Engine:
             sleeps=sleeps,
             trust=cfg.policy.trust_remote_code,
         )
-        one = VllmEngine(llm, shapes, sleeps=sleeps)
+        text_of = text_of_model(cfg.policy.model, cfg.policy.trust_remote_code)
+        one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of)
     return one if cfg.engine.tp == 1 else ReplicatedEngine(one, world, cfg.engine.tp)  # [all]

@@ -7,24 +7,24 @@
         for completion in engine.step(): ...
 
 Requests are admitted in the order of `add`. At tp > 1 all ranks of a replica make the same calls in the same order.
-Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py`), tokenizers, top-k and top-p.
+Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py`), tokenizers.
 """
 
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from spmd_rl.engine.answer import Answer, TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.vllm.start import stop
+from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import fingerprint
@@ -34,33 +34,25 @@ TEMPERATURES = (0.01, 2.0)
 """What vLLM draws at, beside 0. It would raise a lower one to this, and report logprobs of what nobody asked for."""
 
 
-@dataclass(eq=False, slots=True)
-class _Row:
-    """A request under way, with what it has."""
-
-    request: Request
-    token_ids: array = field(default_factory=lambda: array("i"))
-    logprobs: array = field(default_factory=lambda: array("f"))
-    versions: array = field(default_factory=lambda: array("i"))
-
-    def completion(self, reason: FinishReason) -> Completion:
-        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason)
-
-
 class VllmEngine:
     """An `Engine` over a vLLM that `start` has started."""
 
     leads = True
 
-    def __init__(self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False) -> None:
-        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
-        self._llm, self._shapes, self._sleeps = llm, shapes, sleeps
+    def __init__(
+        self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False, text_of: TextOf = no_text
+    ) -> None:
+        """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
+
+        `text_of`: needed for requests with stop strings.
+        """
+        self._llm, self._shapes, self._sleeps, self._text_of = llm, shapes, sleeps, text_of
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         max_tokens = config.model_config.max_model_len
         self.capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, max_tokens)
         self._num_ids = config.model_config.get_vocab_size()
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Answer] = {}
         self._aborted: list[Completion] = []
         self._version: int | None = None
         self._num_added = 0
@@ -83,11 +75,7 @@ class VllmEngine:
         if self._lost:
             raise RunFailed(self._lost)
         assert request.id not in self._rows, f"request {request.id} is under way already"
-        num_tokens = len(request.prompt_ids) + request.max_new_tokens
-        if not request.prompt_ids or request.max_new_tokens < 1:
-            raise ValueError(f"request {request.id}: needs at least one prompt token and one new token")
-        if num_tokens > self.capacity.max_tokens:
-            raise ValueError(f"request {request.id}: {num_tokens} tokens exceed {self.capacity.max_tokens}")
+        check(request, self.capacity.max_tokens)
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
@@ -103,7 +91,7 @@ class VllmEngine:
         if self._first is None:
             self._first = request.id
         self._llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
-        self._rows[request.id] = _Row(request)
+        self._rows[request.id] = Answer(request)
 
     def _sampling(self, request: Request) -> SamplingParams:
         return SamplingParams(
@@ -112,10 +100,18 @@ class VllmEngine:
             max_tokens=request.max_new_tokens,
             stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],  # else vLLM refuses the request
             ignore_eos=True,
-            logprobs=0,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            logprobs=self._num_logprobs(request),
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+
+    def _num_logprobs(self, request: Request) -> int:
+        """Of the most likely tokens, beside that of the sampled one: enough to see all that survive (see `TIES`)."""
+        return min(self._num_ids, 2 * request.top_k + TIES) if request.truncated else 0
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
@@ -137,19 +133,33 @@ class VllmEngine:
             if reason := self._extend(row, output.outputs[0]):
                 del self._rows[row.request.id]
                 ended.append(row.completion(reason))
+        self._forget_logprobs()
         return ended
 
-    def _extend(self, row: _Row, new: CompletionOutput) -> FinishReason | None:
+    def _extend(self, row: Answer, new: CompletionOutput) -> FinishReason | None:
         """Append new tokens; the reason to stop, if there is one."""
-        for token, logprobs in zip(new.token_ids, new.logprobs, strict=True):
-            logprob = logprobs[token].logprob
-            if not math.isfinite(logprob):
-                raise RunFailed(f"the engine computed a logprob of {logprob} for request {row.request.id}")
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(self._version)
-        assert new.finish_reason in (None, "stop", "length"), f"{row.request.id} ended by {new.finish_reason}"
+        found, request = new.logprobs, row.request
+        for token, begin, end in zip(new.token_ids, found.start_indices, found.end_indices, strict=True):
+            survivors: list[int] = []
+            if request.truncated:
+                survivors = _survivors(found.token_ids[begin:end], found.logprobs[begin:end])
+                if len(survivors) >= self._num_logprobs(request) < self._num_ids:
+                    raise RunFailed(
+                        f"rollout.top_k={request.top_k}: vLLM drew among more than {len(survivors)} tokens, "
+                        "as the logits of many are equal; which ones it does not report"
+                    )
+            row.append(token, found.logprobs[begin], self._version, survivors)  # the sampled one stands first
+            if says_stop(row, self._text_of):
+                if new.finish_reason is None:
+                    self._llm.abort_request([request.id])
+                return "stop"
+        assert new.finish_reason in (None, "stop", "length"), f"{request.id} ended by {new.finish_reason}"
         return new.finish_reason
+
+    def _forget_logprobs(self) -> None:
+        """Free what vLLM would keep of them until an answer ends."""
+        for state in self._llm.output_processor.request_states.values():
+            state.logprobs_processor.logprobs = FlatLogprobs()
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -227,3 +237,8 @@ class VllmEngine:
         self._rows.clear()
         self._aborted.clear()
         self._version = None
+
+
+def _survivors(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
+    """The tokens that were not cut off, ascending; the first of `ids` may stand there twice."""
+    return sorted({id for id, logprob in zip(ids, logprobs, strict=True) if logprob != -math.inf})

@@ -19,12 +19,17 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+from spmd_rl.config.sections.rollout import MAX_TOP_K
 from spmd_rl.hub import model_folder
 
 CPU_BLOCK = 32
 """Tokens of a KV block on the CPU, where vLLM's own 128 would round short prompts up fourfold and share none."""
 BLOCK = 16
 """The same elsewhere, unless the attention kernel wants another."""
+
+TIES = 32
+"""Survivors that can be seen beyond twice `top_k`: vLLM keeps all tokens whose logit equals that of the last one."""
+MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 
 ALWAYS = {
     "skip_tokenizer_init": True,
@@ -35,6 +40,7 @@ ALWAYS = {
     "enable_prefix_caching": True,
     "async_scheduling": False,
     "logprobs_mode": "processed_logprobs",
+    "max_logprobs": MAX_LOGPROBS,
     "seed": 0,
     "disable_log_stats": True,
 }

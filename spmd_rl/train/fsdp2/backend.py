@@ -37,6 +37,10 @@ class FSDP2Backend(FSDP2Role):
         """[all] Logprob and entropy at each token of the loss mask: float32 [N] each."""
         self._head.targets = filled_up(micro.token_ids[micro.loss_mask])
         self._head.temperature = temperature
+        self._head.survivors = None
+        if micro.survivors is not None:
+            lists = micro.survivors.index_select(0, micro.loss_mask.nonzero().squeeze(-1))
+            self._head.survivors = lists.owners, lists.values.long()
         logprobs, entropy = self._outputs(micro).unbind(-1)
         return logprobs, entropy
 

@@ -1,0 +1,87 @@
+"""`Answer`: what a request has been given so far, and what ends it. Engines keep one for each request under way."""
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from spmd_rl.errors import RunFailed
+from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.types import Completion, FinishReason, Request, Survivors
+
+TextOf = Callable[[Iterable[int]], str]
+"""The text of token ids, special ones left out."""
+
+SPARE_TOKENS = 8
+"""Decoded in front of the tokens that a stop string may lie in: a text's first token may be decoded differently."""
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """The tokens that a request has been given."""
+
+    request: Request
+    token_ids: array = field(default_factory=lambda: array("i"))
+    logprobs: array = field(default_factory=lambda: array("f"))
+    versions: array = field(default_factory=lambda: array("i"))
+    survivors: Survivors = field(default_factory=lambda: Survivors(array("i"), array("i")))
+
+    def append(self, token: int, logprob: float, version: int, survivors: Sequence[int] = ()) -> None:
+        """Add a sampled token. RunFailed for a logprob that is not finite."""
+        if not math.isfinite(logprob):
+            raise RunFailed(f"the engine computed a logprob of {logprob} for request {self.request.id}")
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.request.truncated:
+            self.survivors.counts.append(len(survivors))
+            self.survivors.ids.extend(survivors)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """Return what it has, as it ends."""
+        survivors = self.survivors if self.request.truncated else None
+        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason, survivors)
+
+
+def no_text(ids: Iterable[int]) -> str:
+    """Stand for the tokenizer of an engine that was given none: ValueError."""
+    raise ValueError("stop strings need a tokenizer")
+
+
+def text_of_model(path: str | Path, trust_remote_code: bool) -> TextOf:
+    """Return the decoder of a model directory's tokenizer, which is loaded when it is first asked."""
+    tokenizer = cache(lambda: load_tokenizer(path, trust_remote_code))
+    return lambda ids: tokenizer().decode(ids)
+
+
+def says_stop(answer: Answer, text_of: TextOf) -> bool:
+    """Whether the answer's text has a stop string, given that it had none before its last token.
+
+    Every token has a byte of text at least (special ones have none: up to `SPARE_TOKENS` of them may lie inside), so
+    that the last few tokens tell.
+    """
+    request = answer.request
+    if not request.stop:
+        return False
+    size = max(len(text.encode()) for text in request.stop) + SPARE_TOKENS
+    tail = answer.token_ids[-size:]
+    if request.num_begun and len(tail) < size:
+        begun = request.prompt_ids[-request.num_begun :]
+        tail = begun[len(tail) - size :] + tail
+    text = text_of(tail)
+    return any(stop in text for stop in request.stop)
+
+
+def check(request: Request, max_tokens: int) -> None:
+    """ValueError for a request that no engine can answer; `max_tokens`: of one request, prompt and answer together."""
+    r, num_tokens = request, len(request.prompt_ids) + request.max_new_tokens
+    if not r.prompt_ids or r.max_new_tokens < 1:
+        raise ValueError(f"request {r.id}: needs at least one prompt token and one new token")
+    if num_tokens > max_tokens:
+        raise ValueError(f"request {r.id}: {num_tokens} tokens exceed {max_tokens}")
+    if not (r.top_k >= 0 and 0 < r.top_p <= 1 and 0 <= r.min_p <= 1):
+        raise ValueError(f"request {r.id}: top_k {r.top_k}, top_p {r.top_p} or min_p {r.min_p} is out of its range")
+    if r.top_k == 0 and (r.top_p < 1 or r.min_p > 0):
+        raise ValueError(f"request {r.id}: top_p and min_p need a top_k, which bounds what is recorded")
