@@ -48,7 +48,7 @@ model: $(BIN)/.setup
 	$(BIN)/python -m spmd_rl.model.smollm2
 
 demo: model
-	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr $(ARGS)
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr +experiment=demo $(ARGS)
 
 test: $(BIN)/.setup-test model
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
