@@ -50,7 +50,7 @@ model: $(BIN)/.setup
 	$(BIN)/python -m spmd_rl.model.smollm2
 
 demo: model
-	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr $(ARGS)
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr +experiment=demo $(ARGS)
 
 # Two halves at once: the parts in one process, and beside it what starts processes of its own and often waits for them.
 test: $(BIN)/.setup-test model

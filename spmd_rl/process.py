@@ -1,12 +1,16 @@
-"""The lifetime of child processes: when they are killed and who reaps them. Standard library only.
+"""The lifetime of processes: when children are killed, who reaps them, what a launcher is told. Standard library only.
 
 die_with_parent(parent_pid)  # first line of the child's main
 """
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -31,6 +35,17 @@ def die_with_parent(parent: int | None = None) -> None:
 def adopt_orphans() -> None:
     """Let the kernel make orphaned descendants children of this process, which has to reap them. OSError if refused."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def tell_torchrun(text: str) -> None:
+    """Write why this process fails to where torchrun's agent looks for it, in the form that it knows.
+
+    Its own report then shows `text`. Without torchrun, or where the file cannot be written, nothing happens.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def _prctl(option: int, value: int) -> None:

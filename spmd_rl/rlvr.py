@@ -1,7 +1,7 @@
 """Reinforcement learning with verifiable rewards: one program that every rank runs from top to bottom.
 
-    torchrun --nproc-per-node 2 -m spmd_rl.rlvr rollout.temperature=0.9
-    python -m spmd_rl.rlvr debug=true
+    torchrun --nproc-per-node 2 -m spmd_rl.rlvr +experiment=demo rollout.temperature=0.9
+    python -m spmd_rl.rlvr +experiment=demo debug=true
 
 Lines marked [all] meet the other ranks; no other line may decide whether one of them is reached.
 """
@@ -22,7 +22,7 @@ def run(cfg: RlvrConfig) -> None:
 
     from spmd_rl import engine, sync, train
     from spmd_rl.checkpoint import Checkpointer, HfExport, finished
-    from spmd_rl.distributed import World, agree_on_start
+    from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
     from spmd_rl.learn import Learner, evaluate, sample_log
     from spmd_rl.model.tokenizer import load_tokenizer
     from spmd_rl.rollout import Rollouts
@@ -31,10 +31,11 @@ def run(cfg: RlvrConfig) -> None:
     tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.data.chat_template_kwargs)
     with World.open(cfg) as world, world.resources() as stack:  # [all]
         agree_on_start(world, cfg, {"data.train": prompts.train, "data.eval": prompts.eval})  # [all]
-        if finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
+        if done := finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
             if world.rank == 0:
-                print(f"{cfg.run.dir}: finished, it holds step {cfg.steps}; a larger steps= goes on", flush=True)
+                print(f"{cfg.run.dir}: already at step {done}; set steps above {done} to continue", flush=True)
             return
+        agree_on_dtype(world, cfg)  # [all]
         train_world = world.subset("train", range(world.size))  # [all] every rank trains ...
         generate_world = world.subset("generate", range(world.size))  # [all] ... and generates
         track = stack.enter_context(Run.open(cfg, world))  # [all]

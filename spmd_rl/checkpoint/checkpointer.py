@@ -18,6 +18,7 @@ import msgspec
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
+from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
@@ -187,8 +188,7 @@ class Checkpointer:
         try:
             self._dir.clean()
             steps = self._dir.candidates()
-            metrics = self._run_dir / "metrics.jsonl"
-            used = bool(steps) or (metrics.exists() and metrics.stat().st_size > 0)
+            used = bool(steps) or holds_run(self._run_dir)
         except OSError as failed:
             return {"candidates": [], "error": f"{self._dir.root}: {failed.strerror}"}
         goes_on = steps and _is_of_another_run(resume, self._dir)  # a run begun from another's has its own by now
@@ -248,18 +248,30 @@ def _is_of_another_run(resume: str, own: CheckpointDir) -> bool:
     return resume not in ("auto", "never") and given.parent != own.root.absolute()
 
 
-def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> bool:
-    """[all] Whether the run directory already holds a whole checkpoint of step `steps` or later.
+def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> int | None:
+    """[all] Return the step that the run directory holds, if it is `steps` or a later one; None if there is work left.
 
-    It looks at names and sizes only, so that a door can ask before it loads anything.
+    It looks at names and sizes only, so that a door can ask before it loads anything. UserError where
+    `checkpoint.resume` names a checkpoint that leaves nothing to do.
     """
-    done = False
+    found = world.broadcast("restore: finished", _reached(cfg, run_dir) if world.rank == 0 else None)  # [all]
+    if found is None or found["step"] < steps:
+        return None
+    if found["chosen"]:
+        step = found["step"]
+        raise UserError(f"checkpoint.resume: {cfg.resume} is at step {step} already; set steps above {step}")
+    return found["step"]
+
+
+def _reached(cfg: CheckpointConfig, run_dir: Path) -> dict[str, Any] | None:
+    """The step of the checkpoint from which the run would go on, and whether the user chose it; None without one."""
     directory = CheckpointDir(run_dir / "checkpoints")
-    if world.rank == 0 and (cfg.resume == "auto" or _is_of_another_run(cfg.resume, directory)):
-        latest = directory.latest()
-        if latest is not None and latest >= steps:
-            try:
-                done = Manifest.read(directory.path(latest)).step == latest
-            except TornCheckpoint:
-                done = False
-    return world.broadcast("restore: finished", done)
+    latest = directory.latest()
+    path = directory.path(latest) if latest is not None else None
+    chosen = cfg.resume != "auto" and not (path and _is_of_another_run(cfg.resume, directory))
+    if chosen:
+        path = Path(cfg.resume).expanduser().absolute() if cfg.resume != "never" else None
+    try:
+        return {"step": Manifest.read(path).step, "chosen": chosen} if path else None
+    except TornCheckpoint:
+        return None

@@ -10,6 +10,10 @@ def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
     shards, replicas = max(1, num_ranks // train.tp), max(1, num_ranks // engine.tp)
     longest = rollout.max_context_tokens or rollout.max_prompt_tokens + rollout.max_new_tokens
     more = f"; {rollout.over_sample} prompts more are started" if rollout.over_sample else ""
+    filters = [f"{key}={value}" for key, value in vars(rollout.filter).items() if value not in (None, False)]
+    if filters:
+        most = rollout.max_prompts_per_step or 4 * rollout.prompts_per_step
+        more += f"; up to {most} prompts where rollout.filter drops groups ({', '.join(filters)})"
     running = replicas * engine.max_running
     return [
         (

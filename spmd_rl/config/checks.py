@@ -13,8 +13,8 @@ from typing import Any
 
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture
-from spmd_rl.config.run_identity import saved_config
-from spmd_rl.config.sections.data import files, sources
+from spmd_rl.config.resume import holds_run
+from spmd_rl.config.sections.data import GENERATORS, files, sources
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
@@ -22,6 +22,12 @@ from spmd_rl.targets import UNPROVIDED, build_target, import_coroutine
 
 VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
+
+
+NO_DATA = (
+    "data.train: no dataset is given; to see a small model learn sums, say +experiment=demo; for math problems of "
+    "your own, say data=jsonl_math data.train=rows.jsonl (docs/DATA.md)"
+)
 
 
 def rank() -> int:
@@ -41,8 +47,10 @@ def world_size() -> int:
 
 def check(cfg: Any) -> None:
     """Raise a `UserError` for the first thing that cannot work."""
-    check_mesh(cfg)
+    if cfg.data.train is None:
+        raise UserError(NO_DATA)
     check_models(cfg)
+    check_mesh(cfg)
     check_engine(cfg)
     check_episode(cfg)
     check_run(cfg)
@@ -63,9 +71,17 @@ def names_of_the_hub(cfg: Any) -> list[str]:
 
 
 def check_mesh(cfg: Any) -> None:
-    """Check that the ranks of a model copy divide the world size."""
-    if world_size() % cfg.train.tp:
-        raise UserError(f"train.tp: {cfg.train.tp} does not divide {world_size()} ranks")
+    """Check that the ranks of each role's model copy divide the world size, and its heads."""
+    roles = {"train.tp": (cfg.train.tp, cfg.policy.model)}
+    for name, used in (("reference", cfg.algorithm.uses_reference), ("critic", cfg.algorithm.uses_critic)):
+        own = getattr(cfg, name)
+        if used:
+            roles[f"{name}.train.tp"] = own.train.over(cfg.train).tp, own.model or cfg.policy.model
+    for key, (tp, model) in roles.items():
+        if world_size() % tp:
+            raise UserError(f"{key}: {tp} does not divide {world_size()} ranks")
+        if tp > 1:
+            check_heads(key, tp, model_folder(model) / "config.json")
 
 
 def check_engine(cfg: Any) -> None:
@@ -84,7 +100,7 @@ def check_engine(cfg: Any) -> None:
     if world_size() % engine.tp:
         raise UserError(f"engine.tp: {engine.tp} does not divide {world_size()} ranks")
     if engine.tp > 1:
-        check_heads(engine.tp, model_folder(cfg.policy.model) / "config.json")
+        check_heads("engine.tp", engine.tp, model_folder(cfg.policy.model) / "config.json", engine=True)
 
 
 def check_episode(cfg: Any) -> None:
@@ -93,24 +109,28 @@ def check_episode(cfg: Any) -> None:
         import_coroutine("rollout.target", cfg.rollout.target)
 
 
-def check_heads(tp: int, path: Path) -> None:
-    """Check that `tp` divides a model's heads, hidden units and vocabulary; `path` is its `config.json`."""
+def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
+    """Check that `tp` divides a model's heads and feed-forward units; `path` is its `config.json`.
+
+    engine: it may give several ranks a copy of the same key-value head, and shards the vocabulary too.
+    """
     try:
         model = json.loads(path.read_text())
     except (OSError, ValueError):
         return  # `check_model` reports this
     heads = model.get("num_attention_heads", tp)
     kv_heads = model.get("num_key_value_heads") or heads
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or (engine and n % kv_heads == 0))]
+    if tp not in fit:
         raise UserError(
-            f"engine.tp: {tp} ranks cannot share the {heads} heads and {kv_heads} key-value heads of {path.parent}; "
+            f"{key}: {tp} ranks cannot share the {heads} heads and {kv_heads} key-value heads of {path.parent}; "
             f"they allow {', '.join(map(str, fit))}"
         )
     rows = -(-model.get("vocab_size", 0) // VOCABULARY_ROWS) * VOCABULARY_ROWS
-    for what, size in (("intermediate_size", model.get("intermediate_size") or tp), ("padded vocabulary", rows)):
+    sizes = {"intermediate_size": model.get("intermediate_size") or tp, "padded vocabulary": rows if engine else tp}
+    for what, size in sizes.items():
         if size % tp:
-            raise UserError(f"engine.tp: {tp} does not divide the {what} {size} of {path.parent}")
+            raise UserError(f"{key}: {tp} does not divide the {what} {size} of {path.parent}")
 
 
 def check_models(cfg: Any) -> None:
@@ -169,7 +189,15 @@ def check_data(cfg: Any) -> None:
 def check_rewards(cfg: Any) -> None:
     """Check that each rewarder can be imported and built, once per node."""
     if not cfg.reward.domains:
-        raise UserError("reward: no domain has a rewarder; say reward.<domain>.target=module:Class")
+        generated = GENERATORS in cfg.data.train
+        known = (
+            "reasoning_gym.target=rewards.reasoning_gym:ReasoningGymReward"
+            if generated
+            else ("math.target=rewards.math_verify:MathReward")
+        )
+        raise UserError(
+            f"reward: no domain has a rewarder; say reward.<domain>.target=module:Class, as in reward.{known}"
+        )
     for domain, reward in cfg.reward.domains.items():
         if reward.timeout >= cfg.journal.stall_seconds and not cfg.debug:
             limit = f"journal.stall_seconds={cfg.journal.stall_seconds:g}"
@@ -204,10 +232,14 @@ def check_run(cfg: Any) -> None:
     if cfg.debug and world_size() != 1:
         raise UserError(f"debug: works in one process, not with {world_size()} ranks; use python -m, not torchrun")
     resume = cfg.checkpoint.resume
-    if resume == "never" and saved_config(folder) is not None:
+    if resume == "never" and holds_run(folder):
         raise UserError(f"checkpoint.resume: never, but {folder} holds a run; choose another run.dir")
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume: no directory {resume}; known names: auto, never")
+    if resume not in ("auto", "never") and not (Path(resume) / "manifest.json").is_file():
+        known = [path for place in ("", "checkpoints/") for path in Path(resume).glob(f"{place}step-*/manifest.json")]
+        known = f"give {max(known).parent}" if known else "give a checkpoint such as runs/mine/checkpoints/step-000010"
+        raise UserError(f"checkpoint.resume: {resume} is no checkpoint, it has no manifest.json; {known}")
 
 
 def check_sidecar(cfg: Any) -> None:

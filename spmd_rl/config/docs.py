@@ -1,6 +1,6 @@
 """Documentation of the settings from the schema: keys, types, defaults, and the docstrings below the fields.
 
-    for entry in entries(RlvrConfig): print(entry.key, entry.default, entry.doc)
+    for entry in entries(RlvrConfig, build(RlvrConfig, compose("rlvr"))): print(entry.key, entry.value, entry.doc)
 
 `markdown.py` makes docs/CONFIG.md of it, and `main.py` the text of `--help`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from spmd_rl.config.keys import leaves, type_name
+from spmd_rl.config.keys import leaves, to_dict, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,33 @@ class Entry:
 
     key: str
     type: str
-    default: str
-    """The default as YAML; `required` where there is none"""
+    value: str
+    """The value as YAML; `required` where there is none"""
     doc: str
 
 
-def entries(schema: type) -> Iterator[Entry]:
-    """Yield all settings of a pipeline, in order of declaration."""
+def entries(schema: type, cfg: Any) -> Iterator[Entry]:
+    """Yield all settings of a pipeline with their values in `cfg`, in order of declaration.
+
+    A value that is the schema's default stands as it is written there, so that `~` is nobody's home directory.
+    """
+    defaults, values = to_dict(schema()), to_dict(cfg)
     for leaf in leaves(schema):
         doc = field_docs(leaf.section).get(leaf.field.name, "")
-        yield Entry(leaf.key, type_name(leaf.type), _default(leaf.field), doc)
+        value = _at(values, leaf.key)
+        shown = _default(leaf.field) if value == _at(defaults, leaf.key) else _yaml(value)
+        yield Entry(leaf.key, type_name(leaf.type), shown, doc)
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value at a dotted key; None where a placeholder stands for many."""
+    for name in key.split("."):
+        tree = tree.get(name) if tree is not None else None
+    return tree
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
 @cache
@@ -56,7 +73,7 @@ def _default(field: Any) -> str:
         value = field.default_factory()
     else:
         return "required"
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return _yaml(value)
 
 
 def options(configs: Path) -> dict[str, dict[str, str]]:

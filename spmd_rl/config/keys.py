@@ -5,12 +5,18 @@ marked `metadata={"inline": True}`, of type `dict[str, <section>]`.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from spmd_rl.config.known_names import hint
 from spmd_rl.errors import UserError
+
+TYPING_ERROR = 0.9
+"""A key this like a known one was mistyped, not taken from another library."""
+UNLIKE = 0.5
+"""A key that is no more like any known one than this gets no guess."""
 
 PLACEHOLDERS = {"reward": {"<domain>": {}}}
 """The inline entries that stand for all"""
@@ -66,15 +72,28 @@ def check_keys(values: Mapping[str, Any], schema: type) -> None:
             key, kind = f"{prefix}{name}", known.get(name)
             if kind is None:
                 key = next(flatten({key: value}), (key, value))[0]
-                others = [leaf.key for leaf in leaves(schema, values)]
-                near = max(others, key=lambda other: difflib.SequenceMatcher(None, key, other).ratio())
-                raise UserError(f"{key}: unknown key; did you mean {near}?")
+                raise UserError(f"{key}: unknown key; {_hint(key, [leaf.key for leaf in leaves(schema, values)])}")
             if is_dataclass(kind):
                 if not isinstance(value, Mapping):
                     raise UserError(f"{key}: is a section, not a value; say {key}.<key>=value")
                 check(value, kind, f"{key}.")
 
     check(values, schema, "")
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    """What a misspelt key may have meant: the nearest of the known ones, unless another library's name fits better."""
+
+    def likeness(other: str) -> float:
+        """1 for the same word in another section; the whole key decides among equals."""
+        words = [text.rpartition(".")[2] for text in (key, other)]
+        whole = difflib.SequenceMatcher(None, key, other).ratio()
+        return max(whole, difflib.SequenceMatcher(None, *words).ratio() - 0.1 + whole / 100)
+
+    near = max(known, key=likeness)
+    if difflib.SequenceMatcher(None, key, near).ratio() < TYPING_ERROR and (theirs := hint(key)):
+        return theirs
+    return f"did you mean {near}?" if likeness(near) > UNLIKE else "--help lists all"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,8 @@
 | a mistake of ours | a traceback | 1 |
 | Ctrl-C | `interrupted` | 130 |
 
-The line also goes to `run.dir/error.txt`, and is printed once for all ranks that fail alike. Hydra's `--help`, `--cfg
+The line also goes to `run.dir/error.txt` and into torchrun's report, and is printed once for all ranks that fail
+alike. Hydra's `--help`, `--cfg
 job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them; nothing is written by them.
 """
 
@@ -30,10 +31,12 @@ from typing import Any, NoReturn
 from spmd_rl.config.checks import check, fetch_models, local_rank, rank
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import to_dict
-from spmd_rl.config.load import CONFIGS, load
-from spmd_rl.config.run_identity import check_same_run, run_dir, to_yaml
+from spmd_rl.config.load import CONFIGS, build, compose, load
+from spmd_rl.config.resume import continue_run
+from spmd_rl.config.run_identity import run_dir, to_yaml
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line
+from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
 BEGAN = time.time()
@@ -57,7 +60,7 @@ def main(
     try:
         asked = parse(pipeline, argv)
         if asked.help:
-            return say(help_text(pipeline, schema, run))
+            return say(help_text(pipeline, schema, run, asked))
         if asked.cfg or asked.dry_run:
             exit_.folder = None  # it only shows: nothing is written, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
@@ -67,11 +70,11 @@ def main(
         if asked.dry_run and rank() != 0:
             return None
         check(cfg)
-        check_same_run(cfg, pipeline)
+        notices = continue_run(cfg, pipeline)
         if rank() == 0:
-            shipped = load(pipeline, schema)
-            for line in unused_settings(cfg, shipped):
-                print(f"warning: {line}", file=sys.stderr)
+            warnings = unused_settings(cfg, load(pipeline, schema))
+            for line in (*(f"notice: {line}" for line in notices), *(f"warning: {line}" for line in warnings)):
+                print(line, file=sys.stderr)
         if asked.dry_run:
             module, _, name = preview.partition(":")
             return getattr(importlib.import_module(module), name)(cfg)
@@ -84,14 +87,14 @@ def main(
     except UserError as error:
         if isinstance(error, Disagreement) and rank() != 0:
             exit_.leave(2, "")
-        exit_.fail(2, str(error), report=error.report)
+        exit_.fail(2, str(error), error.report)
     except RunFailed as error:
-        exit_.fail(1, str(error), report=error.report)
+        exit_.fail(1, str(error), error.report)
     except Exception as error:  # noqa: BLE001 - the boundary of a rank: recorded, then the end of the process
         if full := full_disk(error):
             exit_.fail(2, f"disk full: {full.filename or exit_.folder}")
         traceback.print_exc()
-        exit_.fail(1, one_line(error), printed=True)
+        exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
 
 
 class Exit:
@@ -109,15 +112,16 @@ class Exit:
         if path and rank() == 0 and path.exists() and not fresh(path):
             path.unlink(missing_ok=True)
 
-    def fail(self, code: int, line: str, printed: bool = False, report: str = "") -> NoReturn:
-        """Print `line` once for all ranks that fail alike, and exit. `printed`: it stands on stderr already.
+    def fail(self, code: int, line: str, report: str = "", printed: bool = False) -> NoReturn:
+        """Print `line` once for all ranks that fail alike, and exit. `printed`: it stands on stderr, with its report.
 
-        `report`: what `error.txt` says below the line.
+        `report`: what torchrun shows, and `error.txt` below the line.
         """
         line = " ".join(line.split())
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)
-        first = self.folder is None or record(self.folder, line, report)
+        tell_torchrun(report if printed else f"error: {line}")
+        first = self.folder is None or record(self.folder, line, "" if printed else report)
         if report and first and self.folder:
             line += f" (more in {self.folder / ERROR_FILE})"
         self.leave(code, f"error: {line}" if first and not printed else "")
@@ -227,14 +231,15 @@ options:
 groups (group=option; +experiment=option):
 {groups}
 
-settings (key=value) and their defaults:
+settings (key=value), as this line has them:
 {settings}
 """
 
 
-def help_text(pipeline: str, schema: type, run: Callable[[Any], None]) -> str:
-    """Usage, groups, and every key with its default and meaning."""
+def help_text(pipeline: str, schema: type, run: Callable[[Any], None], asked: argparse.Namespace) -> str:
+    """Usage, groups, and every key with its meaning and the value that it has under what is asked."""
+    cfg = build(schema, compose(asked.config_name or pipeline, asked.overrides, asked.config_dir))
     about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
     groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())
-    settings = "\n".join(f"  {e.key}={e.default}  ({e.type})\n      {e.doc}" for e in entries(schema))
+    settings = "\n".join(f"  {e.key}={e.value}  ({e.type})\n      {e.doc}" for e in entries(schema, cfg))
     return HELP.format(about=about, pipeline=pipeline, groups=groups, settings=settings)

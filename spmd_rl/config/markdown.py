@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from spmd_rl.config.docs import Entry, entries, options
-from spmd_rl.config.load import CONFIGS
+from spmd_rl.config.load import CONFIGS, build, compose
 from spmd_rl.config.schema import PIPELINES
 
 INTRO = """\
@@ -17,7 +17,8 @@ INTRO = """\
 
 <!-- Written by `python -m spmd_rl.config.markdown > docs/CONFIG.md`; edit spmd_rl/config/sections/ instead. -->
 
-Set any of these on the command line as `key=value`, or in a YAML file; every other setting has the default below.
+Set any of these on the command line as `key=value`, or in a YAML file. Keys that you do not set take these defaults.
+`--help` shows them too, and with the rest of a command line the values that this line gives them.
 `--cfg job` prints the composed settings and runs nothing; `--config-dir` adds a directory of your own YAML files.
 Choose from a group with `group=option` (`+experiment=option`).
 """
@@ -38,7 +39,10 @@ def _groups() -> Iterator[str]:
 
 def _pipeline(name: str) -> Iterator[str]:
     yield from (f"## `python -m spmd_rl.{name}`", "")
-    rows = sorted(entries(PIPELINES[name]), key=lambda entry: "." in entry.key)  # top level first; the sort is stable
+    schema = PIPELINES[name]
+    rows = sorted(
+        entries(schema, build(schema, compose(name))), key=lambda entry: "." in entry.key
+    )  # top level first; the sort is stable
     for section, members in groupby(rows, key=lambda entry: entry.key.rpartition(".")[0].split(".")[0]):
         yield from (f"### `{section}.`" if section else "### Top level", "")
         yield from ("| key | type | default | meaning |", "|---|---|---|---|")
@@ -47,8 +51,8 @@ def _pipeline(name: str) -> Iterator[str]:
 
 
 def _row(entry: Entry) -> str:
-    default = "required" if entry.default == "required" else f"`{entry.default}`"
-    return f"| `{entry.key}` | {entry.type} | {default} | {_cell(entry.doc)} |"
+    value = "required" if entry.value == "required" else f"`{entry.value}`"
+    return f"| `{entry.key}` | {entry.type} | {value} | {_cell(entry.doc)} |"
 
 
 def _cell(text: str) -> str:

@@ -1,8 +1,8 @@
 """The identity of a run: its name, its directory, and the settings it was started with.
 
 The same command given again, or given with more `steps`, resumes its run; a command with settings that change samples
-or gradients is another run. `config.yaml` in the run directory holds the settings as a user writes them, and under
-`about` the package versions and the git revision.
+or gradients has another name. `resume.py` says what may change in a directory that is given. `config.yaml` in the run
+directory holds the settings as a user writes them, and under `about` the package versions and the git revision.
 """
 
 import hashlib
@@ -85,27 +85,6 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
     if not isinstance(tree, dict):
         raise UserError(f"run.dir: {path} cannot be read; remove it, or choose another run.dir")
     return tree
-
-
-def check_same_run(cfg: Any, pipeline: str) -> None:
-    """Raise a `UserError` if `run.dir` holds a run of other settings, naming the first that differs.
-
-    A setting that the older run does not know is compared with today's default.
-    """
-    saved = saved_config(cfg.run.dir)
-    if saved is None:
-        return
-    about = saved.pop("about", None) or {}
-    if about.get("pipeline", pipeline) != pipeline:
-        raise UserError(f"run.dir: {cfg.run.dir} holds a run of {about['pipeline']}; choose another run.dir")
-    now = identity(to_dict(cfg)) | sources(cfg)
-    then = identity(dict(flatten(to_dict(type(cfg)()))) | dict(flatten(saved))) | about.get("sources", {})
-    for key in [*now, *(key for key in then if key not in now)]:
-        old, new = then.get(key, "absent"), now.get(key, "absent")
-        if old != new:
-            raise UserError(
-                f"{key}: {cfg.run.dir} was started with {old!r}, not {new!r}; take that, or choose another run.dir"
-            )
 
 
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:

@@ -30,7 +30,7 @@ class RlvrConfig:
 
     seed: int = 0
     """Random seed of data order, sampling and everything else."""
-    steps: int = 12
+    steps: int = 100
     """Training steps."""
     debug: bool = False
     """Score in this process, without sidecars, so that `breakpoint()` works in a reward. One rank only."""

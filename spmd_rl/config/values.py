@@ -12,9 +12,14 @@ from spmd_rl.errors import UserError
 
 
 def one_of(section: Any, **known: Sequence[str]) -> None:
-    """Check that each key holds one of the known names."""
+    """Check that each key holds one of the known names.
+
+    YAML reads a bare `off` or `on` as false or true: where that is a name, it is put back.
+    """
     for key, names in known.items():
         value = getattr(section, key)
+        if (word := {"False": "off", "True": "on"}.get(value)) in names:
+            setattr(section, key, value := word)
         if value is not None and value not in names:
             raise UserError(f"{key}: unknown name {value!r}; known: {', '.join(names)}")
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
+from spmd_rl.process import tell_torchrun
 
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = 1.0
@@ -79,10 +80,12 @@ class Ending:
         self.exit(1, text, end)
 
     def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
-        """Journal `text`, run rank 0's callbacks for some seconds, kill what is left of this node's ranks, and exit."""
+        """Tell journal and torchrun `text`, run rank 0's callbacks for some seconds, kill this node's ranks, exit."""
         began = time.monotonic()
         with contextlib.suppress(OSError):
             self._journal.note("error", text=text)
+        if code:
+            tell_torchrun(text)
         failing = end.rank if end and end.kind == "error" else None  # it unwinds by itself
         peers = [peer for peer in self._heartbeats.local_peers() if peer.rank != failing]
         live = self._heartbeats.live()

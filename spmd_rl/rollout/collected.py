@@ -77,6 +77,7 @@ class Collected:
         metrics = {
             "rollout/accepted": num_accepted,
             "rollout/filtered": len(self.outcomes) - num_accepted,
+            "rollout/generated_per_trained": len(self.outcomes) / max(1, num_accepted),
             "rollout/aborted": self.num_aborted,
             "rollout/carried": self.num_carried,
             "rollout/bubble": self.bubble,

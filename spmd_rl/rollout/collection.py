@@ -95,7 +95,10 @@ class Rollouts:
     def load_state(self, state: dict[str, Any]) -> None:
         """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
         if state["prompts"] != self.prompts.fingerprint():
-            raise UserError("data.train: the prompts are not those of the checkpoint")
+            raise UserError(
+                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, say "
+                "policy.model=<checkpoint>/hf"
+            )
         self._cursor = Cursor(state["next_ticket"], tuple(state["skipped"]))
 
     def close(self) -> None:

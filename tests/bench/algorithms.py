@@ -16,7 +16,7 @@ from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.svg import Series
 from tests.bench import show, work
 
-COMMON = ("train.updates_per_step=2", "eval.every=1", "checkpoint.every=0")
+COMMON = ("+experiment=demo", "train.updates_per_step=2", "eval.every=1", "checkpoint.every=0")
 """Of all recipes; the only checkpoint is the one at the end."""
 RECIPES: dict[str, tuple[str, ...]] = {
     # The value head starts at 0, so the first advantages are whitened returns, and no step goes into a warm-up. The

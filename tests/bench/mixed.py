@@ -52,6 +52,7 @@ def rows(seed: int = 0, count: int = 150) -> list[dict]:
 def settings(data: Path, run_dir: Path, steps: int, seed: int) -> list[str]:
     """Overrides of the demo."""
     return [
+        "+experiment=demo",
         "data=jsonl_math",
         f"data.train={data}",
         "data.format='{question}'",

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from spmd_rl import engine, sync, train
-from spmd_rl.config import RlvrConfig
-from spmd_rl.config.load import load
 from spmd_rl.distributed import World
 from tests.bench import show, work
 from tests.dist.harness import run_ranks
@@ -29,7 +27,7 @@ PARTS = {"gather": "gather_seconds", "load": "copy_seconds", "hashes": "hash_sec
 
 def rounds(world: World, overrides: Sequence[str], steps: int) -> dict[str, Any]:
     """[all] Seconds of each round, of the slowest rank; publish's CPU-seconds, of the mean rank."""
-    cfg = load("rlvr", RlvrConfig, overrides)
+    cfg = work.loaded(overrides)
     policy = train.build_roles(cfg, world).policy
     generator = engine.build(cfg, world)
     publish = sync.build(policy, generator, world)

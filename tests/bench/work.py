@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
 from spmd_rl.data import Prompts
+from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.types import Prompt
 from tests.bench.gate import Contestant
 
@@ -31,12 +34,16 @@ PATIENT = "journal.stall_seconds=100000"
 
 def settings(overrides: Sequence[str], seed: int, steps: int, run_dir: Path) -> list[str]:
     """The overrides of our side; the user's come last and win."""
-    return [*SAME, PATIENT, f"seed={seed}", f"steps={steps}", f"run.dir={run_dir}", *overrides]
+    return ["+experiment=demo", *SAME, PATIENT, f"seed={seed}", f"steps={steps}", f"run.dir={run_dir}", *overrides]
 
 
 def loaded(overrides: Sequence[str]) -> RlvrConfig:
-    """What these overrides stand for."""
-    return load("rlvr", RlvrConfig, overrides)
+    """What these overrides stand for, on this machine."""
+    cfg = load("rlvr", RlvrConfig, overrides)
+    if cfg.policy.dtype == "auto":
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        cfg.policy.dtype, _ = choose_dtype(device)
+    return cfg
 
 
 def num_samples(cfg: RlvrConfig) -> int:

@@ -19,7 +19,8 @@ STALL = 3.0
 
 def settings(**rollout) -> RlvrConfig:
     cfg = RlvrConfig()
-    for key, value in {"prompts_per_step": 4, "answers_per_prompt": 4, **rollout}.items():
+    cfg.rollout.filter.zero_variance = True
+    for key, value in {"prompts_per_step": 4, "answers_per_prompt": 4, "max_new_tokens": 12, **rollout}.items():
         setattr(cfg.rollout, key, value)
     return cfg
 

@@ -15,6 +15,7 @@ from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> list:
     """Three steps; the slow rank's engine needs 40 steps an answer. What each step used, and what is this rank's."""
     cfg = RlvrConfig()
+    cfg.rollout.filter.zero_variance, cfg.rollout.max_new_tokens = True, 12
     cfg.rollout.claim, cfg.rollout.prompts_per_step, cfg.rollout.answers_per_prompt = claim, prompts_per_step, 4
     engine = FakeEngine(lambda request: 40 if world.rank == slow_rank else 3)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)

@@ -47,8 +47,6 @@ class Toy:
         return [
             f"policy.model={self.model}",
             f"data.train={self.data}",
-            "data.format='{question}'",
-            "~reward.reasoning_gym",
             "reward.toy.target=tests.e2e.toy_reward:ParityReward",
             "rollout.prompts_per_step=4",
             "rollout.answers_per_prompt=4",
@@ -57,6 +55,9 @@ class Toy:
             "eval.prompts=4",
             "eval.answers=2",
             "policy.lr=1e-3",
+            "policy.dtype=bfloat16",
+            "algorithm=grpo_dynamic",
+            "rollout.over_sample=2",
             "steps=4",
             "checkpoint.every=1",
             "checkpoint.keep=9",

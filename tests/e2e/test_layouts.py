@@ -40,4 +40,4 @@ def test_heads_that_cannot_be_shared_are_one_line(alone) -> None:
     toy, _ = alone["smollm2"]
     run = toy.start(*SETTINGS, "train.tp=2", ranks=2, name="refused")
     assert run.wait() != 0
-    assert "train.tp: 2 ranks cannot share the 9 attention heads, 3 key-value heads" in run.text()
+    assert "train.tp: 2 ranks cannot share the 9 heads and 3 key-value heads" in run.text()

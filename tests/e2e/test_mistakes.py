@@ -132,6 +132,9 @@ def test_torchrun_prints_the_line_once_and_does_not_try_again(toy: Toy, override
     assert code == 1, "\n".join(printed)
     told = [line for line in printed if line.startswith("error: ")]
     assert told == ["error: " + (toy.path / "ranks" / "error.txt").read_text().strip()]
+    reported = [text.partition(":")[2].strip() for text in printed if text.strip().startswith("traceback :")]
+    if not restarts:  # an agent that forgoes its restarts ends without a report
+        assert told[0] in reported and not any("To enable traceback" in text for text in reported)
 
 
 def test_debug_runs_the_whole_loop_in_one_process_with_breakpoints(toy: Toy, tmp_path: Path) -> None:

@@ -303,11 +303,25 @@ def test_keep_never_removes_the_latest(tmp_path: Path) -> None:
 def test_finished(tmp_path: Path) -> None:
     cfg = CheckpointConfig()
     with solo() as world:
-        assert not finished(cfg, tmp_path, 2, world)
+        assert finished(cfg, tmp_path, 2, world) is None
         saved(tmp_path, 2)
-        assert finished(cfg, tmp_path, 2, world) and not finished(cfg, tmp_path, 3, world)
+        assert finished(cfg, tmp_path, 2, world) == finished(cfg, tmp_path, 1, world) == 2
+        assert finished(cfg, tmp_path, 3, world) is None
+        assert finished(CheckpointConfig(resume="never"), tmp_path, 2, world) is None
         truncate(tmp_path / "checkpoints" / "step-000002" / "state.json")
-        assert not finished(cfg, tmp_path, 2, world)
+        assert finished(cfg, tmp_path, 2, world) is None
+
+
+def test_a_chosen_checkpoint_that_leaves_nothing_to_do_is_an_error(tmp_path: Path) -> None:
+    saved(tmp_path / "one", 2)
+    chosen = CheckpointConfig(resume=str(tmp_path / "one" / "checkpoints" / "step-000002"))
+    with solo() as world:
+        for place in ("one", "two"):
+            assert finished(chosen, tmp_path / place, 3, world) is None
+            with pytest.raises(UserError, match="step-000002 is at step 2 already; set steps above 2"):
+                finished(chosen, tmp_path / place, 2, world)
+        saved(tmp_path / "two", 3)
+        assert finished(chosen, tmp_path / "two", 3, world) == 3, "begun from it, it goes on from its own"
 
 
 def unchanged_after_failure(run_dir: Path, fail: Callable[[Job], None], match: str) -> None:

@@ -146,6 +146,7 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
     assert metrics == {
         "rollout/accepted": 9,
         "rollout/filtered": 3,
+        "rollout/generated_per_trained": 12 / 9,
         "rollout/aborted": 3,
         "rollout/carried": 4,
         "rollout/bubble": 0.25,

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.checks import check
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.run_identity import write_config
@@ -143,6 +144,38 @@ def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
         check(settings(place, *lines))
 
 
+@pytest.mark.parametrize(
+    ("tp", "overrides", "words"),
+    [
+        (3, [], ""),
+        (2, [], "train.tp: 2 ranks cannot share the 9 heads and 3 key-value heads of {place}/model; they allow 1, 3"),
+        (9, [], "train.tp: 9 ranks cannot share the 9 heads and 3 key-value heads"),
+        (1, ["critic.train.tp=2", "algorithm=ppo"], "critic.train.tp: 2 ranks cannot share the 9 heads"),
+        (1, ["reference.train.tp=5", "algorithm.kl_coef=0.1"], "reference.train.tp: 5 does not divide 18 ranks"),
+        (1, ["reference.train.tp=5"], ""),
+    ],
+)
+def test_ranks_that_can_share_a_role(place, monkeypatch, tp, overrides, words):
+    (place / "model" / "config.json").write_text(json.dumps(SMOL | {"vocab_size": 49151}))
+    monkeypatch.setenv("WORLD_SIZE", "18")
+    lines = [f"train.tp={tp}", *overrides]
+    if words:
+        assert refusal(place, *lines).startswith(words.format(place=place))
+    else:
+        check(settings(place, *lines))
+
+
+def test_a_step_that_may_generate_more_than_it_trains_on_says_so(place):
+    def step(*overrides: str) -> str:
+        return dict(describe_batch(settings(place, *overrides), num_ranks=1))["step"]
+
+    plain = "8 prompts x 8 answers = 64 samples"
+    assert step() == plain
+    more = "up to 32 prompts where rollout.filter drops groups (zero_variance=True)"
+    assert step("algorithm=dapo") == f"{plain}; {more}"
+    assert step("algorithm=dapo", "rollout.over_sample=3") == f"{plain}; 3 prompts more are started; {more}"
+
+
 def test_vllm_must_be_there_and_draws_at_some_temperatures(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; `make setup` installs it")
@@ -190,7 +223,31 @@ def test_never_refuses_a_used_directory(place):
     cfg = settings(place, "checkpoint.resume=never")
     check(cfg)
     write_config(cfg, cfg.run.dir, "rlvr")
+    (place / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert refusal(place, "checkpoint.resume=never").startswith("checkpoint.resume: never, but")
+
+
+def test_a_checkpoint_is_told_from_other_directories(place):
+    line = f"checkpoint.resume: {place} is no checkpoint, it has no manifest.json; give "
+    assert (
+        refusal(place, f"checkpoint.resume={place}") == f"{line}a checkpoint such as runs/mine/checkpoints/step-000010"
+    )
+    checkpoint = place / "checkpoints" / "step-000007"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    assert refusal(place, f"checkpoint.resume={place}") == line + str(checkpoint)
+    check(settings(place, f"checkpoint.resume={checkpoint}"))
+
+
+def test_no_dataset_and_no_rewarder_name_the_way(place):
+    with pytest.raises(
+        UserError, match=r"data\.train: no dataset .* \+experiment=demo; .* data=jsonl_math data\.train="
+    ):
+        check(load("rlvr", RlvrConfig))
+    line = "reward: no domain has a rewarder; say reward.<domain>.target=module:Class, as in reward."
+    assert refusal(place, "~reward.math") == f"{line}math.target=rewards.math_verify:MathReward"
+    told = refusal(place, "~reward.math", "data.train=reasoning_gym:chain_sum")
+    assert told == f"{line}reasoning_gym.target=rewards.reasoning_gym:ReasoningGymReward"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.config.docs import entries
+from spmd_rl.config.docs import Entry, entries
+from spmd_rl.config.load import build, compose
 from spmd_rl.config.markdown import markdown
-from spmd_rl.config.schema import PIPELINES, RlvrConfig
+from spmd_rl.config.schema import PIPELINES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -16,15 +17,29 @@ def test_config_md_is_current():
     assert (DOCS / "CONFIG.md").read_text() == markdown()
 
 
+def shown(pipeline: str, *overrides: str) -> dict[str, Entry]:
+    schema = PIPELINES[pipeline]
+    return {entry.key: entry for entry in entries(schema, build(schema, compose(pipeline, overrides)))}
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_setting_says_what_it_means(pipeline):
-    assert [entry.key for entry in entries(PIPELINES[pipeline]) if not entry.doc] == []
+    assert [key for key, entry in shown(pipeline).items() if not entry.doc] == []
 
 
 def test_an_entry_is_what_stands_in_the_schema():
-    found = {entry.key: entry for entry in entries(RlvrConfig)}
-    assert found["policy.lr"].default == "2.0e-05" and found["policy.lr"].type == "float"
-    assert found["policy.betas"].default == "[0.9, 0.999]"
-    assert found["run.name"].default == "null" and found["run.name"].type == "str or null"
-    assert found["reward.<domain>.target"].default == "required"
-    assert found["engine.kv_tokens"].doc.startswith("Tokens of KV cache in a replica")
+    found = shown("rlvr")
+    assert found["policy.lr"].value == "1.0e-06" and found["policy.lr"].type == "float"
+    assert found["policy.betas"].value == "[0.9, 0.999]"
+    assert found["policy.model"].value == "~/.cache/spmd_rl/models/smollm2-135m-instruct"
+    assert found["run.name"].value == "null" and found["run.name"].type == "str or null"
+    assert found["reward.<domain>.target"].value == "required"
+    assert found["engine.kv_tokens"].doc.startswith("Size of a replica's KV cache in tokens")
+
+
+def test_an_entry_has_the_value_that_a_command_gives_it():
+    found = shown("rlvr", "+experiment=demo", "steps=7", "data.domains={a: b}")
+    assert (found["policy.lr"].value, found["steps"].value) == ("3.0e-05", "7")
+    assert found["rollout.filter.zero_variance"].value == "true"
+    assert found["data.domains"].value == "{a: b}"
+    assert found["reward.<domain>.workers"].value == "1"

@@ -46,7 +46,7 @@ def test_every_shipped_yaml_composes_under_its_door(pipeline, group, option):
         return
     cfg = load(pipeline, PIPELINES[pipeline], [f"+{group}={option}" if group == "experiment" else f"{group}={option}"])
     assert type(cfg) is PIPELINES[pipeline]
-    assert cfg.reward.domains
+    assert bool(cfg.reward.domains) == (group in ("data", "experiment"))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -61,11 +61,21 @@ def test_shipped_yaml_is_sparse(path):
     assert set(repeated) <= {"train.name", "engine.name", "algorithm.name", "data.train"}
 
 
-def test_defaults_are_the_embedded_run():
+def test_defaults_are_the_embedded_run_on_nobodys_data():
     cfg = rlvr()
     assert (cfg.train.name, cfg.engine.name, cfg.algorithm.name) == ("fsdp2", "native", "grpo")
-    assert cfg.policy.dtype == "bfloat16"
+    assert (cfg.policy.dtype, cfg.policy.lr) == ("auto", 1e-6)
     assert (cfg.rollout.claim, cfg.rollout.accept) == ("store", "in_order")
+    assert (cfg.rollout.over_sample, cfg.rollout.filter.zero_variance) == (0, False)
+    assert (cfg.data.train, cfg.data.format, cfg.reward.domains) == (None, "{question}", {})
+
+
+def test_the_demo_is_an_experiment_whose_recipe_may_be_another():
+    cfg = rlvr("+experiment=demo")
+    assert (cfg.steps, cfg.policy.lr, cfg.rollout.max_new_tokens, cfg.rollout.over_sample) == (12, 3e-5, 12, 2)
+    assert (
+        cfg.rollout.filter.zero_variance and not rlvr("+experiment=demo", "algorithm=ppo").rollout.filter.zero_variance
+    )
     assert cfg.data.train == "reasoning_gym:basic_arithmetic"
     assert cfg.reward.domains["reasoning_gym"].target == "rewards.reasoning_gym:ReasoningGymReward"
 
@@ -79,7 +89,12 @@ def test_overrides_reach_typed_fields():
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_a_new_domain_with_and_without_plus(plus):
-    cfg = rlvr(f"{plus}reward.math.target=mod:Class", f"{plus}reward.math.args.strict=true", "reward.error_budget=0.5")
+    cfg = rlvr(
+        "data=one_digit_sums",
+        f"{plus}reward.math.target=mod:Class",
+        f"{plus}reward.math.args.strict=true",
+        "reward.error_budget=0.5",
+    )
     assert cfg.reward.domains["math"].target == "mod:Class"
     assert cfg.reward.domains["math"].args == {"strict": True}
     assert cfg.reward.domains["math"].timeout == 10.0
@@ -94,8 +109,8 @@ def test_experiment_with_and_without_plus(line):
     assert rlvr(line, "steps=3").steps == 3
 
 
-def test_jsonl_experiment_leaves_no_other_domain():
-    cfg = rlvr("+experiment=jsonl_math", "data.train=mine.jsonl")
+def test_data_of_a_kind_leaves_no_other_domain():
+    cfg = rlvr("+experiment=demo", "data=jsonl_math", "data.train=mine.jsonl")
     assert list(cfg.reward.domains) == ["math"]
     assert cfg.data.train == "mine.jsonl"
     assert cfg.data.args == {}
@@ -114,7 +129,7 @@ def test_interpolation_between_sections_and_domains():
         "eval.temperature=${rollout.temperature}", "reward.math={target: a:B, timeout: 3}", "rollout.temperature=2"
     )
     assert cfg.eval.temperature == 2.0
-    cfg = rlvr("reward.math.target=${reward.reasoning_gym.target}")
+    cfg = rlvr("data=one_digit_sums", "reward.math.target=${reward.reasoning_gym.target}")
     assert cfg.reward.domains["math"].target == cfg.reward.domains["reasoning_gym"].target
 
 
@@ -152,7 +167,7 @@ def test_plain_is_the_inverse_of_build():
         ("reward.math.timeout=3", "reward.math.target: must be given"),
         ("train=megatron", "train: unknown option 'megatron'; known: fsdp2"),
         ("train=null", "train: unknown option None; known: fsdp2"),
-        ("+experiment=nope", "experiment: unknown option 'nope'; known: jsonl_math, two_digit_sums"),
+        ("+experiment=nope", "experiment: unknown option 'nope'; known: demo, two_digit_sums"),
         ("just_a_word", "just_a_word: not an override; say key=value"),
         ("hydra.run.dir=x", "hydra.run.dir: Hydra's own settings have no effect here"),
     ],
@@ -169,7 +184,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("rollout.temperature=inf", "rollout.temperature: must be greater than 0, not inf"),
         ("policy.lr=-1e-5", "policy.lr: must be at least 0, not -1e-05"),
         ("policy.lr=nan", "policy.lr: must be at least 0, not nan"),
-        ("policy.dtype=fp8", "policy.dtype: unknown name 'fp8'; known: bfloat16, float32"),
+        ("policy.dtype=fp8", "policy.dtype: unknown name 'fp8'; known: auto, bfloat16, float32"),
         ("reference.dtype=half", "reference.dtype: unknown name 'half'; known: bfloat16, float32"),
         ("policy.schedule=step", "policy.schedule: unknown name 'step'; known: constant, linear, cosine"),
         ("policy.betas=[0.9]", "policy.betas: must be two numbers in [0, 1), not [0.9]"),
@@ -200,7 +215,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("algorithm.clip_low=1.5", "algorithm.clip_low: must be between 0 and 1, not 1.5"),
         ("reward.error_budget=2", "reward.error_budget: must be between 0 and 1, not 2.0"),
         ("reward.reasoning_gym.target=nocolon", "reward.reasoning_gym.target: must be module:Class, not 'nocolon'"),
-        ("reward.reasoning_gym.workers=0", "reward.reasoning_gym.workers: must be at least 1, not 0"),
+        (["reward.math.target=a:B", "reward.math.workers=0"], "reward.math.workers: must be at least 1, not 0"),
         ("track.wandb=on", "track.wandb: unknown name 'on'; known: off, offline, online"),
         ("algorithm.advantage=gea", "algorithm.advantage: unknown name 'gea'; known: grpo, dr_grpo, rloo"),
         ("algorithm.loss=reinforce", "algorithm.loss: unknown name 'reinforce'; known: ppo_clip"),
@@ -215,6 +230,15 @@ def test_one_line_for_each_mistake_of_composition(override, line):
 )
 def test_one_line_for_each_value_out_of_range(overrides, line):
     assert refusal(*([overrides] if isinstance(overrides, str) else overrides)).startswith(line)
+
+
+def test_what_yaml_reads_as_a_truth_value_is_the_name_that_was_meant(tmp_path: Path):
+    own = "defaults: [rlvr, _self_]\ntrack: {wandb: off, swanlab: off}\nalgorithm: {correction: {level: off}}\n"
+    (tmp_path / "own.yaml").write_text(own)
+    cfg = rlvr(config_dir=str(tmp_path), config_name="own")
+    assert (cfg.track.wandb, cfg.track.swanlab, cfg.algorithm.correction.level) == ("off", "off", "off")
+    assert rlvr("track.wandb=off").track.wandb == "off"
+    assert refusal("rollout.claim=off").startswith("rollout.claim: unknown name ")
 
 
 def test_a_section_built_by_hand_checks_itself():

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from spmd_rl.config.main import record
 
+ROOT = Path(__file__).resolve().parents[2]
 DOOR = '''"""A door that only fails."""
 import errno, os, sys
 from spmd_rl.config import RlvrConfig, main
@@ -51,7 +53,7 @@ def start(place: Path, *arguments: str, **env: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(place / "door.py"), *arguments],
         cwd=place / "work",
-        env={**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", **env},
+        env={**os.environ, "PYTHONPATH": f"{place}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,7 +66,12 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def good(place: Path, run: str) -> list[str]:
-    return [f"policy.model={place}/model", "reward.reasoning_gym.target=judge:Judge", f"run.dir={place}/{run}"]
+    return [
+        "data=one_digit_sums",
+        f"policy.model={place}/model",
+        "reward.reasoning_gym.target=judge:Judge",
+        f"run.dir={place}/{run}",
+    ]
 
 
 def test_a_good_end(place):
@@ -140,6 +147,16 @@ def test_the_same_line_of_two_ranks_is_said_once(place):
     assert os.listdir(place / "two") == ["error.txt"]
 
 
+@pytest.mark.parametrize(
+    ("how", "words"), [("user", "error: data.train: rows.jsonl:3: not JSON"), ("bug", "Traceback")]
+)
+def test_torchrun_is_told_why(place, tmp_path, how, words):
+    reply = tmp_path / "error.json"
+    finish(start(place, *good(place, f"told-{how}"), HOW=how, TORCHELASTIC_ERROR_FILE=str(reply)))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(reply))
+    assert words in ChildFailedError("rlvr", {0: failure}).format_msg()
+
+
 def test_who_comes_first_speaks(tmp_path):
     assert record(tmp_path, "this")
     assert not record(tmp_path, "this")
@@ -174,13 +191,13 @@ def test_cfg_and_help_print_and_write_nothing(place):
     code, out, err = finish(start(place, "--cfg", "job", "--resolve", "steps=3", "policy.model=/no/such"))
     assert (code, err) == (0, "") and "steps: 3\n" in out and "model: /no/such\n" in out
     assert finish(start(place, "--cfg", "job", "steps=many", "run.dir=here"))[0] == 2
-    code, out, err = finish(start(place, "steps=3", "--help"))
-    assert (code, err) == (0, "")
+    code, out, err = finish(start(place, "steps=3", "+experiment=two_digit_sums", "--help"))
+    assert (code, err) == (0, "") and "\n  steps=3  (int)\n" in out and "\n  policy.lr=3.0e-05  (float)\n" in out
     for words in (
         "A door that only fails.",
         "usage: ",
         "two_digit_sums",
-        "rollout.temperature=1.0",
+        "rollout.temperature=0.6",
         "Token limit of an",
     ):
         assert words in out
@@ -194,7 +211,7 @@ def test_help_and_cfg_need_no_torch(place):
         "main('rlvr', RlvrConfig, door.run, ['--help'])\nmain('rlvr', RlvrConfig, door.run, ['--cfg', 'job'])\n"
         "sys.exit('torch' in sys.modules)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(place)}
+    environment = {**os.environ, "PYTHONPATH": f"{place}:{ROOT}"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
 
 
@@ -205,6 +222,9 @@ def test_another_setting_in_a_used_directory_is_refused(place):
         "cfg = load('rlvr', RlvrConfig, sys.argv[1:]); write_config(cfg, cfg.run.dir, 'rlvr')"
     )
     subprocess.run([sys.executable, "-c", code, *good(place, "used")], check=True)
-    assert finish(start(place, *good(place, "used"), "steps=99"))[0] == 0
+    assert finish(start(place, *good(place, "used"), "rollout.temperature=0.5"))[2] == ""  # it made no step
+    (place / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, _, err = finish(start(place, *good(place, "used"), "steps=99"))
+    assert (code, err) == (0, "notice: steps: 100 before, 99 from here on\n")
     code, _, err = finish(start(place, *good(place, "used"), "rollout.temperature=0.5"))
     assert code == 2 and err.startswith(f"error: rollout.temperature: {place}/used was started with 1.0, not 0.5")

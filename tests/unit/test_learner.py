@@ -46,7 +46,7 @@ class FakeBackend:
 
 
 def step(cfg: RlvrConfig, harvest, reference=None, critic=None):
-    policy = FakeBackend()
+    policy, cfg.policy.dtype = FakeBackend(), "bfloat16"
     with solo() as world:
         learner = Learner(cfg, policy, reference, critic, world)
         metrics = learner.update(learner.prepare(harvest))

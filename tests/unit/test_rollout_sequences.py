@@ -75,6 +75,7 @@ def test_no_ticket_is_lost_and_none_is_used_twice(count: int) -> None:
 def one_history(mode, goal, extra, slices, slots, crashes, seed) -> None:
     draw = random.Random(seed)
     cfg = RlvrConfig(seed=seed)
+    cfg.rollout.filter.zero_variance = True
     for key, value in {"answers_per_prompt": 3, "answers_per_claim": slices, "max_new_tokens": 8, **mode}.items():
         setattr(cfg.rollout, key, value)
     cfg.rollout.prompts_per_step, cfg.rollout.over_sample = goal, extra

@@ -24,7 +24,8 @@ def world() -> Iterator[World]:
 
 def settings(**rollout) -> RlvrConfig:
     cfg = RlvrConfig()
-    for key, value in {"prompts_per_step": 3, "answers_per_prompt": 4, **rollout}.items():
+    cfg.rollout.filter.zero_variance = True
+    for key, value in {"prompts_per_step": 3, "answers_per_prompt": 4, "max_new_tokens": 12, **rollout}.items():
         setattr(cfg.rollout, key, value)
     return cfg
 

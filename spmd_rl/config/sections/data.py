@@ -25,9 +25,10 @@ SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 class DataConfig:
     """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
 
-    train: str = "reasoning_gym:chain_sum"
-    """Training prompts: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
-    the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these."""
+    train: str | None = None
+    """Training prompts, which must be given: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a
+    pattern), a dataset of the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a
+    comma-separated list of these."""
     eval: str | None = None
     """Held-out prompts, given like `train`. Default: the held-out share of `train`."""
     holdout: float = 0.25
@@ -56,7 +57,7 @@ class DataConfig:
     """System message that is put before every prompt without one."""
 
     def __post_init__(self) -> None:
-        self.train = expand_list(self.train)
+        self.train = self.train and expand_list(self.train)
         self.eval = self.eval and expand_list(self.eval)
         above(self, holdout=0)
         require(self.holdout < 1, f"holdout: must be less than 1, not {self.holdout}")

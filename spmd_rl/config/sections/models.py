@@ -6,6 +6,7 @@ from os.path import expanduser
 from spmd_rl.config.values import above, at_least, one_of, require
 
 DTYPES = ("bfloat16", "float32")
+POLICY_DTYPES = ("auto", *DTYPES)
 SCHEDULES = ("constant", "linear", "cosine")
 BACKENDS = ("fsdp2",)
 ENGINES = ("native", "vllm")
@@ -13,7 +14,7 @@ ENGINES = ("native", "vllm")
 
 @dataclass
 class ModelConfig:
-    """A model by its directory and compute dtype; null takes the policy's."""
+    """A model by its directory and compute dtype; where one is null, it is the policy's."""
 
     model: str | None = None
     """A Hugging Face causal LM directory, or a model of the hub (`ORG/NAME@REVISION`). Default: the policy's, as it was
@@ -23,17 +24,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
-        one_of(self, dtype=DTYPES)
+        one_of(self, dtype=POLICY_DTYPES if isinstance(self, PolicyConfig) else DTYPES)
 
 
 @dataclass
 class TrainedModelConfig(ModelConfig):
     """A model that is trained, and its optimizer (AdamW)."""
 
-    lr: float = 2e-5
+    lr: float = 1e-6
     """Peak learning rate."""
     schedule: str = "constant"
-    """`constant`, `linear` or `cosine` decay to 0 at `steps`, after the warm-up."""
+    """Learning rate after the warm-up: `constant`, or a `linear` or `cosine` decay to 0 at `steps`."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly from 0."""
     max_grad_norm: float = 1.0
@@ -41,14 +42,14 @@ class TrainedModelConfig(ModelConfig):
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's moment decays."""
+    """AdamW's decay rates of the first and the second moment."""
     eps: float = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     dither: bool = True
     """Let the float32 master of each weight begin anywhere in the interval that rounds to it, not in the middle. The
     model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32."""
     max_skipped_updates: int = 3
-    """So many non-finite gradients in a row stop the run; each alone skips its update on all ranks."""
+    """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,8 +67,9 @@ class PolicyConfig(TrainedModelConfig):
     model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
     downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
-    dtype: str = "bfloat16"
-    """Compute and engine dtype: `bfloat16` or `float32`. Master weights and optimizer state are float32 throughout."""
+    dtype: str = "auto"
+    """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
+    multiplies it and else float32. Master weights and optimizer state are always float32."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust."""
 
@@ -77,23 +79,24 @@ class TrainConfig:
     """The training backend: group `train`."""
 
     name: str = "fsdp2"
-    """`fsdp2`"""
+    """Training backend: `fsdp2`."""
     tp: int = 1
-    """Tensor-parallel ranks per model copy."""
+    """Number of tensor-parallel ranks that share one copy of the model."""
     tokens_per_microbatch: int = 4096
-    """Token budget of one forward and backward; a longer single sequence gets a micro-batch of its own."""
+    """Token budget of one forward and backward pass, from which the number of micro-batches follows (there is no
+    gradient accumulation to set). A longer single sequence gets a micro-batch of its own."""
     updates_per_step: int = 1
-    """Optimizer steps on one step's samples."""
+    """Optimizer updates per training step, each on an equal share of its samples (mini-batches)."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, a third more compute."""
     reshard_after_forward: bool | None = None
-    """Give gathered layers back after use. `false` keeps them until the optimizer has stepped: two bytes a weight more,
-    two gathers an update less. Default: `true` on devices, `false` on CPU."""
+    """Free the gathered weights of a layer after each use. With `false` they stay until the optimizer's step, which
+    takes two more bytes per weight and saves two gathers per update. Default: `true` on devices, `false` on CPU."""
     compile: bool = False
-    """Compile the decoder layers (`torch.compile`): faster steps after a minute or so of compiling in the first ones.
+    """Compile the decoder layers with `torch.compile`. The first steps take a minute or more longer, later ones less.
     Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
     offload: bool = False
-    """Keep weights and optimizer state in host memory while generating. No effect on CPU."""
+    """Keep weights and optimizer state in host memory during generation. It has no effect on CPU."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
@@ -106,22 +109,22 @@ class TrainConfig:
 
 @dataclass
 class TrainOverrides:
-    """Where the training backend of a role differs from `train`; null takes the policy's."""
+    """Settings of a role's training backend that differ from `train`; where one is null, the policy's is used."""
 
     name: str | None = None
-    """`fsdp2`"""
+    """Training backend: `fsdp2`."""
     tp: int | None = None
-    """Tensor-parallel ranks per model copy."""
+    """Number of tensor-parallel ranks that share one copy of the model."""
     tokens_per_microbatch: int | None = None
-    """Token budget of one forward and backward."""
+    """Token budget of one forward and backward pass."""
     activation_checkpointing: bool | None = None
     """Recompute each layer's activations in the backward pass."""
     reshard_after_forward: bool | None = None
-    """Give gathered layers back after use."""
+    """Free the gathered weights of a layer after each use."""
     compile: bool | None = None
     """Compile the decoder layers."""
     offload: bool | None = None
-    """Keep weights and optimizer state in host memory while generating."""
+    """Keep weights and optimizer state in host memory during generation."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
@@ -141,10 +144,9 @@ class ReferenceConfig(ModelConfig):
 
 @dataclass
 class CriticConfig(TrainedModelConfig):
-    """The model that learns to foresee scores, with a value in the place of its head; only `algorithm.advantage=gae`
-    trains one."""
+    """The critic of PPO, which predicts scores with a value head; it is trained only with `algorithm.advantage=gae`."""
 
-    lr: float = 5e-5
+    lr: float = 1e-5
     """Peak learning rate."""
     train: TrainOverrides = field(default_factory=TrainOverrides)
 
@@ -154,13 +156,13 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """`native`: embedded, needs nothing. `vllm`: vLLM in the process of each rank."""
+    """Generation engine: `native` is embedded and needs no package, `vllm` runs vLLM in the process of each rank."""
     tp: int = 1
-    """Tensor-parallel ranks that hold one copy of the engine; replica r is ranks r tp to (r + 1) tp - 1."""
+    """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     max_running: int = 64
-    """Requests decoded side by side in a replica."""
+    """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
-    """Tokens of KV cache in a replica; `vllm` rounds up to whole blocks."""
+    """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES)

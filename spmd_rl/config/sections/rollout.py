@@ -16,16 +16,17 @@ DEFAULT_TOP_K = 256
 class FilterConfig:
     """Which groups qualify for training: `rollout.filter`."""
 
-    zero_variance: bool = True
-    """Drop groups whose scores are all equal: they carry no gradient."""
+    zero_variance: bool = False
+    """Dynamic sampling: drop groups whose scores are all equal, which have no gradient under a group baseline, and
+    generate others in their place. Recipes whose papers have it (`algorithm=dapo`, `grpo_dynamic`, ...) turn it on."""
     min_mean_score: float | None = None
-    """Drop groups whose mean score lies below (too hard)."""
+    """Drop groups whose mean score is below this (too hard)."""
     max_mean_score: float | None = None
-    """Drop groups whose mean score lies above (too easy)."""
+    """Drop groups whose mean score is above this (too easy)."""
     max_truncated: float | None = None
-    """Drop groups in which a larger share of the answers was cut off at `rollout.max_new_tokens`."""
+    """Drop groups in which more than this share of the answers was cut off at `rollout.max_new_tokens`."""
     max_mean_tokens: float | None = None
-    """Drop groups whose answers are longer than this on average, in tokens."""
+    """Drop groups whose answers have more tokens than this on average."""
 
     def __post_init__(self) -> None:
         low, high = self.min_mean_score, self.max_mean_score
@@ -40,23 +41,24 @@ class RolloutConfig:
     """Generation and scoring of one step."""
 
     target: str | None = None
-    """`module:function` of your own episode, an `async def` over a context (see `spmd_rl.rollout.episode`). Default:
-    ask once, score once."""
+    """`module:function` of your own episode, an `async def` over a context (see `spmd_rl.rollout.episode`). By default
+    an episode asks once and scores once."""
     prompts_per_step: int = 8
-    """K: groups that a step trains on."""
+    """Number K of prompts, and so of groups of answers, that a step trains on."""
     answers_per_prompt: int = 8
-    """Samples in a group."""
+    """Number of answers to each prompt, which form a group."""
     max_prompt_tokens: int = 512
-    """A longer rendered prompt is an error at start."""
-    max_new_tokens: int = 12
-    """Token limit of an answer; of each turn, where an episode has several."""
+    """Token limit of a prompt after the chat template. A longer one is an error at start."""
+    max_new_tokens: int = 512
+    """Token limit of an answer, or of each turn where an episode has several."""
     max_context_tokens: int | None = None
-    """Token limit of a sample, all turns and prompts together; one that reaches it ends as truncated. Default: what the
-    engine holds."""
+    """Token limit of a sample, with all its prompts and turns. One that reaches it ends as truncated. By default the
+    engine's own limit holds."""
     max_turns: int | None = None
-    """Answers of an episode; one that asks for more ends as truncated. Default: no limit."""
+    """Largest number of answers in an episode. One that asks for more ends as truncated. By default there is no limit.
+    """
     temperature: float = 1.0
-    """Sampling temperature; 0 is refused in training."""
+    """Sampling temperature of training answers; it must be above 0."""
     top_p: float = 1.0
     """Draw among the fewest tokens that have this share of the probability; 1: off. Training then takes all logprobs
     over the tokens that were drawn among, which are recorded for each sampled token."""
@@ -71,26 +73,32 @@ class RolloutConfig:
     answer that is scored and trained on; nothing is sampled after the token that completes it, and the finish reason is
     `stop`."""
     claim: str = "store"
-    """`store`: replicas claim prompts from one atomic counter as slots free up. `static`: dealt round-robin (exact)."""
-    answers_per_claim: int | None = None
-    """Answers that a replica claims together; below `answers_per_prompt` several replicas may share a group. Default:
-    the whole group."""
-    accept: str = "in_order"
-    """`in_order`: the first K qualifying groups in the order of prompts, free of length bias. `first_finished`: the
-    first K to finish; faster with `over_sample`, and biased to short answers. The others come first in the next step.
+    """How prompts are divided among the replicas of the engine. `store`: a replica that has room takes the next prompt
+    from a shared counter, so that a fast one does more. `static`: they are dealt out in turn, which makes reruns exact.
     """
+    answers_per_claim: int | None = None
+    """Number of answers of a group that a replica takes at a time. With fewer than `answers_per_prompt` several
+    replicas may share a group. By default it takes the whole group."""
+    accept: str = "in_order"
+    """Which groups a step trains on. `in_order`: the first K that qualify in the order of their prompts, which has no
+    length bias. `first_finished`: the first K to finish, which is faster with `over_sample` and biased to short
+    answers. The others come first in the next step."""
     over_sample: int = 0
-    """Prompts started beyond K at once: filtered groups need no second round, and slow ones can be left behind."""
+    """Number of prompts that are started at once beyond K, so that dropped groups need no second round and slow ones
+    can be left behind."""
     partial_rollout: bool = False
-    """What is unfinished at the end of a step goes on in the next one with the new weights, instead of starting again.
-    Each token keeps the version of the policy that sampled it."""
+    """Continue answers that are unfinished at the end of a step in the next one, with the new weights, instead of
+    starting them again. Each token keeps the version of the policy that sampled it."""
     tail: str = "none"
-    """`defer`: steps take the first K of K + `over_sample` groups to finish, until K have been left behind; the next
-    step trains on exactly these and waits for the longest. No prompt is lost, none is trained on by an older policy."""
+    """What happens to slow prompts. `none`: a step waits for them. `defer`: a step trains on the first K of its K +
+    `over_sample` groups to finish, and once K groups have been left behind, a step trains on exactly these and waits
+    for the longest. So most steps do not wait for slow prompts, no prompt is lost, and none is answered by an old
+    policy."""
     max_prompts_per_step: int | None = None
-    """Prompts a step may start before it trains on fewer groups. Default 4 K."""
+    """Largest number of prompts that a step may start. If fewer than K groups qualify among them, it trains on those.
+    The default is 4 K."""
     min_answers: int = 2
-    """A group with fewer scored answers does not qualify."""
+    """Number of scored answers that a group needs to qualify."""
     filter: FilterConfig = field(default_factory=FilterConfig)
 
     @property
@@ -142,19 +150,20 @@ class EvalConfig:
     """Held-out evaluation."""
 
     every: int = 10
-    """Steps between evaluations; also before the first and after the last. 0: never."""
+    """Number of steps between evaluations; there is one before the first step and one after the last too. With 0 there
+    is none."""
     prompts: int = 64
-    """Held-out prompts used (all, if there are fewer)."""
-    answers: int = 4
-    """Sampled answers per prompt, beside one greedy answer."""
+    """Number of held-out prompts that are asked; all of them, if there are fewer."""
+    answers: int = 1
+    """Number of sampled answers to each prompt, beside one greedy answer."""
     temperature: float | None = None
-    """Default: the rollout temperature."""
+    """Sampling temperature of held-out answers. By default it is that of the rollout."""
     top_p: float | None = None
-    """Of the sampled answers. Default: `rollout.top_p`."""
+    """Value for sampled held-out answers. By default it is `rollout.top_p`."""
     top_k: int | None = None
-    """Of the sampled answers. Default: `rollout.top_k`."""
+    """Value for sampled held-out answers. By default it is `rollout.top_k`."""
     min_p: float | None = None
-    """Of the sampled answers. Default: `rollout.min_p`."""
+    """Value for sampled held-out answers. By default it is `rollout.min_p`."""
 
     def truncation(self, rollout: RolloutConfig) -> dict[str, float]:
         """`top_k`, `top_p` and `min_p` as a request takes them."""

@@ -68,7 +68,7 @@ class TrackConfig:
     """Experiment trackers beside the files of the run directory: `track`."""
 
     wandb: str = "off"
-    """Log to Weights & Biases: `off`, `offline` (no account needed) or `online`."""
+    """Log to Weights & Biases: `off`, `offline` (which needs no account) or `online`."""
     tensorboard: bool = False
     """Write TensorBoard event files into `run.dir/tensorboard`."""
     swanlab: str = "off"

@@ -1,0 +1,59 @@
+"""The names of TRL, verl and ROLL lead to settings that exist."""
+
+import re
+
+import pytest
+
+from spmd_rl.config.keys import leaves
+from spmd_rl.config.known_names import ABSENT, RENAMED, hint
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.errors import UserError
+
+KEYS = {leaf.key for leaf in leaves(RlvrConfig)}
+SECTIONS = {key.split(".")[0] for key in KEYS}
+
+
+@pytest.mark.parametrize("text", sorted({*RENAMED.values(), *ABSENT.values()}))
+def test_every_setting_that_is_named_exists(text):
+    for word in re.findall(r"[a-z_]+\.[a-z_.<>]*[a-z_]", text):
+        assert word in KEYS or word.split(".")[0] not in SECTIONS, word
+
+
+def test_no_name_of_theirs_is_one_of_ours():
+    assert not {*RENAMED, *ABSENT} & KEYS
+    assert not RENAMED.keys() & ABSENT.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("learning_rate", "here it is policy.lr"),
+        ("policy.learning_rate", "here it is policy.lr"),
+        ("rollout.n", "here it is rollout.answers_per_prompt"),
+        ("actor_rollout_ref.rollout.n", "here it is rollout.answers_per_prompt"),
+        ("actor_rollout_ref.actor.optim.lr", "here it is policy.lr"),
+        ("critic.optim.lr", "here it is critic.lr"),
+        ("num_generations", "here it is rollout.answers_per_prompt"),
+        ("max_completion_length", "here it is rollout.max_new_tokens"),
+        ("data.max_response_length", "here it is rollout.max_new_tokens"),
+        ("beta", "here it is algorithm.kl_coef"),
+        ("policy.optimizer", "there is no such setting: the optimizer is always AdamW"),
+        ("actor_rollout_ref.actor.optim.betas", "there is no such setting: the optimizer is always AdamW"),
+        ("train.gradient_accumulation_steps", "there is no such setting: gradient accumulation follows from train."),
+        ("actor.ppo_epochs", "there is no such setting: each sample is trained on once; train.updates_per_step"),
+        ("rollout.temprature", "did you mean rollout.temperature?"),
+        ("policy.warmup_step", "did you mean policy.warmup_steps?"),
+        ("lr", "did you mean policy.lr?"),
+        ("algorithm.kl_coeff", "did you mean algorithm.kl_coef?"),
+        ("foo.bar", "--help lists all"),
+    ],
+)
+def test_the_hint_on_an_unknown_key(key, words):
+    with pytest.raises(UserError) as caught:
+        load("rlvr", RlvrConfig, [f"{key}=1"])
+    assert str(caught.value).startswith(f"{key}: unknown key; {words}")
+
+
+def test_a_name_of_nobody_has_no_hint():
+    assert hint("rollout.tempo") is None
