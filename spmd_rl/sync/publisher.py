@@ -126,7 +126,7 @@ class Publisher:
         if self._policy is None:
             return 0.0, ""
         with self._policy_awake():
-            differences = probe.judge(self._policy, by_rank, self._world.device)  # [all]
+            differences = probe.judge(self._policy, by_rank)  # [all]
         for rank, difference in differences.items():
             if not difference <= limit:  # a NaN is no success
                 told = f"the engine's logprobs are {difference:.3g} from the trainer's on average (limit {limit:g})"

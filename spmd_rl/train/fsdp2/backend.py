@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.devices import to_device
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
@@ -35,7 +36,7 @@ class FSDP2Backend(FSDP2Role):
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy at each token of the loss mask: float32 [N] each."""
-        self._head.targets = filled_up(micro.token_ids[micro.loss_mask])
+        self._head.targets = to_device(filled_up(micro.token_ids[micro.sampled.index]), self._world.device)
         self._head.temperature = temperature
         logprobs, entropy = self._outputs(micro).unbind(-1)
         return logprobs, entropy
