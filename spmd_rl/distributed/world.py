@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -62,6 +62,8 @@ class World:
     All ranks of the job, or some of them: see `subset`.
     """
 
+    _num_formed: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
+
     def __init__(self, me: Membership, joined: Joined, journal: Journal, subset: Subset = ALL) -> None:
         self._me, self._joined, self._subset = me, joined, subset
         self.ranks = subset.ranks or tuple(range(me.size))
@@ -77,7 +79,6 @@ class World:
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
         self._failed: ExitCallback = lambda kind, error, traceback: None
-        self._num_formed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"))
 
     @classmethod
@@ -137,12 +138,16 @@ class World:
         """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
         return mesh(self._unique(f"{self._subset.name} mesh", self.ranks), self.ranks, self.rank, self.device, axes)
 
-    def process_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup | None:
-        """[all] Form a torch process group of these ranks for a library's own use; None in a world without groups.
+    def process_group(
+        self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup | None:
+        """[ranks] Form a torch process group for a library's own use; None in a world without groups.
 
-        backend: that of the default group, unless given.
+        backend: that of the default group, unless given. ranks: indices, like `rank`, of its members, which alone call
+        this; all, unless given.
         """
-        return form_group(self._unique(name, self.ranks), self.ranks, backend) if dist.is_initialized() else None
+        members = self.ranks if ranks is None else tuple(self.ranks[rank] for rank in ranks)
+        return form_group(self._unique(name, members), members, backend) if dist.is_initialized() else None
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "World | None":
         """[ranks] The same interface over some of these ranks (indices, like `rank`), on those; None on the others.

@@ -97,8 +97,7 @@ class VllmEngine:
             "cache_salt": f"version {self._version}",
         }
         if self._cache_sleeps:
-            self._llm.wake_up(["kv_cache"])
-            self._cache_sleeps = False
+            self._wake("kv_cache")
         self._num_added += 1
         if self._first is None:
             self._first = request.id
@@ -187,7 +186,7 @@ class VllmEngine:
         """
         if self._num_awake == 0:
             if self._sleeps:
-                self._llm.wake_up(["weights"])
+                self._wake("weights")
             self._lost = self._lost or self._lost_tensor()
         self._num_awake += 1
         try:
@@ -197,8 +196,16 @@ class VllmEngine:
         if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
+    def _wake(self, tag: str) -> None:
+        """Give `weights` or `kv_cache` their memory on the device back."""
+        torch.accelerator.empty_cache()  # vLLM allocates past torch, which may keep what the trainer has freed
+        self._llm.wake_up([tag])
+        self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
+
     def _sleep(self) -> None:
         """Weights to host memory, bit by bit; the KV cache is given up."""
+        if self._cache_sleeps:  # vLLM counts as asleep until all is awake, and would not let the weights go
+            self._wake("kv_cache")
         self._llm.sleep(level=1)
         self._cache_sleeps = True
 
