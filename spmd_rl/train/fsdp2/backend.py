@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from spmd_rl.batch import Batch
 from spmd_rl.devices import to_device
 from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.gather import Gather
@@ -20,6 +21,7 @@ class FSDP2Backend(FSDP2Role):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """[all] See `FSDP2Role`."""
+        self._parts = stored_parts(model)
         self._head = TokenHead(model.get_output_embeddings())
         model.set_output_embeddings(self._head)
         super().__init__(model, *args, **kwargs)
@@ -49,4 +51,4 @@ class FSDP2Backend(FSDP2Role):
             self._gather = Gather(parameters, self._dtype, self.layout)  # [all] like this whole method
         for name, tensor in self._gather.whole(parameters):
             self._world.progress()
-            yield name, tensor
+            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
