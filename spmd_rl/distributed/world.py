@@ -202,17 +202,20 @@ class World:
         """[all] Nobody returns before all have come."""
         self._collectives.barrier(name)
 
-    def exchange(self, name: str, rows: Tensor, counts: np.ndarray, agreed: Any = None) -> Tensor:
+    def exchange(
+        self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int], agreed: Any = None
+    ) -> Tensor:
         """[all] One all-to-all of rows, uint8 [n, bytes], on the CPU: this rank's, by the rank that they go to.
 
-        counts: int64 [size, size], rows that rank i sends rank j; any may be 0. Returns what comes, by rank. All have
-        the same `counts`, and the same `agreed` (see `agree`): else RunFailed on all of them, before any row is read.
+        sent, received: rows that go to and come from each rank; any may be 0. Returns what comes, by rank. agreed: what
+        those numbers follow from, the same everywhere (see `agree`), like the bytes of a row: else RunFailed on all
+        ranks, before any row is read.
         """
-        self.agree(name, [counts * rows.shape[1], agreed])  # [all]
-        assert len(rows) == counts[self.rank].sum(), "other rows than was agreed"
+        self.agree(name, [rows.shape[1], agreed])  # [all]
+        assert len(rows) == sum(sent), "other rows than was agreed"
         if self.size == 1:
             return rows
-        sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        sent, received = list(sent), list(received)
         arrived = rows.new_empty(sum(received), rows.shape[1])
         with self.collective(f"{name}: rows", kind="wait"):  # [all]
             dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._joined.host)

@@ -26,7 +26,6 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.model.size import head_dim
 from spmd_rl.types import Completion, FinishReason, Request
 
 PREFILL_TOKENS = 4096

@@ -27,7 +27,7 @@ from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.vllm.start import stop
 from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
@@ -218,7 +218,7 @@ class VllmEngine:
         tensors = dict(self._model.named_buffers())
         if self._sleeps:
             tensors |= dict(self._model.named_parameters())
-        return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+        return finish({name: start(tensor) for name, tensor in tensors.items()})
 
     def _lost_tensor(self) -> str:
         """What is not as it was when the weights had been loaded, or nothing."""

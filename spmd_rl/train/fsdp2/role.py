@@ -111,7 +111,7 @@ class FSDP2Role:
             dither(model, dtype)
         self._optimizer = Optimizer(model, optimizer, layout, partial) if optimizer is not None else None
         self._offloads = train.offload and on_device
-        self._weights = Offload(model.parameters(), constant=self._optimizer is None)
+        self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
         if self._offloads:
             self._to_host()
@@ -160,6 +160,8 @@ class FSDP2Role:
         skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
         if not skipped:
             self._optimizer.step(lr, norm)
+            self._weights.changed()
+            self._moments.changed()
         self._optimizer.zero_grad()
         self._count(skipped)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
@@ -247,6 +249,8 @@ class FSDP2Role:
         """See `Role`."""
         state = self.state_dict()
         self._files.load(state, folder)  # [all] in place
+        self._weights.changed()
+        self._moments.changed()
         if self._optimizer is not None:
             self._optimizer.load_step(state["optimizer"])
 
