@@ -51,7 +51,7 @@ class Watchdog:
     def _tick(self) -> None:
         now = time.monotonic()
         asleep = now - self._ticked
-        if asleep > self._heartbeats.silent_seconds:  # we were stopped ourselves, and saw nothing of what the others did
+        if asleep > self._heartbeats.silent_seconds:  # we were stopped, and saw nothing of what the others did
             self._moved += asleep
         self._ticked = now
         if now - self._beaten > self._heartbeats.beat_seconds - self._tick_seconds / 2:

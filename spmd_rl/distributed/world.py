@@ -20,7 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh

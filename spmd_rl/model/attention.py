@@ -149,8 +149,7 @@ def _blocks(before: list[list[range]], runs: list[range]) -> tuple[Block, ...]:
     for segment, (path, own) in enumerate(zip(before, runs, strict=True)):
         classes[_size(_total(path)), _size(len(own))].append(segment)
     return tuple(
-        _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop)
-        for _, some in sorted(classes.items())
+        _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop) for _, some in sorted(classes.items())
     )
 
 
@@ -265,7 +264,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 
 @cache
 def _asks_for_gqa() -> bool:
-    """Whether torch wants to be told of fewer key-value heads than heads (2.12); before, its kernel takes them as is."""
+    """Whether torch wants to be told of fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters

@@ -99,9 +99,7 @@ def load_weights(
             _local(tensor).zero_()
     for name, (tensor, part) in wanted.items():
         own = owned_region(tensor)
-        common = [
-            slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, part.region, strict=True)
-        ]
+        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, part.region, strict=True)]
         if all(piece.stop > piece.start for piece in common):
             source, place = (_within(common, outer) for outer in (part.region, own))
             found = files.read(name, source[part.is_expert :])
@@ -127,9 +125,7 @@ def _within(region: Iterable[slice], outer: Region) -> Region:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
-def _stored_tensors(
-    model: nn.Module, files: WeightFiles, fresh: Collection[str]
-) -> dict[str, tuple[Tensor, Part]]:
+def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, tuple[Tensor, Part]]:
     """By each name that is stored, the model's tensor that it belongs to; those that tie weights share an entry."""
     tied: dict[int, list[str]] = defaultdict(list)
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}

@@ -76,4 +76,6 @@ def disagreement(world: World, what: str) -> str:
 def test_ranks_that_disagree_are_named(what: str) -> None:
     results = run_ranks(3, disagreement, what)
     assert len(set(results)) == 1, "each rank fails alike"
-    assert results[0].startswith("rows: ranks [2] differ from the others: [13, [") and " instead of [13, [" in results[0]
+    assert (
+        results[0].startswith("rows: ranks [2] differ from the others: [13, [") and " instead of [13, [" in results[0]
+    )

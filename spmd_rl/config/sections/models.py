@@ -163,8 +163,8 @@ class EngineConfig:
     kv_tokens: int = 32768
     """Tokens of KV cache in a replica; `vllm` rounds up to whole blocks."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, such as `args.max_num_batched_tokens=8192`; an error for those that other
-    settings give, or that the engine leans on. Not for `native`."""
+    """Further arguments of vLLM's `EngineArgs`, such as `+engine.args.max_num_batched_tokens=8192`; an error for those
+    that other settings give, or that the engine leans on. Not for `native`."""
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES)

@@ -15,7 +15,6 @@ from torch import Tensor, UntypedStorage
 
 from spmd_rl.train.fsdp2.shard import local
 
-
 BLOCK_BYTES = 2**26
 """Host memory is reserved in blocks of this size: torch rounds what it pins up to powers of two, up to twice of it."""
 

@@ -41,7 +41,8 @@ COMPILE_SECONDS = 3600.0
 Forward = Callable[[Batch], tuple[Tensor, ...]]
 """[all] Of a micro-batch on the CPU: float32 [N] each, on the device, at the tokens of the loss mask."""
 PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-"""From what a forward gives, and the micro-batch on the device, to the loss per token and named quantities: see `train.base.Loss`."""
+"""From what a forward gives, and the micro-batch on the device, to the loss per token and named quantities: see
+`train.base.Loss`."""
 
 
 def filled_up(rows: Tensor) -> Tensor:
