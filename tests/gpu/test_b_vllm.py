@@ -61,9 +61,7 @@ CASES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3_moe", EXPERTS["qwe
 @pytest.mark.parametrize(("kind", "sizes"), CASES, ids=[kind for kind, _ in CASES])
 def test_1_what_the_engine_leans_on(kind, sizes, runner, tmp_path):
     """Each in a process of its own: vLLM's memory pool may be used once."""
-    path = tiny(
-        kind, tmp_path / "model", **VLLM_SIZES | sizes | {"num_key_value_heads": 4, "moe_intermediate_size": 64}
-    )
+    path = tiny(kind, tmp_path / "model", **VLLM_SIZES | sizes)
     code = (
         "from pathlib import Path; from tests.gpu.machine import one_rank; from tests.gpu.test_b_vllm import promises\n"
         f"with one_rank(Path({str(tmp_path / 'run')!r})) as world: promises(world, Path({str(path)!r}))"

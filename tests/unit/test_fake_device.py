@@ -1,4 +1,5 @@
-"""A forward, a loss and (on `meta`) a backward on tensors without content: one on the wrong device fails, and so does a look at one.
+"""A forward, a loss and (on `meta`) a backward on tensors without content: one on the wrong device fails, and so does
+a look at one.
 
 On `meta` everywhere, with padded attention; on a fake `cuda`, with that of variable length, where torch is a build for
 CUDA. Neither needs a GPU. Whatever reads a number back from the device (a mask's `nonzero`, `float()`) raises on both.

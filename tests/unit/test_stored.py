@@ -1,4 +1,4 @@
-"""Mixtures of experts, whose weights transformers merges as it loads them: what leaves us has the checkpoint's names."""
+"""Mixtures of experts, whose weights transformers merges as it loads: what leaves us has the checkpoint's names."""
 
 import pytest
 import torch
