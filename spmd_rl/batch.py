@@ -86,8 +86,14 @@ def per_sample(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), 
     return {"column": Column("sample", dtype, shape, unit, ragged)}
 
 
+class _Remembered:
+    """Room for what a batch has found out about itself, which is no field of it."""
+
+    __slots__ = ("_sampled",)
+
+
 @dataclass(slots=True)
-class Batch:
+class Batch(_Remembered):
     """Samples of one rank, packed: S samples of T tokens in all. All columns live on one device."""
 
     starts: Tensor
@@ -121,7 +127,6 @@ class Batch:
     """float32 [T]: what the critic should have predicted; None without one"""
     marked: Tensor | None = field(default=None, metadata=per_token(torch.bool))
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
-    _sampled: Sampled | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +147,7 @@ class Batch:
     @property
     def sampled(self) -> Sampled:
         """Where the tokens of the loss mask lie; found once, and on the CPU if the batch was there first."""
-        if self._sampled is None:
+        if not hasattr(self, "_sampled"):
             self._sampled = _sampled(self)
         return self._sampled
 

@@ -140,10 +140,10 @@ class World:
     def process_group(
         self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
     ) -> dist.ProcessGroup | None:
-        """[ranks] Form a torch process group for a library's own use; None in a world without groups.
+        """[all] Form a torch process group for a library's own use; None in a world without groups.
 
         backend: that of the default group, unless given. ranks: indices, like `rank`, of its members, which alone call
-        this; all, unless given.
+        this then; all, unless given.
         """
         members = self.ranks if ranks is None else tuple(self.ranks[rank] for rank in ranks)
         return form_group(self._unique(name, members), members, backend) if dist.is_initialized() else None

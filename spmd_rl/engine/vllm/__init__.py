@@ -38,7 +38,9 @@ def build(cfg: RlvrConfig, world: "World") -> Engine:
             max_running=cfg.engine.max_running,
             kv_tokens=cfg.engine.kv_tokens,
             local_rank=world.local_rank,
-            replica=world.process_group("vllm", "gloo" if cpu else None, range(first, first + tp)),  # [replica]
+            replica=world.process_group(
+                "vllm", "gloo" if cpu else None, range(first, first + tp)
+            ),  # [all] of the replica
             sleeps=sleeps,
             trust=cfg.policy.trust_remote_code,
             args=cfg.engine.args,
