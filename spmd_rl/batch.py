@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.devices import to_device
 from spmd_rl.types import Sample, Survivors, Turn
 
 
@@ -53,7 +54,7 @@ class Ragged:
 
     def to(self, device: torch.device) -> "Ragged":
         """A copy on `device`."""
-        return Ragged(self.values.to(device), self.offsets.to(device))
+        return Ragged(to_device(self.values, device), to_device(self.offsets, device))
 
     def index_select(self, dim: int, index: Tensor) -> "Ragged":
         """The lists with these numbers, in this order; `dim` is 0, as for a tensor of entries."""
@@ -66,6 +67,22 @@ Entries = Tensor | Ragged
 """The values of a column."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Where the N sampled tokens of a batch lie: an index on a device, unlike a mask, makes nobody wait for it."""
+
+    index: Tensor
+    """int64 [N]: of each token of the loss mask, in order"""
+    samples: Tensor
+    """int64 [N]: which sample it belongs to, counting without gaps: samples without a sampled token are not counted"""
+    runs: Tensor
+    """int64 [N]: which contiguous run of sampled tokens (a turn) it belongs to"""
+
+    def to(self, device: torch.device) -> "Sampled":
+        """A copy on `device`."""
+        return Sampled(*(to_device(value, device) for value in (self.index, self.samples, self.runs)))
+
+
 def per_token(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), ragged: bool = False) -> dict[str, Any]:
     """Metadata of a batch's field that has an entry for each token."""
     return {"column": Column("token", dtype, shape, unit, ragged)}
@@ -76,8 +93,14 @@ def per_sample(dtype: torch.dtype, unit: str = "", shape: tuple[int, ...] = (), 
     return {"column": Column("sample", dtype, shape, unit, ragged)}
 
 
+class _Remembered:
+    """Room for what a batch has found out about itself, which is no field of it."""
+
+    __slots__ = ("_sampled",)
+
+
 @dataclass(slots=True)
-class Batch:
+class Batch(_Remembered):
     """Samples of one rank, packed: S samples of T tokens in all. All columns live on one device."""
 
     starts: Tensor
@@ -131,9 +154,22 @@ class Batch:
             if "column" in f.metadata and (value := getattr(self, f.name)) is not None:
                 yield f.name, f.metadata["column"], value
 
+    @property
+    def sampled(self) -> Sampled:
+        """Where the tokens of the loss mask lie; found once, and on the CPU if the batch was there first."""
+        if not hasattr(self, "_sampled"):
+            self._sampled = _sampled(self)
+        return self._sampled
+
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`."""
-        return type(self)(self.starts.to(device), **{name: value.to(device) for name, _, value in self.columns()})
+        columns = {
+            name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
+            for name, _, value in self.columns()
+        }
+        moved = type(self)(to_device(self.starts, device), **columns)
+        moved._sampled = self.sampled.to(device)
+        return moved
 
     def select(self, samples: Sequence[int] | Tensor) -> "Batch":
         """A batch of these samples, in this order."""
@@ -161,16 +197,13 @@ def bounds_of(lengths: Tensor) -> Tensor:
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
-def sampled_runs(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Which sample, and which contiguous run of sampled tokens (a turn), each token of the loss mask belongs to.
-
-    int64 [N] each, counting from 0 without gaps: samples without a sampled token are not counted.
-    """
+def _sampled(batch: Batch) -> Sampled:
     owner = torch.arange(batch.num_samples, device=batch.starts.device).repeat_interleave(batch.starts.diff())
     begins = batch.loss_mask.clone()
     begins[1:] &= ~batch.loss_mask[:-1] | (owner[1:] != owner[:-1])
-    runs = begins.cumsum(0)[batch.loss_mask] - 1
-    return torch.unique_consecutive(owner[batch.loss_mask], return_inverse=True)[1], runs
+    index = batch.loss_mask.nonzero().squeeze(-1)
+    samples = torch.unique_consecutive(owner[index], return_inverse=True)[1]
+    return Sampled(index, samples, begins.cumsum(0)[index] - 1)
 
 
 def pack(samples: Iterable[Sample], version: int | None = None, truncated: bool = False) -> Batch:

@@ -70,7 +70,7 @@ class Ending:
         """End this process because of what another rank announced, or of a stall."""
         if end.kind == "stall":
             self._dump_stacks()
-            if min(self._heartbeats.live()) == self._rank:
+            if end.rank == self._rank:
                 with contextlib.suppress(OSError):
                     (self._run_dir / "hang.txt").write_text(end.text + "\n")
                 print_error(end.text)
@@ -88,7 +88,7 @@ class Ending:
             tell_torchrun(text)
         failing = end.rank if end and end.kind == "error" else None  # it unwinds by itself
         peers = [peer for peer in self._heartbeats.local_peers() if peer.rank != failing]
-        live = self._heartbeats.live()
+        live = self._heartbeats.live(peers)
         if end and end.kind == "stall":
             for peer in peers:
                 if peer.rank not in live:

@@ -5,6 +5,7 @@ on the reader's clock, corrected by what the clocks showed when the ranks met.
 """
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import torch.distributed as dist
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.report import Beat, Peer, Pulse
 
-SILENT_SECONDS = 1.5
-"""A rank that has not been heard of for so long is stopped or dead: it beats several times a second."""
+BEAT_SECONDS = 0.25
+"""Between beats, of up to 256 ranks; the more there are beyond, the longer, so that one store can serve them all."""
+SILENT_BEATS = 6
+"""A rank that has not been heard of for so many beats is stopped or dead."""
 
 
 class Heartbeats:
@@ -23,6 +26,8 @@ class Heartbeats:
         """`peers`: all ranks, by rank, `me` included, their clocks read together."""
         self._store, self._journal = store, journal
         self.me, self.peers = me, peers
+        self.beat_seconds = BEAT_SECONDS * max(1.0, len(peers) / 256)
+        self.silent_seconds = SILENT_BEATS * self.beat_seconds
         self._reported = 0
 
     def beat(self) -> int:
@@ -35,25 +40,27 @@ class Heartbeats:
         increment, self._reported = progress - self._reported, progress
         return self._store.add("progress", increment)
 
-    def pulses(self) -> list[Pulse]:
-        """Every rank's last heartbeat, by rank."""
+    def pulses(self, peers: Sequence[Peer] | None = None) -> list[Pulse]:
+        """The last heartbeats of these ranks, by rank; of all ranks, unless given."""
+        peers = self.peers if peers is None else peers
         now = time.monotonic() - self.me.clock
-        keys = [f"beat/{peer.rank}" for peer in self.peers]
-        heard = [self._store.check([key]) for key in keys]
+        keys = [f"beat/{peer.rank}" for peer in peers]
+        all_heard = self._store.check(keys)
+        heard = [all_heard or self._store.check([key]) for key in keys]
         found = iter(self._store.multi_get([key for key, there in zip(keys, heard, strict=True) if there]))
         pulses = []
-        for peer, there in zip(self.peers, heard, strict=True):
+        for peer, there in zip(peers, heard, strict=True):
             beat = msgspec.msgpack.decode(next(found), type=Beat) if there else None
             age = now - (beat.clock - peer.clock) if beat else now
-            pulses.append(Pulse(peer, beat, age, age < SILENT_SECONDS))
+            pulses.append(Pulse(peer, beat, age, age < self.silent_seconds))
         return pulses
 
-    def live(self) -> set[int]:
-        """Ranks heard of lately, this one included; all of them when the store is gone."""
+    def live(self, peers: Sequence[Peer]) -> set[int]:
+        """Which of these ranks have been heard of lately; all of them when the store is gone."""
         try:
-            return {self.me.rank} | {pulse.peer.rank for pulse in self.pulses() if pulse.live}
+            return {pulse.peer.rank for pulse in self.pulses(peers) if pulse.live}
         except dist.DistError:
-            return {peer.rank for peer in self.peers}
+            return {peer.rank for peer in peers}
 
     def local_peers(self) -> list[Peer]:
         """The other ranks of this node."""

@@ -10,10 +10,11 @@ import time
 import torch.distributed as dist
 
 from spmd_rl.distributed.ending import GRACE_SECONDS, End, Ending
-from spmd_rl.distributed.heartbeat import SILENT_SECONDS, Heartbeats
+from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.report import hang_report
 
 TICK_SECONDS = 0.25
+"""Between looks whether another rank has announced the end, of up to 1024 ranks; of 4096, a second."""
 
 
 class Watchdog:
@@ -24,7 +25,8 @@ class Watchdog:
         self._heartbeats, self._ending = heartbeats, ending
         self._stall_seconds, self._stacks = stall_seconds, stacks
         self._progress = -1
-        self._moved = self._ticked = time.monotonic()
+        self._moved = self._ticked = self._beaten = time.monotonic()
+        self._tick_seconds = TICK_SECONDS * max(1.0, len(heartbeats.peers) / 1024)
         self._stopped = threading.Event()
         self.leaving = False
         """Whether this rank is about to leave, and no longer minds a store that is gone."""
@@ -39,7 +41,7 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(TICK_SECONDS):
+            while not self._stopped.wait(self._tick_seconds):
                 self._tick()
         except dist.DistError as lost:
             if not self.leaving and self._ending.claim():
@@ -49,16 +51,19 @@ class Watchdog:
     def _tick(self) -> None:
         now = time.monotonic()
         asleep = now - self._ticked
-        if asleep > SILENT_SECONDS:  # we were stopped ourselves, and saw nothing of what the others did
+        if asleep > self._heartbeats.silent_seconds:  # we were stopped, and saw nothing of what the others did
             self._moved += asleep
         self._ticked = now
-        progress = self._heartbeats.beat()
-        if progress != self._progress:
-            self._progress, self._moved = progress, now
-        end = self._ending.announced()
+        if now - self._beaten > self._heartbeats.beat_seconds - self._tick_seconds / 2:
+            self._beaten, progress = now, self._heartbeats.beat()
+            if progress != self._progress:
+                self._progress, self._moved = progress, now
+        end, rank = self._ending.announced(), self._heartbeats.me.rank
         if end is None and now - self._moved > self._stall_seconds:
-            report = hang_report(self._heartbeats.pulses(), self._stall_seconds, self._stacks)
-            end = self._ending.announce(End("stall", self._heartbeats.me.rank, report))
+            end = self._ending.announce(End("stall", rank, "no progress"))
+            if end.kind == "stall" and end.rank == rank:  # all see it at once: one of them reads where all are
+                report = hang_report(self._heartbeats.pulses(), self._stall_seconds, self._stacks)
+                end = End("stall", rank, report)
         if end is not None:
             self._end(end)
 

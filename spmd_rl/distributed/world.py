@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,6 +61,8 @@ class World:
     All ranks of the job, or some of them: see `subset`.
     """
 
+    _num_formed: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
+
     def __init__(self, me: Membership, joined: Joined, journal: Journal, subset: Subset = ALL) -> None:
         self._me, self._joined, self._subset = me, joined, subset
         self.ranks = subset.ranks or tuple(range(me.size))
@@ -77,7 +78,6 @@ class World:
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
         self._failed: ExitCallback = lambda kind, error, traceback: None
-        self._num_formed: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"))
 
     @classmethod
@@ -137,12 +137,16 @@ class World:
         """[all] A mesh over all ranks, the last axis varying fastest: `mesh(dp=2, tp=2)`. UserError if impossible."""
         return mesh(self._unique(f"{self._subset.name} mesh", self.ranks), self.ranks, self.rank, self.device, axes)
 
-    def process_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup | None:
-        """[all] Form a torch process group of these ranks for a library's own use; None in a world without groups.
+    def process_group(
+        self, name: str, backend: str | None = None, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup | None:
+        """[all] Form a torch process group for a library's own use; None in a world without groups.
 
-        backend: that of the default group, unless given.
+        backend: that of the default group, unless given. ranks: indices, like `rank`, of its members, which alone call
+        this then; all, unless given.
         """
-        return form_group(self._unique(name, self.ranks), self.ranks, backend) if dist.is_initialized() else None
+        members = self.ranks if ranks is None else tuple(self.ranks[rank] for rank in ranks)
+        return form_group(self._unique(name, members), members, backend) if dist.is_initialized() else None
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "World | None":
         """[ranks] The same interface over some of these ranks (indices, like `rank`), on those; None on the others.
@@ -197,17 +201,20 @@ class World:
         """[all] Nobody returns before all have come."""
         self._collectives.barrier(name)
 
-    def exchange(self, name: str, rows: Tensor, counts: np.ndarray, agreed: Any = None) -> Tensor:
+    def exchange(
+        self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int], agreed: Any = None
+    ) -> Tensor:
         """[all] One all-to-all of rows, uint8 [n, bytes], on the CPU: this rank's, by the rank that they go to.
 
-        counts: int64 [size, size], rows that rank i sends rank j; any may be 0. Returns what comes, by rank. All have
-        the same `counts`, and the same `agreed` (see `agree`): else RunFailed on all of them, before any row is read.
+        sent, received: rows that go to and come from each rank; any may be 0. Returns what comes, by rank. agreed: what
+        those numbers follow from, the same everywhere (see `agree`), like the bytes of a row: else RunFailed on all
+        ranks, before any row is read.
         """
-        self.agree(name, [counts * rows.shape[1], agreed])  # [all]
-        assert len(rows) == counts[self.rank].sum(), "other rows than was agreed"
+        self.agree(name, [rows.shape[1], agreed])  # [all]
+        assert len(rows) == sum(sent), "other rows than was agreed"
         if self.size == 1:
             return rows
-        sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        sent, received = list(sent), list(received)
         arrived = rows.new_empty(sum(received), rows.shape[1])
         with self.collective(f"{name}: rows", kind="wait"):  # [all]
             dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._joined.host)

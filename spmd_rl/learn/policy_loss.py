@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_rl.algo import KL_ESTIMATORS, POLICY_TERMS
 from spmd_rl.algo.correction import correction
 from spmd_rl.algo.inputs import Tokens
-from spmd_rl.batch import Batch, sampled_runs
+from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.own import policy_loss
@@ -40,16 +40,15 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tokens:
 
     Without old logprobs the current ones stand in: in the first update on fresh samples they are the same numbers.
     """
-    mask = batch.loss_mask
-    samples, segments = sampled_runs(batch)
+    mask = batch.sampled.index
     return Tokens(
         logprobs=logprobs,
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask],
         rollout_logprobs=batch.rollout_logprobs[mask],
         advantages=batch.advantages[mask],
         entropy=entropy,
-        samples=samples,
-        segments=segments,
+        samples=batch.sampled.samples,
+        segments=batch.sampled.runs,
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
         marked=None if batch.marked is None else batch.marked[mask],
     )
@@ -73,7 +72,7 @@ def _loss(
         "actor/entropy": entropy.detach(),
         "actor/abs_advantage": tokens.advantages.abs(),
         "train_infer/abs_diff/mean": (tokens.old_logprobs - tokens.rollout_logprobs).abs(),
-        "train_infer/lag/mean": batch.lags[batch.loss_mask].float(),
+        "train_infer/lag/mean": batch.lags[batch.sampled.index].float(),
     }
     if correct is not None:
         weights, more = correct(tokens)

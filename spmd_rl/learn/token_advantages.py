@@ -15,7 +15,7 @@ from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.moments import whiten
 from spmd_rl.algo.shaping import clip
 from spmd_rl.algo.values import explained_variance
-from spmd_rl.batch import Batch, sampled_runs
+from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.binding import bind
@@ -66,7 +66,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
     `gamma` is 1.
     """
     mask = batch.loss_mask
-    samples, _ = sampled_runs(batch)
+    samples = batch.sampled.samples
     given = batch.advantages[mask].double()
     scores = torch.zeros(int(samples.max()) + 1 if len(samples) else 0, dtype=given.dtype)
     scores[samples] = given  # the same at each token of a sample

@@ -78,7 +78,8 @@ def send(
         some = {key: pair for key, pair in tensors.items() if pair[0].per == per}
         if some:
             sizes = route.lengths if per == "token" else np.ones_like(route.lengths)
-            rows = world.exchange(name, _to_bytes(some), copies.counts(sizes), agreed)  # [all]
+            plan = [agreed, route.src_rank, route.data_rank, sizes]
+            rows = world.exchange(name, _to_bytes(some), *copies.counts(sizes), plan)  # [all]
             arrived |= _from_bytes(rows, some)
     assert np.array_equal(leaving.starts.diff().numpy(), route.lengths[copies.sent]), "samples of other lengths"
     for key, (column, value) in ragged.items():
@@ -102,11 +103,13 @@ class _Copies:
         self.received = self._row[coming[self._from[coming].argsort(kind="stable")]]
         """rows of the route that this rank receives, by the rank that they come from"""
 
-    def counts(self, sizes: np.ndarray) -> np.ndarray:
-        """Entries that each rank sends each other one, int64 [ranks, ranks], of so many for each row of the route."""
-        counts = np.zeros((self.world.size, self.world.size), np.int64)
-        np.add.at(counts, (self._from, self._to), sizes[self._row])
-        return counts
+    def counts(self, sizes: np.ndarray) -> tuple[list[int], list[int]]:
+        """Entries that go to and that come from each rank, of so many for each row of the route."""
+        sizes, rank, size = sizes[self._row], self.world.rank, self.world.size
+        leaving, coming = self._from == rank, self._to == rank
+        sent = np.bincount(self._to[leaving], weights=sizes[leaving], minlength=size)
+        received = np.bincount(self._from[coming], weights=sizes[coming], minlength=size)
+        return sent.astype(np.int64).tolist(), received.astype(np.int64).tolist()
 
     def sent_to(self) -> np.ndarray:
         """The rank that each of `sent` goes to."""
@@ -130,7 +133,8 @@ def _send_ragged(name: str, column: Column, value: Ragged, sizes: Tensor, leavin
     mine = np.bincount(copies.sent_to(), weights=per_copy, minlength=copies.world.size).astype(np.int64)
     counts = np.array(copies.world.gather(f"{name}: sizes", mine.tolist()), np.int64)  # [all]
     values: Columns = {"values": (column, value.values)}
-    rows = copies.world.exchange(f"{name}: values", _to_bytes(values), counts)  # [all]
+    received = counts[:, copies.world.rank].tolist()
+    rows = copies.world.exchange(f"{name}: values", _to_bytes(values), mine.tolist(), received)  # [all]
     return Ragged(_from_bytes(rows, values)["values"], bounds_of(sizes))
 
 

@@ -22,6 +22,6 @@ def _loss(
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """See `train.base.ValueLoss`."""
     assert batch.values is not None and batch.returns is not None
-    old, returns = batch.values[batch.loss_mask], batch.returns[batch.loss_mask]
+    old, returns = batch.values[batch.sampled.index], batch.returns[batch.sampled.index]
     loss, quantities = error(values, old, returns)
     return loss, quantities | {"critic/values/mean": old, "critic/returns/mean": returns}

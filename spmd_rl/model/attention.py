@@ -12,6 +12,8 @@ sliding windows that would cut a sequence.
 
 from collections import defaultdict
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from spmd_rl.devices import to_device
 
 NAME = "spmd_packed"
 SHORT = 64
@@ -56,7 +60,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the segments of one packed row lie. Built once per forward and shared by all layers."""
+    """Where the segments of one packed row lie. Built once per forward on the CPU and shared by all layers.
+
+    It holds what its kernel reads: `blocks` and `order`, or, for the variable-length one, `seen` (see `uses_varlen`).
+    """
 
     starts: Tensor
     """int32 [S+1]: first token of each segment, then T"""
@@ -65,42 +72,53 @@ class Packing:
     max_seen: int
     """the same with the path before it"""
     blocks: tuple[Block, ...]
-    order: Tensor
-    """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end"""
+    order: Tensor | None
+    """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end; None without blocks"""
     seen: Tensor | None
     """int64 [n]: for each segment the tokens of the path before it and its own, laid end to end; None if there are no
-    parents"""
+    parents, or with blocks"""
     seen_starts: Tensor
     """int32 [S+1]: where each segment's begin in `seen`"""
 
     @classmethod
-    def of(cls, starts: Tensor, parents: Tensor | None = None) -> "Packing":
-        """From the first token of each segment, then T (int64 [S+1]), on its device; every segment holds a token.
+    def of(
+        cls,
+        starts: Tensor,
+        parents: Tensor | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> "Packing":
+        """From the first token of each segment, then T (int64 [S+1]); every segment holds a token.
 
-        parents: int64 [S], index of the segment that each one continues, -1 for none; without circles.
+        parents: int64 [S], index of the segment that each one continues, -1 for none; without circles. device, dtype:
+        of the queries that it is for; by default the device of `starts`, and float32.
         """
+        device = device or starts.device
         runs = [range(begin, end) for begin, end in pairwise(starts.tolist())]
         assert all(runs), "an empty segment"
         before = _paths(runs, [-1] * len(runs) if parents is None else parents.tolist())
-        classes: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for segment, (path, own) in enumerate(zip(before, runs, strict=True)):
-            classes[_size(_total(path)), _size(len(own))].append(segment)
-        blocks = [
-            _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop)
-            for _, some in sorted(classes.items())
-        ]
         lengths = [_total(path) + len(own) for path, own in zip(before, runs, strict=True)]
-        visible = [[*path, own] for path, own in zip(before, runs, strict=True)]
+        blocks, order, seen = (), None, None
+        if not uses_varlen(device, dtype):
+            blocks = _blocks(before, runs)
+            order = torch.argsort(torch.cat([block.queries.tokens for block in blocks]))
+        elif any(before):
+            seen = _token_indices([[*path, own] for path, own in zip(before, runs, strict=True)])
         packing = cls(
             starts=starts.to(torch.int32),
             max_length=max(map(len, runs)),
             max_seen=max(lengths),
-            blocks=tuple(blocks),
-            order=torch.argsort(torch.cat([block.queries.tokens for block in blocks])),
-            seen=_token_indices(visible) if any(before) else None,
+            blocks=blocks,
+            order=order,
+            seen=seen,
             seen_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         )
-        return _moved(packing, starts.device)
+        return _moved(packing, device)
+
+
+def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether queries of this dtype on this device are for the variable-length kernel."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
@@ -123,6 +141,16 @@ def _total(path: list[range]) -> int:
 def _size(num_tokens: int) -> int:
     """Class of a length: segments of one class share padded rows."""
     return (max(num_tokens, SHORT) - 1).bit_length() if num_tokens else 0
+
+
+def _blocks(before: list[list[range]], runs: list[range]) -> tuple[Block, ...]:
+    """Segments, with the paths before them, by classes of similar length."""
+    classes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for segment, (path, own) in enumerate(zip(before, runs, strict=True)):
+        classes[_size(_total(path)), _size(len(own))].append(segment)
+    return tuple(
+        _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop) for _, some in sorted(classes.items())
+    )
 
 
 def _block(before: list[list[range]], runs: list[range], num_tokens: int) -> Block:
@@ -153,7 +181,7 @@ def _token_indices(rows: list[list[range]]) -> Tensor:
 def _moved(value: Any, device: torch.device) -> Any:
     """A copy of these dataclasses with their tensors on `device`."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return to_device(value, device)
     if isinstance(value, tuple):
         return tuple(_moved(item, device) for item in value)
     if is_dataclass(value):
@@ -181,7 +209,7 @@ def packed_attention(
         raise ValueError(f"a sequence of {packing.max_seen} tokens exceeds the sliding window of {sliding_window}")
     assert attention_mask is None and query.shape[0] == 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = _varlen if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _padded
+    attend = _varlen if uses_varlen(q.device, q.dtype) else _padded
     return attend(q, k, v, packing, scaling)[None], None
 
 
@@ -230,8 +258,16 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
         packing.max_seen,
         scale=scaling,
         window_size=(-1, 0),  # causal
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": q.shape[1] != k.shape[1]} if _asks_for_gqa() else {}),
     )
+
+
+@cache
+def _asks_for_gqa() -> bool:
+    """Whether torch wants to be told of fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def register() -> None:

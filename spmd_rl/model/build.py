@@ -3,7 +3,7 @@
 Whole (`build_model`), or without weights (`build_on_meta`), to be sharded first and then filled by `load.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from transformers.utils import logging
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
 from spmd_rl.model import attention as packed
+from spmd_rl.model.stored import Part, stored_parts
 
 
 def build_model(
@@ -99,14 +100,18 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers by Hugging Face name; tied ones once, under the first name."""
+def weights_of(module: nn.Module, parts: Mapping[str, list[Part]] | None = None) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers by the name that a checkpoint stores them under; tied ones once, under the first.
+
+    Where a parameter is stored as several tensors, these are views of it. parts: `stored_parts`, if known.
+    """
     seen: set[int] = set()
-    weights = {}
+    weights, parts = {}, stored_parts(module) if parts is None else parts
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            weights[name] = tensor
+            whole = len(parts[name]) == 1
+            weights |= {part.name: tensor if whole else part.of(tensor.detach()) for part in parts[name]}
     return weights
 
 

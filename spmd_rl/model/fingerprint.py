@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -21,11 +22,24 @@ def fingerprint(tensor: Tensor) -> bytes:
     Equal content gives equal bytes, whatever the strides. On the CPU it is xxh3-128, elsewhere `checksum`: comparable
     only between tensors on one type of device.
     """
+    return finish({"": start(tensor)})[""]
+
+
+def start(tensor: Tensor) -> bytes | Tensor:
+    """Return the fingerprint of a tensor; on an accelerator what `finish` makes it of, for which nobody waits."""
     if tensor.is_cpu:
         data = tensor.contiguous()
         # Not `data.numpy()`: that makes the storage unresizable for good, and FSDP frees its buffers by resizing them.
         return xxhash.xxh3_128_digest(_bytes(data.nbytes).from_address(data.data_ptr()))
-    return checksum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return _sums(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+
+def finish(started: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
+    """Return the fingerprints of what has been started, by name; an accelerator is waited for once."""
+    waiting = {name: sums for name, sums in started.items() if isinstance(sums, Tensor)}
+    rows = torch.stack(list(waiting.values())).tolist() if waiting else []
+    found = {name: struct.pack("<qq", *row) for name, row in zip(waiting, rows, strict=True)}
+    return {name: found.get(name, value) for name, value in started.items()}
 
 
 @cache
@@ -40,20 +54,24 @@ def checksum(data: Tensor) -> bytes:
     The mixing is splitmix64's finaliser, in wrapping int64. Without it (a plain weighted sum) two flipped sign bits
     would cancel, as the top bit of a word has nowhere to carry to.
     """
+    return finish({"": _sums(data)})[""]
+
+
+def _sums(data: Tensor) -> Tensor:
+    """The two sums of `checksum`, int64 [2], on the device of the data."""
     num_whole = data.numel() // 8 * 8
     tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
     tail[: data.numel() - num_whole] = data[num_whole:]
     aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
-    totals, place = [0, 0], 0
+    totals, place = torch.zeros(2, dtype=torch.int64, device=data.device), 0
     for part in (*data[:num_whole].split(8 * WORDS), tail):
         words = (part if aligned else part.clone()).view(torch.int64)
         places = torch.arange(place, place + len(words), device=data.device)
         place += len(words)
         mixed = _shift_multiply(words ^ (places * GOLDEN), 30, FIRST)
         mixed = _shift_multiply(mixed, 27, SECOND)
-        totals[0] += int(mixed.sum())
-        totals[1] += int(_shift_multiply(mixed, 31, GOLDEN).sum())
-    return struct.pack("<QQ", *(total % 2**64 for total in totals))
+        totals += torch.stack([mixed.sum(), _shift_multiply(mixed, 31, GOLDEN).sum()])
+    return totals
 
 
 def _shift_multiply(words: Tensor, shift: int, factor: int) -> Tensor:

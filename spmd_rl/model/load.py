@@ -8,7 +8,7 @@ files.bytes_read
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.errors import UserError
+from spmd_rl.model.stored import Part, stored_parts
 
 Region = tuple[slice, ...]
 """One slice a dimension."""
@@ -86,19 +87,23 @@ def load_weights(
     if problem := mismatch(model, files, fresh):
         raise UserError(problem)
     wanted = _stored_tensors(model, files, fresh)
-    for name, tensor in wanted.items():
-        if files.shape(name) != list(tensor.shape):
+    for name, (_, part) in wanted.items():
+        shape = [piece.stop - piece.start for piece in part.region][part.is_expert :]
+        if files.shape(name) != shape:
             raise UserError(
                 f"policy.model: {files.file_of(name)}: {name} has the shape {files.shape(name)}, "
-                f"not {list(tensor.shape)} as config.json says"
+                f"not {shape} as config.json says"
             )
     for name, tensor in model.named_parameters():
         if name in fresh:
             _local(tensor).zero_()
-    for name, tensor in wanted.items():
-        region = owned_region(tensor)
-        if all(part.stop > part.start for part in region):
-            _local(tensor).copy_(files.read(name, region))
+    for name, (tensor, part) in wanted.items():
+        own = owned_region(tensor)
+        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, part.region, strict=True)]
+        if all(piece.stop > piece.start for piece in common):
+            source, place = (_within(common, outer) for outer in (part.region, own))
+            found = files.read(name, source[part.is_expert :])
+            _local(tensor)[place].copy_(found[None] if part.is_expert else found)
         on_progress()
 
 
@@ -107,7 +112,7 @@ def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) 
     wanted = _stored_tensors(model, files, fresh)
     if missing := sorted(wanted.keys() - files.names):
         return f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}"
-    known = {*model.state_dict(keep_vars=True), *fresh, *(name for name, _ in model.named_buffers())}
+    known = {*wanted, *model.state_dict(keep_vars=True), *fresh, *(name for name, _ in model.named_buffers())}
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]  # as transformers does
     for name in files.names:
         if name not in known and not any(re.search(pattern, name) for pattern in ignored):
@@ -115,14 +120,28 @@ def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) 
     return ""
 
 
-def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, Tensor]:
-    """The model's tensors by the name under which each is stored; those that tie weights share an entry."""
+def _within(region: Iterable[slice], outer: Region) -> Region:
+    """The region, counted from where `outer` begins."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
+
+
+def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, tuple[Tensor, Part]]:
+    """By each name that is stored, the model's tensor that it belongs to; those that tie weights share an entry."""
     tied: dict[int, list[str]] = defaultdict(list)
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}
     for name, tensor in tensors.items():
         tied[id(tensor)].append(name)
-    stored = (next((name for name in names if name in files.names), names[0]) for names in tied.values())
-    return {name: tensors[name] for name in stored}
+    parts, found = stored_parts(model), {}
+    for names in tied.values():
+        choices = [choice for name in names for choice in ([_whole(name, tensors[name])], parts[name])]
+        chosen = next((c for c in choices if c[0].name in files.names), parts[names[0]])
+        found |= {part.name: (tensors[names[0]], part) for part in chosen}
+    return found
+
+
+def _whole(name: str, tensor: Tensor) -> Part:
+    """A tensor that is stored under the name that it has."""
+    return Part(name, tuple(slice(0, size) for size in tensor.shape), False)
 
 
 def owned_region(tensor: Tensor) -> Region:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-CHUNK = 2**21
-"""Logits at a time: 8 MiB in float32."""
+CHUNK, DEVICE_CHUNK = 2**21, 2**27
+"""Logits at a time: 8 MiB in float32 on the CPU, for its caches; 512 MiB on devices, for few and large products."""
 
 
 CUT = -1e20
@@ -81,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ids is not None:
                 _cut_off(x, rows, ids - begin)
             inside, places = _inside(targets, begin, end)
-            chosen[inside] = x[inside, places]
+            chosen = torch.where(inside, x.gather(1, places[:, None])[:, 0], chosen)
             higher = torch.maximum(top, x.amax(-1))
             fall = torch.where(top == -torch.inf, 0.0, top - higher)
             spread = fall.exp() * (spread + fall * total)
@@ -116,7 +116,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 x = log_p.exp().mul_(-scaled[:, None] - by_entropy * (log_p + entropy[:, None]))
             # d logprob / d logit = (one at the target - softmax) / temperature
             inside, places = _inside(targets, begin, end)
-            x[inside, places] += scaled[inside]
+            x.scatter_add_(1, places[:, None], torch.where(inside, scaled, 0.0)[:, None])
             x = x.to(hidden.dtype)
             hidden_grad += x @ weight[begin:end]
             torch.mm(x.T, hidden, out=weight_grad[begin:end])
@@ -125,14 +125,16 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
     """Parts of the vocabulary, as [begin, end)."""
-    step = max(1, CHUNK // max(1, len(hidden)))
+    step = max(1, (CHUNK if hidden.is_cpu else DEVICE_CHUNK) // max(1, len(hidden)))
     return ((begin, min(begin + step, len(weight))) for begin in range(0, len(weight), step))
 
 
 def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Rows whose target lies in this part of the vocabulary, and where in it."""
-    rows = ((targets >= begin) & (targets < end)).nonzero().squeeze(-1)
-    return rows, targets[rows] - begin
+    """Whether each row's target lies in this part of the vocabulary, and where in it; anywhere in it, if it does not.
+
+    No list of the rows: a device would have to be waited for to know how long it is.
+    """
+    return (targets >= begin) & (targets < end), (targets - begin).clamp(0, end - begin - 1)
 
 
 def _cut_off(x: Tensor, rows: Tensor, places: Tensor) -> None:

@@ -53,7 +53,7 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
     return [Answer(c.token_ids.tolist(), c.logprobs.tolist()) for c in ordered], ""
 
 
-def judge(policy: TrainBackend, by_rank: list[list[Answer]], device: torch.device) -> dict[int, float]:
+def judge(policy: TrainBackend, by_rank: list[list[Answer]]) -> dict[int, float]:
     """[all] Return the mean absolute difference of an engine's logprobs from the trainer's, in nats, by its rank.
 
     by_rank: each rank's answers, none where it has no engine; equal on all ranks. The engines are shared out among the
@@ -62,7 +62,6 @@ def judge(policy: TrainBackend, by_rank: list[list[Answer]], device: torch.devic
     data = policy.layout.data
     mine = [rank for rank, answers in enumerate(by_rank) if answers][data.rank :: data.size]
     batch = pack(_sample(rank, index, answer) for rank in mine for index, answer in enumerate(by_rank[rank]))
-    batch = batch.to(device)
     logprobs, _ = policy.logprobs(batch, temperature=1.0)  # [all]
     differences = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
     of_engines = differences.split([sum(len(answer.token_ids) for answer in by_rank[rank]) for rank in mine])

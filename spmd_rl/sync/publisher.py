@@ -13,7 +13,7 @@ from typing import TypeVar
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.sync import probe
 from spmd_rl.sync.stream import WeightStream
 from spmd_rl.sync.transport import Transport
@@ -105,14 +105,14 @@ class Publisher:
         """The first difference between the stream and what the engine holds, as far as it shows that; or nothing."""
         if self._engine is None:
             return ""
-        missing = dict(stream.fingerprints)
-        for name, tensor in self._engine.loaded_weights():
-            expected = missing.pop(name, None)
-            if expected is None:
+        given, held = stream.fingerprints, dict(self._engine.loaded_weights())
+        found = finish({name: start(t.to(self._world.device)) for name, t in held.items() if t is not None})
+        for name in held:
+            if name not in given:
                 return f"{name} was not handed over"
-            if tensor is not None and fingerprint(tensor.to(self._world.device)) != expected:
+            if name in found and found[name] != given[name]:
                 return f"the engine holds other bytes of {name} than it was given"
-        return f"the engine holds no {next(iter(missing))}" if missing else ""
+        return next((f"the engine holds no {name}" for name in given if name not in held), "")
 
     def _agree(self, version: int, fault: str, digest: bytes) -> None:
         """[all] RunFailed on every rank if any found a fault, or if the ranks were handed different bytes."""
@@ -126,7 +126,7 @@ class Publisher:
         if self._policy is None:
             return 0.0, ""
         with self._policy_awake():
-            differences = probe.judge(self._policy, by_rank, self._world.device)  # [all]
+            differences = probe.judge(self._policy, by_rank)  # [all]
         for rank, difference in differences.items():
             if not difference <= limit:  # a NaN is no success
                 told = f"the engine's logprobs are {difference:.3g} from the trainer's on average (limit {limit:g})"

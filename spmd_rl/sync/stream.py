@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.model.fingerprint import finish, start
 
 
 class WeightStream:
@@ -17,8 +17,7 @@ class WeightStream:
         self, weights: Iterable[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
     ) -> None:
         """Each tensor is moved to `device`, and `progress` is called, so that a long pass is no stall."""
-        self.fingerprints: dict[str, bytes] = {}
-        """Of each tensor's bytes, by name, in the order of the stream."""
+        self._started: dict[str, bytes | Tensor] = {}
         self.repeated: list[str] = []
         """Names that came more than once."""
         self.dtype: torch.dtype | None = None
@@ -35,15 +34,21 @@ class WeightStream:
             tensor = tensor.to(self._device)
             arrived = time.perf_counter()
             self.wait_seconds += arrived - began
-            if name in self.fingerprints:
+            if name in self._started:
                 self.repeated.append(name)
-            self.fingerprints[name] = fingerprint(tensor)
+            self._started[name] = start(tensor)
             self.num_bytes += tensor.nbytes
             self.dtype = tensor.dtype if tensor.is_floating_point() else self.dtype
             self._progress()
             self.hash_seconds += time.perf_counter() - arrived
             yield name, tensor
             began = time.perf_counter()
+
+    @property
+    def fingerprints(self) -> dict[str, bytes]:
+        """Of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
+        self._started = found = finish(self._started)
+        return found
 
     def digest(self) -> bytes:
         """Return 16 bytes over all names and fingerprints, in the order of the stream."""

@@ -17,6 +17,9 @@ import msgspec
 
 from spmd_rl.types import FinishReason, Message
 
+FILES_AT_ONCE = 256
+"""Parts that are merged in one pass: a process may open about a thousand files."""
+
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -127,12 +130,17 @@ class SampleLog:
         return self.root / f".{self._kind}-{step:06d}.rank-{rank}-of-{self._num_ranks}.part"
 
     def _merge(self, step: int, parts: Sequence[Path]) -> None:
-        draft = self.root / f".{self._kind}-{step:06d}.merge.tmp"
-        with ExitStack() as stack, open(draft, "wb") as out:
-            files = [stack.enter_context(open(part, "rb")) for part in parts]
-            out.writelines(heapq.merge(*files, key=_decode_key))
-        os.replace(draft, self.path(step))
-        _remove(parts)
+        drafts, merged = [], list(parts)
+        while len(merged) > 1 or not drafts:
+            some, merged = merged[:FILES_AT_ONCE], merged[FILES_AT_ONCE:]
+            draft = self.root / f".{self._kind}-{step:06d}.merge-{len(drafts)}.tmp"
+            with ExitStack() as stack, open(draft, "wb") as out:
+                files = [stack.enter_context(open(part, "rb")) for part in some]
+                out.writelines(heapq.merge(*files, key=_decode_key))
+            drafts.append(draft)
+            merged.append(draft)
+        os.replace(drafts.pop(), self.path(step))
+        _remove([*parts, *drafts])
 
 
 def merged_files(root: Path, kind: str) -> list[tuple[int, Path]]:

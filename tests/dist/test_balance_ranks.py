@@ -137,7 +137,7 @@ def rows(world: World) -> list:
     plan = [[0 if at == 1 or to == last else 1 + at + 2 * to for to in range(world.size)] for at in range(world.size)]
     sent = plan[world.rank]
     mine = torch.cat([torch.full((n, 3), 10 * world.rank + to, dtype=torch.uint8) for to, n in enumerate(sent)])
-    got = world.exchange("rows", mine, np.array(plan))
+    got = world.exchange("rows", mine, sent, [row[world.rank] for row in plan], plan)
     assert got.shape[1:] == (3,) and got.dtype == torch.uint8
     return [[plan[at][world.rank] for at in range(world.size)], got[:, 0].tolist()]
 
@@ -174,8 +174,8 @@ def weigh(world: World) -> list[int]:
     """Bytes of samples that this rank sends and gets, all columns of what it trains, and the global batch's bytes."""
     through = [0, 0]
 
-    def counted(name: str, rows: torch.Tensor, counts: np.ndarray, agreed: Any) -> torch.Tensor:
-        arrived = World.exchange(world, name, rows, counts, agreed)
+    def counted(name: str, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        arrived = World.exchange(world, name, rows, *args)
         through[0], through[1] = through[0] + rows.nbytes, through[1] + arrived.nbytes
         return arrived
 

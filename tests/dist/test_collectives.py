@@ -94,7 +94,7 @@ def blocks(world: World) -> list:
     seen.append(mine.reduce("sum", {"x": float(world.rank)})["x"])
     counts = np.array([[0, 1], [2, 0]])
     rows = torch.full((int(counts[mine.rank].sum()), 3), world.rank, dtype=torch.uint8)
-    seen.append(mine.exchange("rows", rows, counts)[:, 0].tolist())
+    seen.append(mine.exchange("rows", rows, counts[mine.rank], counts[:, mine.rank])[:, 0].tolist())
     total = torch.tensor([1 + world.rank])
     mesh = mine.mesh(dp=1, tp=2)
     torch.distributed.all_reduce(total, group=mesh.get_group("tp"))

@@ -39,7 +39,7 @@ def turns(world: World) -> list[str]:
         counts = counts_of(turn, world.size)
         mine = torch.cat([row_block(turn, world.rank, to, n) for to, n in enumerate(counts[world.rank].tolist())])
         time.sleep(0.01 * (turn % world.size == world.rank))
-        got = world.exchange("rows", mine, counts, {"turn": turn})
+        got = world.exchange("rows", mine, counts[world.rank], counts[:, world.rank], [turn, counts])
         coming = counts[:, world.rank].tolist()
         wanted = torch.cat([row_block(turn, source, world.rank, n) for source, n in enumerate(coming)])
         if not torch.equal(got, wanted) or got.dtype != wanted.dtype:
@@ -67,7 +67,7 @@ def disagreement(world: World, what: str) -> str:
         else:  # it has not the rows of its own plan
             counts[last], mine = 4, mine[:1]
     with pytest.raises(RunFailed) as failed:
-        world.exchange("rows", mine, counts, agreed)
+        world.exchange("rows", mine, counts[world.rank], counts[:, world.rank], [agreed, counts])
     world.barrier("all have failed")
     return str(failed.value)
 
@@ -76,4 +76,6 @@ def disagreement(world: World, what: str) -> str:
 def test_ranks_that_disagree_are_named(what: str) -> None:
     results = run_ranks(3, disagreement, what)
     assert len(set(results)) == 1, "each rank fails alike"
-    assert results[0].startswith("rows: ranks [2] differ from the others: [[") and " instead of [[" in results[0]
+    assert (
+        results[0].startswith("rows: ranks [2] differ from the others: [13, [") and " instead of [13, [" in results[0]
+    )

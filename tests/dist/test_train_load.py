@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, RlvrConfig, TrainConfig
 from spmd_rl.config.sections.models import TrainOverrides
@@ -15,7 +16,7 @@ from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
 from spmd_rl.train.fsdp2 import FSDP2Backend
 from tests.dist.harness import run_ranks
-from tests.models import tiny
+from tests.models import EXPERTS, tiny
 from tests.training import SETTINGS, TEMPERATURE, backend, global_batch, loss, share_of
 
 MEBIBYTE = 2**20
@@ -85,6 +86,25 @@ def as_whole(world: World, path: str, tp: int) -> dict[str, bool]:
 def test_a_role_filled_from_the_file_is_one_that_takes_over_a_whole_model(size: int, tp: int, tmp_path) -> None:
     path = tiny("qwen2", tmp_path, tie=size == 2, intermediate_size=90, vocab_size=263)
     for facts in run_ranks(size, as_whole, str(path), tp, timeout=200):
+        assert all(facts.values()), facts
+
+
+def experts(world: World, path: str) -> dict[str, bool]:
+    """A mixture whose three experts two ranks cannot share out whole: names, bytes and the share that is read."""
+    stored = load_file(Path(path) / "model.safetensors")
+    facts = as_whole(world, path, 1)
+    policy = build_role("policy", settings(path), world)
+    held = {name: tensor.clone() for name, tensor in policy.weights()}
+    return facts | {
+        "names": held.keys() == stored.keys(),
+        "bytes": all(torch.equal(held[name], stored[name]) for name in stored),
+        "share": bytes_read(world)[-1] <= 0.51 * sum(t.nbytes for t in stored.values()),
+    }
+
+
+def test_experts_are_read_by_share_and_leave_under_the_names_of_the_checkpoint(tmp_path) -> None:
+    path = tiny("qwen3_moe", tmp_path, **EXPERTS["qwen3_moe"] | {"num_experts": 3})
+    for facts in run_ranks(2, experts, str(path), timeout=200):
         assert all(facts.values()), facts
 
 

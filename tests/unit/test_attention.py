@@ -87,7 +87,7 @@ def test_a_segment_sees_its_whole_path(tmp_path):
             whole = torch.cat([torch.arange(*runs[i]) for i in path])
             alone = plain(input_ids=ids[whole][None]).logits[0]
             torch.testing.assert_close(out[whole], alone, rtol=0, atol=1e-12)
-    assert packing.seen.numel() == 180 + 160 + 2 * 167 and packing.max_seen == 177
+    assert packing.seen_starts[-1] == 180 + 160 + 2 * 167 and packing.max_seen == 177
 
 
 def test_a_segment_sees_its_parent_whole_and_itself(tmp_path):
@@ -107,4 +107,4 @@ def test_a_segment_sees_its_parent_whole_and_itself(tmp_path):
             torch.testing.assert_close(out[begin:end], alone[9:], rtol=0, atol=1e-12)
             torch.testing.assert_close(out[5:14], alone[:9], rtol=0, atol=1e-12)
         torch.testing.assert_close(out[18:], plain(input_ids=ids[None, 18:]).logits[0], rtol=0, atol=1e-12)
-    assert packing.seen.numel() == 40 + 3 * 9 and packing.max_seen == 22
+    assert packing.seen_starts[-1] == 40 + 3 * 9 and packing.max_seen == 22

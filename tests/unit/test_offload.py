@@ -2,6 +2,7 @@
 
 import torch
 
+from spmd_rl.train.fsdp2 import offload
 from spmd_rl.train.fsdp2.offload import Offload
 
 
@@ -9,29 +10,33 @@ def test_tensors_come_back_as_the_objects_they_were() -> None:
     whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     part, half, nothing = whole[1:3], torch.randn(7).bfloat16(), torch.empty(0)
     expected = [t.clone() for t in (whole, part, half)]
-    offload = Offload([part, whole, half, nothing])
+    moved = Offload([part, whole, half, nothing])
     for _ in range(2):
-        offload.to_host()
-        offload.to_host()
+        moved.to_host()
+        moved.to_host()
         assert (
             whole.untyped_storage().nbytes() == part.untyped_storage().nbytes() == half.untyped_storage().nbytes() == 0
         )
-        offload.to_device()
-        offload.to_device()
+        moved.to_device()
+        moved.to_device()
         assert all(map(torch.equal, (whole, part, half), expected))
         assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         whole += 1
+        moved.changed()
         expected = [t.clone() for t in (whole, part, half)]
 
 
-def test_host_memory_is_reserved_once_and_what_is_constant_copied_once() -> None:
-    for constant in (False, True):
-        tensor = torch.zeros(5)
-        offload = Offload([tensor], constant)
-        offload.to_host()
-        (copy,) = offload._copies
-        offload.to_device()
-        tensor += 1  # a constant one would not
-        offload.to_host()
-        assert offload._copies[0] is copy
-        assert copy.view(torch.float32).eq(0 if constant else 1).all()
+def test_what_has_not_changed_is_not_copied_again(monkeypatch) -> None:
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 16)  # tensors begin and end within blocks
+    tensors = [torch.zeros(5), torch.ones(3), torch.full((9,), 2.0)]
+    moved = offload.Offload(tensors)
+    for changed in (False, True):
+        moved.to_host()
+        moved.to_device()
+        tensors[1] += 1
+        if changed:
+            moved.changed()
+        moved.to_host()
+        moved.to_device()
+        assert tensors[1].eq(2 if changed else 1).all()
+    assert tensors[0].eq(0).all() and tensors[2].eq(2).all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spmd_rl.algo import POLICY_LOSSES
-from spmd_rl.batch import Batch, pack, sampled_runs
+from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.algorithm import CorrectionConfig
 from spmd_rl.learn.policy_loss import bind_loss
@@ -83,10 +83,11 @@ def test_the_coefficient_in_force_wins() -> None:
 def test_runs_count_turns_and_samples_without_gaps() -> None:
     two_turns = Sample(0, 0, sample(0, 0, 2, 1.0).turns + sample(0, 0, 1, 1.0).turns, sample(0, 0, 1, 1.0).verdict)
     empty = Sample(0, 1, (sample(0, 1, 0, 1.0).turns), two_turns.verdict)
-    samples, segments = sampled_runs(pack([two_turns, empty, sample(0, 2, 2, 1.0)]))
-    assert samples.tolist() == [0, 0, 0, 1, 1]
-    assert segments.tolist() == [0, 0, 1, 2, 2]
-    assert [x.tolist() for x in sampled_runs(pack([]))] == [[], []]
+    batch = pack([two_turns, empty, sample(0, 2, 2, 1.0)])
+    assert batch.sampled.samples.tolist() == [0, 0, 0, 1, 1]
+    assert batch.sampled.runs.tolist() == [0, 0, 1, 2, 2]
+    assert torch.equal(batch.sampled.index, batch.loss_mask.nonzero()[:, 0])
+    assert pack([]).sampled.samples.tolist() == pack([]).sampled.runs.tolist() == []
 
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))

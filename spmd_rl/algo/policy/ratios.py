@@ -43,8 +43,12 @@ def run_means(values: Tensor, runs: Tensor) -> Tensor:
 
 
 def _sums(values: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    _, index, counts = torch.unique_consecutive(runs, return_inverse=True, return_counts=True)
-    return values.new_zeros(counts.numel()).index_add(0, index, values), index, counts
+    begins = torch.ones_like(runs)
+    begins[1:] = runs[1:] != runs[:-1]
+    index = begins.cumsum(0) - 1
+    # Room for as many runs as there are tokens: a device would have to be waited for to know how many there are.
+    counts = torch.zeros_like(runs).index_add(0, index, torch.ones_like(runs)).clamp(min=1)
+    return values.new_zeros(len(runs)).index_add(0, index, values), index, counts
 
 
 def quantities(tokens: Tokens, ratio: Tensor, clipped: Tensor | None = None) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
+from typing import Any
 
 from spmd_rl.config.values import above, at_least, one_of, require
 
@@ -163,7 +164,11 @@ class EngineConfig:
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`. Those that other
+    settings give, or that the engine leans on, are refused. `native` takes none."""
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES)
         at_least(self, tp=1, max_running=1, kv_tokens=1)
+        require(self.name != "native" or not self.args, "args: engine=native takes none; they are engine=vllm's")

@@ -26,6 +26,7 @@ from spmd_rl.engine.native.scheduler import Prefix, Row, Scheduler
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.size import head_dim, num_kv_heads
+from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
 
 PREFILL_TOKENS = 4096
@@ -52,7 +53,8 @@ class NativeEngine:
         `text_of`: needed for requests with stop strings.
         """
         self._module, self._text_of = module, text_of
-        self._weights = weights_of(module)
+        self._parts = stored_parts(module)
+        self._weights = weights_of(module, self._parts)
         config, weight = module.config, next(module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self.pool = KVPool(
@@ -160,8 +162,9 @@ class NativeEngine:
         self.pool.sleep()
 
     def _move(self, device: torch.device) -> None:
-        for weight in self._weights.values():
+        for weight in self._module.state_dict(keep_vars=True).values():
             weight.data = weight.data.to(device)
+        self._weights = weights_of(self._module, self._parts)
 
     def _prefill(self, prefixes: list[Prefix]) -> None:
         """Compute and store keys and values of whole prefixes; no logits."""

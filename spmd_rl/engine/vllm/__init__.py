@@ -21,23 +21,30 @@ __all__ = ["build"]
 
 def build(cfg: RlvrConfig, world: "World") -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
-    with world.collective("engine: start vllm"), hosted():  # [all] it forms groups over the whole world
+    tp = cfg.engine.tp
+    first = world.rank // tp * tp
+    with world.collective("engine: start vllm"), hosted():  # [all]
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
         from spmd_rl.engine.vllm.weights import expected_shapes
 
         shapes = expected_shapes(cfg.policy.model, cfg.policy.trust_remote_code)
-        sleeps = cfg.train.offload and world.device.type != "cpu"
+        cpu = world.device.type == "cpu"
+        sleeps = cfg.train.offload and not cpu
         llm = start(
             cfg.policy.model,
             getattr(torch, cfg.policy.dtype),
             world.device,
-            tp=cfg.engine.tp,
+            tp=tp,
             max_running=cfg.engine.max_running,
             kv_tokens=cfg.engine.kv_tokens,
             local_rank=world.local_rank,
+            replica=world.process_group(
+                "vllm", "gloo" if cpu else None, range(first, first + tp)
+            ),  # [all] of the replica
             sleeps=sleeps,
             trust=cfg.policy.trust_remote_code,
+            args=cfg.engine.args,
         )
         text_of = text_of_model(cfg.policy.model, cfg.policy.trust_remote_code)
         one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of)

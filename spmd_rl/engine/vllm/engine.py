@@ -27,7 +27,7 @@ from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.fingerprint import fingerprint
+from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
@@ -85,8 +85,7 @@ class VllmEngine:
             "cache_salt": f"version {self._version}",
         }
         if self._cache_sleeps:
-            self._llm.wake_up(["kv_cache"])
-            self._cache_sleeps = False
+            self._wake("kv_cache")
         self._num_added += 1
         if self._first is None:
             self._first = request.id
@@ -197,7 +196,7 @@ class VllmEngine:
         """
         if self._num_awake == 0:
             if self._sleeps:
-                self._llm.wake_up(["weights"])
+                self._wake("weights")
             self._lost = self._lost or self._lost_tensor()
         self._num_awake += 1
         try:
@@ -207,8 +206,16 @@ class VllmEngine:
         if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
+    def _wake(self, tag: str) -> None:
+        """Give `weights` or `kv_cache` their memory on the device back."""
+        torch.accelerator.empty_cache()  # vLLM allocates past torch, which may keep what the trainer has freed
+        self._llm.wake_up([tag])
+        self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
+
     def _sleep(self) -> None:
         """Weights to host memory, bit by bit; the KV cache is given up."""
+        if self._cache_sleeps:  # vLLM counts as asleep until all is awake, and would not let the weights go
+            self._wake("kv_cache")
         self._llm.sleep(level=1)
         self._cache_sleeps = True
 
@@ -221,7 +228,7 @@ class VllmEngine:
         tensors = dict(self._model.named_buffers())
         if self._sleeps:
             tensors |= dict(self._model.named_parameters())
-        return {name: fingerprint(tensor) for name, tensor in tensors.items()}
+        return finish({name: start(tensor) for name, tensor in tensors.items()})
 
     def _lost_tensor(self) -> str:
         """What is not as it was when the weights had been loaded, or nothing."""

@@ -4,13 +4,16 @@ The executor is vLLM's own for ranks that somebody else launched (`external_laun
 torchrun's environment it is told instead, so that it runs under plain Python too. Left out: requests, weights.
 """
 
-from collections.abc import Iterator
+import dataclasses
+import secrets
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from transformers import AutoConfig
 from vllm import _custom_ops  # noqa: F401  loads the kernels, among them one that `_memory_unbound` holds back
 from vllm.distributed import parallel_state
@@ -20,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from spmd_rl.config.sections.rollout import MAX_TOP_K
+from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
 
 CPU_BLOCK = 32
@@ -43,7 +47,22 @@ ALWAYS = {
     "max_logprobs": MAX_LOGPROBS,
     "seed": 0,
     "disable_log_stats": True,
+    "gpu_memory_utilization": 0.01,  # it asks for that share to be free, although the cache's size is given in bytes
 }
+"""Arguments that the engine leans on."""
+OURS = {
+    "model": "policy.model",
+    "dtype": "policy.dtype",
+    "trust_remote_code": "policy.trust_remote_code",
+    "tensor_parallel_size": "engine.tp",
+    "max_num_seqs": "engine.max_running",
+    "num_gpu_blocks_override": "engine.kv_tokens",
+    "kv_cache_memory_bytes": "engine.kv_tokens",
+    "enable_sleep_mode": "train.offload",
+}
+"""Arguments that a setting of ours gives."""
+DEVICE_TOKENS = 16384
+"""Tokens that a step computes at most on a device, as vLLM's offline `LLM` has it on large GPUs."""
 
 
 def start(
@@ -55,10 +74,17 @@ def start(
     max_running: int,
     kv_tokens: int,
     local_rank: int,
+    replica: dist.ProcessGroup,
     sleeps: bool = False,
     trust: bool = False,
+    args: Mapping[str, Any] | None = None,
 ) -> LLMEngine:
-    """[all] vLLM with unset weights; replica r is ranks [r * tp, (r + 1) * tp) of the default group."""
+    """[replica] vLLM with unset weights over the ranks of `replica`.
+
+    args: arguments of `EngineArgs` that are the user's to choose; UserError for one that is unknown, or ours.
+    """
+    args = dict(args or {})
+    check_args(args)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
     num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
@@ -70,8 +96,7 @@ def start(
         max_num_seqs=max_running,
         num_gpu_blocks_override=num_blocks,
         enable_sleep_mode=sleeps,
-        **ALWAYS,
-        **_lengths(path, (num_blocks - 1) * block, trust, cpu),
+        **ALWAYS | _lengths(path, (num_blocks - 1) * block, trust, cpu) | args,
     ).create_engine_config()
     # The number of blocks is fixed above, on all ranks alike; this keeps vLLM from sizing the cache by free memory.
     config.cache_config.kv_cache_memory_bytes = num_blocks * block * _bytes_per_token(config)
@@ -80,16 +105,18 @@ def start(
         """Knows its place without torchrun's variables.
 
         The address is not used, as the default group stands. On the CPU its last part names the shared memory through
-        which ranks would reduce, spinning, in files that outlive them and that another job's ranks would share. Ranks
-        that disagree on it reduce over gloo instead.
+        which ranks would reduce, spinning, in files that outlive them. Ranks that disagree on it reduce over gloo
+        instead; a name of each rank's own, in each start, is never another job's either.
         """
 
+        world = replica
+
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"env://:{dist.get_rank()}", dist.get_rank(), local_rank
+            return f"env://:{secrets.token_hex(8)}", dist.get_rank(), local_rank
 
     if cpu:  # else a C++ compiler must be there, for a function that counts ranks nobody asked for
         type(current_platform).simple_compile_backend = "eager"
-    with _memory_unbound():
+    with _memory_unbound(), _as_world(replica):
         llm = LLMEngine(config, executor_class=Executor, log_stats=False, multiprocess_mode=False)
     # At exit, or when it is collected, it would end the default process group, which is not its own.
     if (finalizer := getattr(llm.engine_core, "_finalizer", None)) is not None:
@@ -97,12 +124,39 @@ def start(
     return llm
 
 
+def check_args(args: Mapping[str, Any]) -> None:
+    """UserError for an argument that vLLM does not know, that another setting gives, or that the engine leans on."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in args:
+        if name not in known:
+            raise UserError(f"engine.args.{name}: vLLM's EngineArgs has no such argument")
+        if name in OURS:
+            raise UserError(f"engine.args.{name}: {OURS[name]} says this")
+        if name in ALWAYS:
+            raise UserError(f"engine.args.{name}: is {ALWAYS[name]!r}, which the engine leans on")
+
+
+@contextmanager
+def _as_world(replica: dist.ProcessGroup) -> Iterator[None]:
+    """Let the group pass for the default one.
+
+    vLLM forms its groups for all replicas that the default group could hold, with all ranks in step: tens of thousands
+    of meetings in a large job, of which a replica needs its own alone.
+    """
+    default = distributed_c10d._get_default_group()
+    distributed_c10d._update_default_pg(replica)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(default)
+
+
 def _lengths(path: Path | str, kv_tokens: int, trust: bool, cpu: bool) -> dict[str, Any]:
     """How long a request may be, and how its prompt is computed."""
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     max_tokens = min(config.max_position_embeddings, kv_tokens)
     if not cpu:
-        return {"max_model_len": max_tokens}
+        return {"max_model_len": max_tokens, "max_num_batched_tokens": max(DEVICE_TOKENS, max_tokens)}
     # A seeded generator that sampled for part of a prompt can only be wound back on an accelerator.
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(2048, max_tokens)}
     return {"max_model_len": max_tokens, "block_size": CPU_BLOCK, "enforce_eager": True, **whole}
@@ -131,8 +185,10 @@ def stop(llm: LLMEngine) -> None:
     llm.model_executor.shutdown()
     if not dist.is_initialized():
         return
+    replica = llm.model_executor.world
     with suppress(AssertionError):  # an older group is gone already
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
             parallel_state._WORLD.destroy()
     parallel_state._WORLD = parallel_state._NODE_COUNT = None
+    dist.destroy_process_group(replica)

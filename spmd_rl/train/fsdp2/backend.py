@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.devices import to_device
 from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.gather import Gather
@@ -19,6 +21,7 @@ class FSDP2Backend(FSDP2Role):
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """[all] See `FSDP2Role`."""
+        self._parts = stored_parts(model)
         self._head = TokenHead(model.get_output_embeddings())
         model.set_output_embeddings(self._head)
         super().__init__(model, *args, **kwargs)
@@ -35,7 +38,7 @@ class FSDP2Backend(FSDP2Role):
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy at each token of the loss mask: float32 [N] each."""
-        self._head.targets = filled_up(micro.token_ids[micro.loss_mask])
+        self._head.targets = to_device(filled_up(micro.token_ids[micro.sampled.index]), self._world.device)
         self._head.temperature = temperature
         self._head.survivors = None
         if micro.survivors is not None:
@@ -52,4 +55,4 @@ class FSDP2Backend(FSDP2Role):
             self._gather = Gather(parameters, self._dtype, self.layout)  # [all] like this whole method
         for name, tensor in self._gather.whole(parameters):
             self._world.progress()
-            yield name, tensor
+            yield from ((part.name, part.of(tensor)) for part in self._parts[name])

@@ -15,7 +15,9 @@ from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.tensor_parallel import sharded_dim, whole
 
 BUCKET_BYTES = 2**25
-"""Gathered at a time; a larger parameter goes alone."""
+"""Gathered at a time on the CPU; a larger parameter goes alone."""
+DEVICE_BUCKET_BYTES = 2**28
+"""The same on devices, where a gather's start costs more than its bytes, the more so the more ranks there are."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
@@ -24,14 +26,15 @@ Bucket = list[tuple[str, DTensor]]
 
 
 class Gather:
-    """The gather of one model's parameters, sharded in their first dimension over one mesh axis by `fully_shard`.
+    """The gather of one model's parameters, each sharded in one dimension over one mesh axis by `fully_shard`.
 
     Parameters that tensor parallelism has cut before are put together in a second stage, one by one.
     """
 
     def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
         """[all] `dtype`: what is handed out."""
-        buckets = list(_buckets(parameters, dtype.itemsize))
+        on_device = layout.world.device.type != "cpu"
+        buckets = list(_buckets(parameters, dtype.itemsize, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
         self._layout, self._group = layout, layout.group("dp")
         self._rank, self._size = layout.rank("dp"), layout.size("dp")
@@ -46,7 +49,7 @@ class Gather:
                 yield name, whole(tensor, parameters[name], self._layout)  # [all]
 
     def _gather(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
-        pieces = [_piece(_shape(p, self._layout), self._size) for _, p in bucket]
+        pieces = [_piece(_shape(p, self._layout), self._size, _dim(p)) for _, p in bucket]
         device = bucket[0][1].to_local().device
         mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
@@ -61,8 +64,11 @@ class Gather:
         for (name, p), column in zip(bucket, columns, strict=True):
             if self._size > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
-            shape = _shape(p, self._layout)
-            yield name, column.view(-1)[: shape.numel()].view(shape)
+            shape, dim = _shape(p, self._layout), _dim(p)
+            if dim == 0:
+                yield name, column.reshape(-1)[: shape.numel()].view(shape)
+            else:  # shards of one size, one after the other: each row of the whole has a part in each
+                yield name, column.reshape(self._size, *p.to_local().shape).movedim(0, dim).reshape(shape)
 
 
 def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
@@ -73,20 +79,25 @@ def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
     return torch.Size(shape)
 
 
-def _piece(shape: torch.Size, size: int) -> int:
-    """Elements of the largest shard: FSDP cuts the first dimension like `torch.chunk`."""
-    return -(-shape[0] // size) * (shape.numel() // max(1, shape[0]))
+def _dim(parameter: DTensor) -> int:
+    """The dimension in which the data-parallel ranks share a parameter out."""
+    return parameter.placements[parameter.device_mesh.mesh_dim_names.index("dp")].dim
 
 
-def _buckets(parameters: Mapping[str, DTensor], itemsize: int) -> Iterator[Bucket]:
-    """In order, at most `BUCKET_BYTES` each unless it is a single parameter."""
+def _piece(shape: torch.Size, size: int, dim: int) -> int:
+    """Elements of the largest shard: FSDP cuts a dimension like `torch.chunk`."""
+    return -(-shape[dim] // size) * (shape.numel() // max(1, shape[dim]))
+
+
+def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int) -> Iterator[Bucket]:
+    """In order, at most `room_bytes` each unless it is a single parameter."""
     bucket: Bucket = []
-    room = BUCKET_BYTES
+    room = room_bytes
     for name, parameter in parameters.items():
         cost = parameter.numel() * itemsize
         if bucket and cost > room:
             yield bucket
-            bucket, room = [], BUCKET_BYTES
+            bucket, room = [], room_bytes
         bucket.append((name, parameter))
         room -= cost
     if bucket:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
+from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
@@ -38,9 +39,10 @@ COMPILE_SECONDS = 3600.0
 """What compiling one shape may take without any progress."""
 
 Forward = Callable[[Batch], tuple[Tensor, ...]]
-"""[all] Of a micro-batch on the device: float32 [N] each, at the tokens of the loss mask."""
+"""[all] Of a micro-batch on the CPU: float32 [N] each, on the device, at the tokens of the loss mask."""
 PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-"""From what a forward gives, and the micro-batch, to the loss per token and named quantities: see `train.base.Loss`."""
+"""From what a forward gives, and the micro-batch on the device, to the loss per token and named quantities: see
+`train.base.Loss`."""
 
 
 def filled_up(rows: Tensor) -> Tensor:
@@ -50,6 +52,23 @@ def filled_up(rows: Tensor) -> Tensor:
 
 def _granule(count: int) -> int:
     return ROUND_TOKENS if count > ROUND_TOKENS else FEW_TOKENS
+
+
+class Pace:
+    """Keeps the CPU at most one micro-batch ahead of a device: it need not wait, and what it calls progress is some."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, None
+
+    def keep(self) -> None:
+        """Wait for what the device was given before the last call; a CPU is never ahead."""
+        if self._device.type == "cpu" or not torch.accelerator.is_available():
+            return
+        event = torch.Event(self._device)
+        event.record()
+        if self._before is not None:
+            self._before.synchronize()
+        self._before = event
 
 
 class FSDP2Role:
@@ -93,7 +112,7 @@ class FSDP2Role:
             dither(model, dtype)
         self._optimizer = Optimizer(model, optimizer, layout, partial) if optimizer is not None else None
         self._offloads = train.offload and on_device
-        self._weights = Offload(model.parameters(), constant=self._optimizer is None)
+        self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
         if self._offloads:
             self._to_host()
@@ -103,17 +122,21 @@ class FSDP2Role:
         """[all] The outputs of `forward` over the whole batch: float32 [T] each, 0 outside of the loss mask."""
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = self._agree_on_count(what, len(bins))
-        columns = [torch.zeros(batch.num_tokens, device=batch.token_ids.device) for _ in range(num_columns)]
+        pace, found = Pace(self._world.device), []
         for i in range(count):
             real = i < len(bins)
-            micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
+            micro = batch.select(bins[i]) if real else dummy(batch)
             with self._world.collective(f"{what}: micro-batch {i + 1}/{count}"), self._compiling():  # [all]
                 outputs = forward(micro)
+                pace.keep()
             if real:
-                places = token_index(batch, bins[i])[micro.loss_mask.to(batch.token_ids.device)]
+                found.append((token_index(batch, bins[i])[micro.sampled.index], outputs))
+            self._world.progress()
+        columns = [torch.zeros(batch.num_tokens, device=batch.token_ids.device) for _ in range(num_columns)]
+        with self._world.collective(f"{what}: results"):  # where a rank waits whose device waits for another rank
+            for places, outputs in found:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
-            self._world.progress()
         if not self._keep_gathered:
             shard.reshard(self._model)
         return columns
@@ -121,8 +144,8 @@ class FSDP2Role:
     def _update(self, batch: Batch, forward: Forward, loss: PerToken) -> Metrics:
         """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
         assert self._optimizer is not None and self._settings is not None, "a frozen role has no update"
-        self._moments.to_device()
         sums, count = self._accumulate(batch, forward, loss)
+        self._moments.to_device()  # not before: what the micro-batches held is free again
         if not self.layout.data.is_leader:  # the block's leader counts for it
             sums = dict.fromkeys(sums, 0.0)
         sums["grad_square"] = self._optimizer.local_grad_square()  # [all]
@@ -138,6 +161,8 @@ class FSDP2Role:
         skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
         if not skipped:
             self._optimizer.step(lr, norm)
+            self._weights.changed()
+            self._moments.changed()
         self._optimizer.zero_grad()
         self._count(skipped)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
@@ -150,35 +175,39 @@ class FSDP2Role:
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
         sums: dict[str, Tensor | float] = {}
+        pace = Pace(self._world.device)
         for i in range(count):
             real = i < len(bins)
-            micro = (batch.select(bins[i]) if real else dummy(batch)).to(self._world.device)
+            micro = batch.select(bins[i]) if real else dummy(batch)
             with self._world.collective(f"update: micro-batch {i + 1}/{count}"), self._compiling():
-                per_token, quantities = loss(*forward(micro), micro)
-                total = (per_token * micro.weights[micro.loss_mask]).sum()
+                outputs, micro = forward(micro), micro.to(self._world.device)
+                per_token, quantities = loss(*outputs, micro)
+                total = (per_token * micro.weights[micro.sampled.index]).sum()
                 total.backward()
+                pace.keep()
             columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
             for name, values in columns.items():
                 sums[name] = sums.get(name, 0.0) + (values.detach().double().sum() if real else 0.0)
             self._world.progress()
         shard.reshard(self._model)  # the weights are about to change
-        return {name: float(value) for name, value in sums.items()}, count
+        with self._world.collective("update: results"):  # where a rank waits whose device waits for another rank
+            return {name: float(value) for name, value in sums.items()}, count
 
     def _outputs(self, micro: Batch) -> Tensor:
         """[all] What the output embedding makes of the hidden states that predict the tokens of the loss mask: [N, ..].
 
         It gets these alone, in order, filled up by `filled_up`.
         """
-        targets = micro.loss_mask.nonzero().squeeze(-1)
+        targets, device = micro.sampled.index, self._world.device
         assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
         tree = share_prefixes(micro)
         tree = rounded(tree, _granule(len(tree.token_ids)))
         output = self._model(
-            input_ids=tree.token_ids[None],
-            position_ids=tree.position_ids[None],
-            packing=Packing.of(tree.starts, tree.parents),
+            input_ids=to_device(tree.token_ids[None], device),
+            position_ids=to_device(tree.position_ids[None], device),
+            packing=Packing.of(tree.starts, tree.parents, device, self._dtype),
             # the output's projection runs only where a target is predicted
-            logits_to_keep=filled_up(tree.gather_index[targets - 1]),
+            logits_to_keep=to_device(filled_up(tree.gather_index[targets - 1]), device),
             use_cache=False,
         )
         return output.logits[0][: len(targets)]
@@ -221,6 +250,8 @@ class FSDP2Role:
         """See `Role`."""
         state = self.state_dict()
         self._files.load(state, folder)  # [all] in place
+        self._weights.changed()
+        self._moments.changed()
         if self._optimizer is not None:
             self._optimizer.load_step(state["optimizer"])
 

@@ -6,7 +6,7 @@ A unit is a decoder layer, or the root with what is left (embedding, final norm,
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from spmd_rl.distributed import Layout
 
@@ -27,14 +27,18 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
     # a policy of the same dtype would copy every gradient once more
     policy = MixedPrecisionPolicy() if {p.dtype for p in model.parameters()} == {dtype} else mixed
-    mesh = layout.mesh["dp"]
+    common = {
+        "mesh": layout.mesh["dp"],
+        "mp_policy": policy,
+        "shard_placement_fn": lambda p: placement(p.shape, data_parallel),
+    }
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:
         # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
         layer.training = recompute
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, reshard_after_forward=not keep_gathered, **common)
+    fully_shard(model, **common)
     for unit in fsdp_units(model):
         unit.set_reshard_after_backward(not keep_gathered, recurse=False)
         if data_parallel == 1:  # alone, a factor would only copy every gradient
@@ -43,6 +47,17 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
         # gloo has no pre-multiplied sum, so that the second one is needed too.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
+    """The dimension in which ranks share out stacked experts; None for the first one, as all other parameters are.
+
+    There are often fewer experts than ranks: of 128, each of 256 ranks would hold half a one, padded to a whole. Other
+    dimensions must divide: torch pads the first one alone.
+    """
+    if len(shape) < 3 or shape[0] % num_ranks == 0:
+        return None
+    return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % num_ranks == 0), None)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

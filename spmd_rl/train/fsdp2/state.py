@@ -34,13 +34,13 @@ class StateFiles:
 
         OSError on every rank if a write failed on any.
         """
-        planner = _SavePlanner(self._world.progress)
+        planner, writer = _SavePlanner(self._world.progress), _Writer(folder)
         try:
             with self._world.collective("save: shards", "copy"):
-                dcp.save(state, storage_writer=_Writer(folder), planner=planner, **self._meeting())
+                dcp.save(state, storage_writer=writer, planner=planner, **self._meeting())
         except CheckpointException as failed:
             raise _cause(failed) from failed
-        written = sorted(folder.glob(f"__{self._world.rank}_*"))
+        written = [folder / name for name in sorted(writer.written)]
         return [*written, folder / ".metadata"] if self._world.rank == 0 else written
 
     def load(self, state: State, folder: Path) -> None:
@@ -66,11 +66,16 @@ class StateFiles:
 class _Writer(dcp.FileSystemWriter):
     """Raises the OSError behind a failed write, over which torch's serialiser raises a RuntimeError of its own."""
 
+    written: frozenset[str] = frozenset()
+    """Names of the files that this rank has written."""
+
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner)
         except RuntimeError as failed:
             raise _os_error(failed) or failed from None
+        self.written = frozenset(result.storage_data.relative_path for result in results.value())
+        return results
 
 
 class _SavePlanner(DefaultSavePlanner):

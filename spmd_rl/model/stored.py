@@ -1,0 +1,73 @@
+"""Under which names a checkpoint stores a model's weights, where those differ from the names of its parameters.
+
+transformers renames some weights as it loads them, and merges others: all experts of a mixture become one parameter.
+What is published and exported has the names of the checkpoint, which vLLM, `from_pretrained` and a user know, and each
+of them is a part of a parameter: nothing is copied to split it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from spmd_rl.errors import UserError
+
+
+class Part(NamedTuple):
+    """A tensor of a checkpoint as a part of a parameter."""
+
+    name: str
+    """under which it is stored"""
+    region: tuple[slice, ...]
+    """where it lies in the parameter, one slice a dimension"""
+    is_expert: bool
+    """The region is one expert's, and the stored tensor lacks the first dimension."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of the whole parameter, as a view."""
+        part = tensor[self.region]
+        return part[0] if self.is_expert else part
+
+
+def stored_parts(model: nn.Module) -> dict[str, list[Part]]:
+    """The parts of each parameter and saved buffer of a model that is not sharded yet, by its name.
+
+    UserError where transformers stores a parameter in a way that is neither another name nor slices by expert.
+    """
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    parts = {name: [Part(name, tuple(slice(0, n) for n in shape), False)] for name, shape in shapes.items()}
+    renamed = {}
+    if hasattr(model, "base_model_prefix"):  # a model of transformers
+        stored = revert_weight_conversion(model, {name: _meta(shape) for name, shape in shapes.items()})
+        renamed = {name for name in shapes if name not in stored or stored[name].shape != shapes[name]}
+    for name in renamed:
+        found = revert_weight_conversion(model, {name: _meta(shapes[name])})
+        parts[name] = _parts(model, name, shapes[name], {key: tensor.shape for key, tensor in found.items()})
+    return parts
+
+
+def _parts(model: nn.Module, name: str, shape: torch.Size, stored: Mapping[str, torch.Size]) -> list[Part]:
+    if len(stored) == 1 and next(iter(stored.values())) == shape:
+        return [Part(next(iter(stored)), tuple(slice(0, n) for n in shape), False)]
+    rows = {part[0] for part in stored.values()}
+    fits = len(shape) == 3 and len(rows) == 1 and all(part[1:] == shape[2:] for part in stored.values())
+    step = next(iter(rows), 1)
+    if not fits or len(stored) * step != shape[0] * shape[1]:
+        raise UserError(f"policy.model: how {type(model).__name__} stores {name} is not supported")
+    # transformers itself says which slice is whose: of numbers that tell where they lie
+    pieces = shape[1] // step
+    numbers = torch.arange(shape[0] * pieces).view(shape[0], pieces, 1)
+    parts = []
+    for key, number in revert_weight_conversion(model, {name: numbers}).items():
+        expert, piece = divmod(int(number), pieces)
+        region = slice(expert, expert + 1), slice(piece * step, (piece + 1) * step), slice(0, shape[2])
+        parts.append(Part(key, region, True))
+    assert len(parts) == len(stored) and math.prod(shape[:2]) == step * len(parts)
+    return parts
+
+
+def _meta(shape: torch.Size) -> Tensor:
+    return torch.empty(shape, device="meta")

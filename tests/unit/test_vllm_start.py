@@ -1,0 +1,65 @@
+"""What vLLM is told at its start, and how it is put to sleep: against its own argument list and executor."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spmd_rl.errors import UserError
+from tests.engines import needs_vllm
+
+pytestmark = needs_vllm
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_num_batch_tokens", "has no such argument"),
+        ("tensor_parallel_size", "engine.tp says this"),
+        ("async_scheduling", "is False, which the engine leans on"),
+        ("logprobs_mode", "is 'processed_logprobs', which the engine leans on"),
+    ],
+)
+def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):
+    from spmd_rl.engine.vllm.start import check_args
+
+    check_args({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"})
+    with pytest.raises(UserError, match=rf"engine\.args\.{name}: .*{words}"):
+        check_args({name: 1})
+
+
+class Llm:
+    """What `VllmEngine` reads of vLLM at its start, over vLLM's own account of what sleeps."""
+
+    def __init__(self):
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        self.calls = []
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=5, block_size=16),
+            model_config=SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 260),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+        )
+        self.model_executor = executor = UniProcExecutor.__new__(UniProcExecutor)
+        executor.sleeping_tags = set()
+        if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # a flag of its own up to 0.24
+            executor.is_sleeping = False
+        executor.collective_rpc = lambda method, kwargs: self.calls.append((method, *kwargs.values()))
+        executor.driver_worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: torch.nn.Module()))
+        self.sleep, self.wake_up = executor.sleep, executor.wake_up
+
+
+def test_a_replica_that_got_no_request_gives_its_weights_memory_back(monkeypatch):
+    """vLLM counts as asleep until its cache is awake too, and would pass over the order to sleep."""
+    from spmd_rl.engine.vllm.engine import VllmEngine
+
+    llm = Llm()
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: llm.calls.append("empty"))
+    engine = VllmEngine(llm, {}, sleeps=True)
+    assert llm.calls == [("sleep", 1)]
+    for _ in range(2):
+        llm.calls.clear()
+        with engine.awake():
+            assert llm.calls == ["empty", ("wake_up", ["weights"])]
+        assert llm.calls[2:] == ["empty", ("wake_up", ["kv_cache"]), ("sleep", 1)]
+        assert llm.model_executor.sleeping_tags == {"weights", "kv_cache"}
