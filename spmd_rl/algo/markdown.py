@@ -57,7 +57,7 @@ def asymmetric(tokens, *, clip_low, clip_high, strength=1.0):
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
-    return torch.where(tokens.advantages < 0, strength * loss, loss), {"actor/my_ratio": ratio}
+    return torch.where(tokens.advantages < 0, strength * loss, loss), {"my_algorithm/ratio": ratio}
 
 
 def centred(scored):

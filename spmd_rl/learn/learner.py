@@ -153,11 +153,13 @@ def _mean(updates: list[Metrics], role: str) -> Metrics:
 
 
 def _name(key: str, role: str) -> str:
-    return key if "/" in key else f"{role}/{_NAMES.get((role, key), key)}"
+    name = _NAMES.get((role, key), key)
+    return name if "/" in name else f"{role}/{name}"
 
 
 _NAMES = {
     ("actor", "loss"): "pg_loss",
     ("actor", "num_microbatches"): "backward_steps",
+    ("actor", "changed_share"): "publish/changed_share",
     ("critic", "num_microbatches"): "backward_steps",
 }

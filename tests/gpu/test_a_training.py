@@ -22,7 +22,7 @@ from tests.gpu.machine import ROOT, note, one_rank, pytestmark, random_model, sa
 from tests.models import tiny
 from tests.training import relative
 
-DEMO = [sys.executable, "-m", "spmd_rl.rlvr", "seed=0"]
+DEMO = [sys.executable, "-m", "spmd_rl.rlvr", "+experiment=demo", "seed=0"]
 
 
 def demo(tmp_path, *args, **options):

@@ -113,5 +113,5 @@ def test_3_speed_of_decoding(name, tmp_path):
 
 
 def test_4_the_demo_with_vllm(tmp_path):
-    args = ["steps=12", "seed=0", "engine=vllm", "train.offload=true", f"run.dir={tmp_path}/run"]
+    args = ["+experiment=demo", "steps=12", "seed=0", "engine=vllm", "train.offload=true", f"run.dir={tmp_path}/run"]
     subprocess.run([sys.executable, "-m", "spmd_rl.rlvr", *args], cwd=ROOT, check=True, timeout=500)

@@ -42,8 +42,10 @@ class FSDP2Backend(FSDP2Role):
         self._head.temperature = temperature
         self._head.survivors = None
         if micro.survivors is not None:
-            lists = micro.survivors.index_select(0, micro.loss_mask.nonzero().squeeze(-1))
-            self._head.survivors = lists.owners, lists.values.long()
+            lists = micro.survivors.index_select(0, micro.sampled.index)
+            self._head.survivors = tuple(
+                to_device(part, self._world.device) for part in (lists.owners, lists.values.long())
+            )
         logprobs, entropy = self._outputs(micro).unbind(-1)
         return logprobs, entropy
 

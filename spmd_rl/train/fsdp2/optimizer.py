@@ -24,10 +24,12 @@ class Optimizer:
         model: nn.Module,
         settings: PolicyConfig | CriticConfig,
         layout: Layout,
+        dtype: torch.dtype,
         partial: frozenset[str] = frozenset(),
     ) -> None:
-        """`partial`: names of parameters as in `tensor_parallel.parallelize`."""
-        self._layout, self._partial, self._max_norm = layout, partial, settings.max_grad_norm
+        """`dtype`: the compute dtype. `partial`: names of parameters as in `tensor_parallel.parallelize`."""
+        self._layout, self._dtype, self._partial = layout, dtype, partial
+        self._max_norm = settings.max_grad_norm
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
         self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in self._parameters.items() for m in MOMENTS}
@@ -49,12 +51,16 @@ class Optimizer:
         replicated = {name: grad for name, grad in grads.items() if sharded_dim(self._parameters[name]) is None}
         if self._layout.size("tp") > 1:
             complete_gradients(replicated, self._partial, self._layout)
-        leads = self._layout.data.is_leader
-        counted = [grad for name, grad in grads.items() if leads or name not in replicated]
+        counted = [grad for name, grad in grads.items() if self._counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
-    def step(self, lr: float, norm: float) -> None:
-        """Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`."""
+    def step(self, lr: float, norm: float) -> int:
+        """Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`.
+
+        Returns how many of this rank's weights change in the compute dtype, which is how the engine gets them: summed
+        over all ranks, each counts once. 0 where that is the masters' own dtype.
+        """
+        before = [self._rounded(shard) for shard in self._shards.values()]
         grads = self._local_grads()
         if norm > self._max_norm:
             torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
@@ -63,6 +69,16 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
+        pairs = zip(self._shards.items(), before, strict=True)
+        return sum(int((self._rounded(shard) != old).sum()) for (name, shard), old in pairs if self._counts_here(name))
+
+    def _rounded(self, shard: Tensor) -> Tensor:
+        """The weights in the compute dtype; empty if that is their own."""
+        return shard.to(self._dtype) if self._dtype.itemsize < shard.dtype.itemsize else shard[:0]
+
+    def _counts_here(self, name: str) -> bool:
+        """Whether a parameter's elements on this rank count in sums over all ranks: each counts once."""
+        return self._layout.data.is_leader or sharded_dim(self._parameters[name]) is not None
 
     def zero_grad(self) -> None:
         """Free the gradients."""

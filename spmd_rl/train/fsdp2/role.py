@@ -110,7 +110,8 @@ class FSDP2Role:
             load(model)
         if optimizer is not None and optimizer.dither:
             dither(model, dtype)
-        self._optimizer = Optimizer(model, optimizer, layout, partial) if optimizer is not None else None
+        self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._optimizer = Optimizer(model, optimizer, layout, dtype, partial) if optimizer is not None else None
         self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
@@ -158,9 +159,9 @@ class FSDP2Role:
             warmup=self._settings.warmup_steps,
             total=self._total_updates,
         )
-        skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
+        skipped, changed = not math.isfinite(norm), 0  # the same number on every rank, so the same branch
         if not skipped:
-            self._optimizer.step(lr, norm)
+            changed = self._optimizer.step(lr, norm)
             self._weights.changed()
             self._moments.changed()
         self._optimizer.zero_grad()
@@ -168,6 +169,9 @@ class FSDP2Role:
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
         means = {name: value / num_tokens for name, value in sums.items()}
         means |= {"loss": total, "grad_norm": norm, "lr": lr}
+        if self._dtype != torch.float32:
+            found = self._world.reduce("update: changed weights", {"changed": changed}, op="sum")  # [all]
+            means["changed_share"] = found["changed"] / self._num_trained
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
