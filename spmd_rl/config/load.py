@@ -65,7 +65,10 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     except MissingConfigException as error:
         raise UserError(_no_such_config(error)) from None
     except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
-        raise UserError(_first_line(error)) from None
+        line = _first_line(error)
+        if found := re.fullmatch(r"Error merging override \+*([\w.]+)=.*", line):
+            line = f"{found[1]}: is a section, not a value; say {found[1]}.<key>=value"
+        raise UserError(line) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{mark.name}:{mark.line + 1}" if mark else "YAML"

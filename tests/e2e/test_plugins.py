@@ -35,9 +35,9 @@ def toy(tmp_path_factory) -> Toy:
     return toy
 
 
-def start(toy: Toy, name: str, *settings: str, ranks: int = 2):
+def start(toy: Toy, name: str, *settings: str, **how):
     env = {"PYTHONPATH": f"{ROOT}:{toy.path}"}
-    return toy.start(*EXACT, "steps=2", "eval.every=0", *settings, ranks=ranks, name=name, env=env)
+    return toy.start(*EXACT, "steps=2", "eval.every=0", *settings, ranks=2, name=name, env=env, **how)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_functions_of_ones_own_train(toy: Toy) -> None:
     ],
 )
 def test_its_exception_is_one_line_and_the_rest_is_kept(toy: Toy, name, settings, line, code) -> None:
-    run = start(toy, name, *settings)
+    run = start(toy, name, *settings, torchrun=True)
     assert run.wait() != 0
     told = [text for text in run.text().splitlines() if text.startswith("error: ")]
     assert told == [f"error: {line} (more in {run.run_dir}/error.txt)"]

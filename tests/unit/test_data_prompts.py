@@ -17,6 +17,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.types import ImagePart, Message, Prompt, TextPart
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
+SUM_CHAINS = "reasoning_gym:chain_sum"
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
@@ -54,7 +55,10 @@ def test_training_and_held_out_share_no_content(
 ) -> None:
     """Not only within a run: what one run holds out, no run of any other seed or size trains on."""
     args = {**SUMS, "max_digits": digits}
-    runs = [Prompts.load(DataConfig(size=n, seed=s, args=args, holdout=holdout)) for n, s in zip(sizes, seeds)]
+    runs = [
+        Prompts.load(DataConfig(train=SUM_CHAINS, size=n, seed=s, args=args, holdout=holdout))
+        for n, s in zip(sizes, seeds)
+    ]
     trained = contents(runs[0].train) | contents(runs[1].train)
     held_out = contents(runs[0].eval) | contents(runs[1].eval)
     assert trained and held_out and not trained & held_out
@@ -182,7 +186,7 @@ def test_several_sources_make_one_dataset(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named_in_one_line(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        Prompts.load(DataConfig(**settings))
+        Prompts.load(DataConfig(**{"train": SUM_CHAINS} | settings))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -231,7 +235,7 @@ def test_fingerprint_sees_every_change(tmp_path: Path) -> None:
 def test_loading_needs_no_torch() -> None:
     code = (
         "import sys; from spmd_rl.config.schema import DataConfig; from spmd_rl.data import Prompts;"
-        "Prompts.load(DataConfig(size=9)); assert 'torch' not in sys.modules"
+        "Prompts.load(DataConfig(train='reasoning_gym:chain_sum', size=9)); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
