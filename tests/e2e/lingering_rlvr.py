@@ -8,6 +8,8 @@ A point is a journal event and the phase or collective it belongs to. Beside the
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import Journal, World
@@ -17,18 +19,30 @@ SECONDS = 0.7
 EVENT, _, WHAT = os.environ["LINGER"].partition(" ")
 STEP = 2
 
-note, progress = Journal.note, World.progress
+note, phase, progress = Journal.note, Journal.phase, World.progress
 lingered = False
 
 
-def lingering_note(journal: Journal, event: str, **fields) -> None:
-    """Write the line, then linger if this is the point: who reads the line finds the rank there."""
+def linger(journal: Journal, event: str, *names: str | None) -> None:
+    """Linger if this is the point, whose line is written: who reads it finds the rank there."""
     global lingered
-    note(journal, event, **fields)
-    here = event == EVENT and WHAT in (fields.get("phase"), fields.get("name"))
-    if here and journal.step == STEP and not lingered:
+    if event == EVENT and WHAT in names and journal.step == STEP and not lingered:
         lingered = True
         time.sleep(SECONDS)
+
+
+def lingering_note(journal: Journal, event: str, **fields) -> None:
+    """Write the line, then linger if this is the point."""
+    note(journal, event, **fields)
+    linger(journal, event, fields.get("phase"), fields.get("name"))
+
+
+@contextmanager
+def lingering_phase(journal: Journal, name: str) -> Iterator[None]:
+    """Enter the phase, then linger if this is the point."""
+    with phase(journal, name):
+        linger(journal, "enter", name)
+        yield
 
 
 def noted_progress(world: World, n: int = 1) -> None:
@@ -39,5 +53,5 @@ def noted_progress(world: World, n: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    Journal.note, World.progress = lingering_note, noted_progress
+    Journal.note, Journal.phase, World.progress = lingering_note, lingering_phase, noted_progress
     main("rlvr", RlvrConfig, run)
