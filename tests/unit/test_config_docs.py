@@ -39,7 +39,7 @@ def test_an_entry_is_what_stands_in_the_schema():
 
 def test_an_entry_has_the_value_that_a_command_gives_it():
     found = shown("rlvr", "+experiment=demo", "steps=7", "data.domains={a: b}")
-    assert (found["policy.lr"].value, found["steps"].value) == ("3.0e-05", "7")
+    assert (found["policy.lr"].value, found["steps"].value) == ("2.0e-05", "7")
     assert found["rollout.filter.zero_variance"].value == "true"
     assert found["data.domains"].value == "{a: b}"
     assert found["reward.<domain>.workers"].value == "1"

@@ -72,7 +72,7 @@ def test_defaults_are_the_embedded_run_on_nobodys_data():
 
 def test_the_demo_is_an_experiment_whose_recipe_may_be_another():
     cfg = rlvr("+experiment=demo")
-    assert (cfg.steps, cfg.policy.lr, cfg.rollout.max_new_tokens, cfg.rollout.over_sample) == (12, 3e-5, 12, 2)
+    assert (cfg.steps, cfg.policy.lr, cfg.rollout.max_new_tokens, cfg.rollout.over_sample) == (8, 2e-5, 12, 2)
     assert (
         cfg.rollout.filter.zero_variance and not rlvr("+experiment=demo", "algorithm=ppo").rollout.filter.zero_variance
     )

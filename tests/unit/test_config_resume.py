@@ -46,12 +46,12 @@ def test_the_same_command_has_no_notice(folder):
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("policy.lr=1e-6", "policy.lr: 3e-05 before, 1e-06 from here on"),
+        ("policy.lr=1e-6", "policy.lr: 2e-05 before, 1e-06 from here on"),
         ("critic.lr=1e-6", "critic.lr: 1e-05 before, 1e-06 from here on"),
         ("policy.schedule=cosine", "policy.schedule: 'constant' before, 'cosine' from here on"),
         ("policy.warmup_steps=3", "policy.warmup_steps: 0 before, 3 from here on"),
         ("policy.betas=[0.9,0.95]", "policy.betas: [0.9, 0.999] before, [0.9, 0.95] from here on"),
-        ("steps=20", "steps: 12 before, 20 from here on"),
+        ("steps=20", "steps: 8 before, 20 from here on"),
         ("eval.every=2", "eval.every: 4 before, 2 from here on"),
         ("eval.temperature=0.5", "eval.temperature: None before, 0.5 from here on"),
         ("rollout.max_new_tokens=24", "rollout.max_new_tokens: 12 before, 24 from here on"),
