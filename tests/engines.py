@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig
+from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RolloutConfig
 from spmd_rl.distributed import solo
 from spmd_rl.engine import build
 
@@ -33,6 +33,7 @@ def vllm_engine(
     cfg = RlvrConfig(
         policy=PolicyConfig(model=str(path), dtype=dtype),
         engine=EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens),
+        rollout=RolloutConfig(max_new_tokens=64),
     )
     own = not dist.is_initialized()
     if own:
