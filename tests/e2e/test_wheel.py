@@ -68,7 +68,7 @@ def test_it_holds_every_file_of_the_packages(wheel: Path) -> None:
 def test_it_composes_its_own_settings(outside: Path) -> None:
     """Not those of a clone: its YAML files say so where ours are changed."""
     experiment = outside / "site" / "configs" / "experiment" / "one_step.yaml"
-    experiment.write_text("# @package _global_\nsteps: 1\n")
+    experiment.write_text("# @package _global_\ndefaults:\n  - override /data: one_digit_sums\nsteps: 1\n")
     cfg = yaml.safe_load(door(outside, "--cfg", "job", "+experiment=one_step", f"policy.model={outside}"))
     assert cfg["steps"] == 1 and cfg["reward"]["reasoning_gym"]["target"].startswith("rewards.")
 
