@@ -14,6 +14,8 @@ from spmd_rl.train.fsdp2.shard import local
 from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, sharded_dim
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SAMPLED = 2**15
+"""Elements of a parameter's shard that are looked at, at least, to say how many of its weights change."""
 
 
 class Optimizer:
@@ -33,6 +35,8 @@ class Optimizer:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
         self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in self._parameters.items() for m in MOMENTS}
+        self.rounds = any(dtype.itemsize < shard.dtype.itemsize for shard in self._shards.values())
+        """Whether the compute dtype is narrower than the masters', so that a step may leave weights as they were."""
         self._adamw = AdamW(
             self._shards.values(),
             lr=settings.lr,
@@ -54,13 +58,14 @@ class Optimizer:
         counted = [grad for name, grad in grads.items() if self._counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
-    def step(self, lr: float, norm: float) -> int:
+    def step(self, lr: float, norm: float) -> float:
         """Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`.
 
         Returns how many of this rank's weights change in the compute dtype, which is how the engine gets them: summed
-        over all ranks, each counts once. 0 where that is the masters' own dtype.
+        over all ranks, each counts once. Of a large parameter it is estimated from `SAMPLED` elements and more. 0
+        unless `rounds`.
         """
-        before = [self._rounded(shard) for shard in self._shards.values()]
+        before = {name: self._sample(shard) for name, shard in self._shards.items()} if self.rounds else {}
         grads = self._local_grads()
         if norm > self._max_norm:
             torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
@@ -69,12 +74,15 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        pairs = zip(self._shards.items(), before, strict=True)
-        return sum(int((self._rounded(shard) != old).sum()) for (name, shard), old in pairs if self._counts_here(name))
+        counted = [name for name, sample in before.items() if sample.numel() and self._counts_here(name)]
+        shares = [(self._sample(self._shards[name]) != before[name]).float().mean() for name in counted]
+        sizes = [self._shards[name].numel() for name in counted]
+        found = torch.stack(shares).tolist() if shares else []
+        return sum(size * share for size, share in zip(sizes, found, strict=True))
 
-    def _rounded(self, shard: Tensor) -> Tensor:
-        """The weights in the compute dtype; empty if that is their own."""
-        return shard.to(self._dtype) if self._dtype.itemsize < shard.dtype.itemsize else shard[:0]
+    def _sample(self, shard: Tensor) -> Tensor:
+        """Evenly spaced weights in the compute dtype; all of a small parameter."""
+        return shard.reshape(-1)[:: max(1, shard.numel() // SAMPLED)].to(self._dtype)
 
     def _counts_here(self, name: str) -> bool:
         """Whether a parameter's elements on this rank count in sums over all ranks: each counts once."""

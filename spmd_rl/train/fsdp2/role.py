@@ -159,7 +159,7 @@ class FSDP2Role:
             warmup=self._settings.warmup_steps,
             total=self._total_updates,
         )
-        skipped, changed = not math.isfinite(norm), 0  # the same number on every rank, so the same branch
+        skipped, changed = not math.isfinite(norm), 0.0  # the same number on every rank, so the same branch
         if not skipped:
             changed = self._optimizer.step(lr, norm)
             self._weights.changed()
@@ -169,7 +169,7 @@ class FSDP2Role:
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
         means = {name: value / num_tokens for name, value in sums.items()}
         means |= {"loss": total, "grad_norm": norm, "lr": lr}
-        if self._dtype != torch.float32:
+        if self._optimizer.rounds:  # alike on all ranks
             found = self._world.reduce("update: changed weights", {"changed": changed}, op="sum")  # [all]
             means["changed_share"] = found["changed"] / self._num_trained
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
