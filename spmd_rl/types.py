@@ -4,7 +4,7 @@ Frozen `msgspec` structs, which are made ten times as fast as frozen dataclasses
 they hold can lead back to them, so the search for cycles leaves them out (`gc=False`). Nothing of torch, so that
 rewards, environments and sidecars can import them. Ids and floats are `array`s. Tensors live in `batch.py`.
 
-    Prompt -> Request -> Completion -> Turn -> Sample -> Group
+    Prompt -> Request -> Completion -> Turn (AgentStep) -> Sample -> Group
                                         `-> AnswerInfo -> Verdict
 """
 
@@ -141,6 +141,23 @@ class Turn(Struct, frozen=True, gc=False):
     """What the sampled tokens say, special ones left out; a stop string that ended the turn is part of it."""
     survivors: Survivors | None = None
     """See `Completion.survivors`."""
+    step: "AgentStep | None" = None
+    """What the environment made of the answer; None where there is none."""
+
+
+class AgentStep(Struct, frozen=True, gc=False):
+    """An environment's reply to one answer of an agent, as far as training, metrics and the sample log need it."""
+
+    observation: str
+    """The text that the environment returned."""
+    reward: float
+    """Of this step, penalties included."""
+    state: int
+    """64-bit hash of the state in which the answer was given, by which GiGPO finds equal states of a group."""
+    action: str | None = None
+    """What was handed to the environment; None where the answer held no action, or more than one."""
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """`info["metrics"]` of the environment, such as `action_is_valid`."""
 
 
 class AnswerInfo(Struct, frozen=True, gc=False):
@@ -194,7 +211,10 @@ class Sample(Struct, frozen=True, gc=False):
     """Drawn at temperature 0: a baseline for the others, never trained on."""
     unit: int | None = None
     """Samples of a ticket with the same number are trained on one data shard, in one micro-batch: a preferred answer
-    and the one it is compared with, or the steps of one trajectory. None: `answer`, a unit of its own."""
+    and the one it is compared with, or the segments of one trajectory. None: `answer`, a unit of its own."""
+    last: bool = True
+    """False for all but the last segment of a trajectory whose turns do not continue each other; the last one stands
+    for the trajectory in every count of answers and scores."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -244,6 +264,33 @@ class Rewarder(Protocol):
     @classmethod
     def examples(cls) -> Iterable[tuple[Prompt, str, float]]:
         """Gold and wrong answers with the score each must get; a test runs them."""
+        ...
+
+
+class Environment(Protocol):
+    """A plain class of a user's own, with Gymnasium's five-tuple over strings. See `envs/` for examples.
+
+    `reset(seed)` makes the same world for the same seed in every process; nothing touches a global generator. What
+    `info` may hold, plain JSON values all:
+
+    * at reset: `instruction`, the rules, which stand before the first observation; `tools`, a list of functions in
+      OpenAI's schema, whose calls are then the actions; `suffix`, shown with the observation once and not kept;
+    * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, how
+      each becomes one number of the episode (`mean`, `last`, `sum`, `max`; default `mean`);
+    * at both: `state_key`, equal for equal states (default: the observation), and `board`, a text for people alone.
+    """
+
+    def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:
+        """Begin an episode: (observation, info). An observation of None: a finite set of tasks has come to its end."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act: (observation, reward, terminated, truncated, info). An empty action stands for an answer without one,
+        which is never valid. An exception costs this trajectory alone."""
+        ...
+
+    def close(self) -> None:
+        """Give up what the environment holds; may be called twice. Optional."""
         ...
 
 
