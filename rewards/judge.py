@@ -3,7 +3,7 @@
 The judge is asked whether the answer agrees with the ground truth (`scale: yes_no`, 1.0 or 0.0), or for points from 0
 to `points` (`scale: points`, as their share). The last word of its reply counts, after its own thinking. A reply that
 says neither, an endpoint that fails, or a spent budget is an `error`, one that never answers a `timeout`; never a zero.
-The same question is asked once. Calls are repeated where that may help (`Http` in `spmd_rl/types.py`).
+The same question is asked once. Calls are repeated where that may help (`Http` in `spmd_rl.types`).
 
 Budget and cache are those of one worker process: `reward.<domain>.workers=1` is enough, since it has many calls in
 flight at once, and makes the budget the node's. The server and votes of several judges are not part of this.

@@ -9,7 +9,7 @@
     {"status": "ok", "score": 1.0, "parts": {"correct": 1.0}, "detail": ""}
 
 The reply needs only `score`, or `status` and `detail` for `timeout`, `error` and `rejected`, which have no score. Calls
-are repeated where that may help (`Http` in `spmd_rl/types.py`). A server that cannot be reached or that talks
+are repeated where that may help (`Http` in `spmd_rl.types`). A server that cannot be reached or that talks
 nonsense is an `error`, one that does not answer a `timeout`; never a zero. Answers are not batched: many
 calls are in flight at once anyway.
 

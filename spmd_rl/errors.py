@@ -1,7 +1,7 @@
 """The errors of a run. Who made the mistake decides what happens:
 
 * `UserError`: a setting, a file or a row is wrong. One clear line naming the key, file or line; exit code 2.
-* A sample's mistake is no exception at all: it is a `Verdict` (see `types.py`).
+* A sample's mistake is no exception at all: it is a `Verdict` (see `types`).
 * `RunFailed`: the run cannot go on for a reason of its own (error budget spent, weights differ after a publish).
   One clear line; exit code 1.
 * Our own mistake is an `assert` and keeps its traceback.

@@ -1,4 +1,4 @@
-"""The HTTP service that a rewarder gets as its constructor parameter `http` (`Http` in `types.py`), by httpx.
+"""The HTTP service that a rewarder gets as its constructor parameter `http` (`Http` in `spmd_rl.types`), by httpx.
 
 Redirects are refused. There is no rate limit: a server that is too busy says so, and the request is sent again later.
 """

@@ -1,0 +1,184 @@
+"""What plug-ins are and what they are given: rewarders, environments, the sandbox and other services of a sidecar."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
+
+from spmd_rl.types.data import AnswerInfo, Prompt, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Where a rank lives, as a sidecar client needs to know it."""
+
+    rank: int
+    local_rank: int
+    address: str
+    """ZMQ address of this node's sidecar host, the same on every rank of the node."""
+
+
+class Rewarder(Protocol):
+    """A plain class of a user's own; `async def score` is as good, and so is a plain function in place of the class
+    (`reward_function.py`). `score` may also return a number, or a dict with `score`. See `rewards/` for examples.
+
+    It may offer `cheats(prompt)`, which yields (name, answer) pairs that solve nothing, and `gold(prompt)`, the right
+    answer: an audit scores both. `suspect(prompt, answer)` returns what makes a paid answer look like a cheat, or an
+    empty text; a run counts these.
+
+    It may offer `score_batch(prompts, answers, infos)` for up to `max_batch` answers at once, and `start()`, where it
+    loads what is heavy: called once where it will work, whereas the settings' checks construct it too.
+    """
+
+    def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Judge one answer. An exception becomes an `error` verdict, never a zero."""
+        ...
+
+    @classmethod
+    def examples(cls) -> Iterable[tuple[Prompt, str, float]]:
+        """Gold and wrong answers with the score each must get; a test runs them."""
+        ...
+
+
+class EnvReply(Struct, frozen=True, gc=False):
+    """What an environment returned, from `reset` (without reward) or `step`."""
+
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: Mapping[str, Any] = {}
+    """Plain JSON values, see `Environment`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode is over."""
+        return self.terminated or self.truncated
+
+
+class Environment(Protocol):
+    """A plain class of a user's own, with Gymnasium's five-tuple over strings. See `envs/` for examples.
+
+    `reset(seed)` makes the same world for the same seed in every process; nothing touches a global generator. What
+    `info` may hold, plain JSON values all:
+
+    * at reset: `instruction`, the rules, which stand before the first observation; `tools`, a list of functions in
+      OpenAI's schema, whose calls are then the actions; `suffix`, shown with the observation once and not kept;
+    * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, how
+      each becomes one number of the episode (`mean`, `last`, `sum`, `max`; default `mean`);
+    * at both: `state_key`, equal for equal states (default: the observation), and `board`, a text for people alone.
+    """
+
+    def reset(self, seed: int) -> tuple[str | None, dict[str, Any]]:
+        """Begin an episode: (observation, info). An observation of None: a finite set of tasks has come to its end."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act: (observation, reward, terminated, truncated, info). An empty action stands for an answer without one,
+        which is never valid. An exception costs this trajectory alone."""
+        ...
+
+    def close(self) -> None:
+        """Give up what the environment holds; may be called twice. Optional."""
+        ...
+
+
+RunEnd = Literal["exit", "signal", "cpu", "wall", "output"]
+"""How untrusted code ended: by itself, by a signal, or over its limit of processor time, wall time or output."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """What one run in a `Sandbox` may use. Hard: the kernel keeps them, whatever the code does."""
+
+    cpu_seconds: int = 4
+    """Processor time of each process."""
+    wall_seconds: float = 9.0
+    memory_bytes: int = 512 << 20
+    """Address space of each process beyond the interpreter's own."""
+    disk_bytes: int = 16 << 20
+    """All files together, in memory and gone after the run; 0: no file can be written."""
+    processes: int = 1
+    """1: no other can be started (up to 64 threads can). More: so many, threads included, each with its own memory."""
+    output_bytes: int = 16 << 20
+    """Of stdout and of stderr."""
+    message_bytes: int = 64 << 20
+    """What a call of the code may give to its tests, as JSON. More is a failed test."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How one run of untrusted code went."""
+
+    end: RunEnd
+    code: int
+    """Exit status if it ended by `exit`, signal number if by `signal`, else 0."""
+    stdout: str
+    stderr: str
+    seconds: float
+    """Wall time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """How tests went that were run against untrusted code."""
+
+    end: RunEnd
+    """Of the untrusted code; `exit` too if it was still there when the tests were through, `wall` without a verdict."""
+    passed: tuple[bool, ...]
+    """One for each test, one for each source of code that did not load; empty if the tests did not end in time."""
+    detail: str = ""
+    """Why the first failing test failed: one line."""
+
+
+class Sandbox(Protocol):
+    """Where untrusted Python runs: a system of its own without host files, network, environment or other processes.
+
+    RuntimeError from a method means that the sandbox or the tests failed, which says nothing about the code: whatever
+    the code does is a failed test or run. Both methods block. See `sandbox/` for what is kept out and how.
+    """
+
+    def run(self, code: str, stdin: str = "", limits: RunLimits = ...) -> RunResult:
+        """Run a program. What it printed is its own word; compare it with what it could not see."""
+        ...
+
+    def check(
+        self,
+        code: str,
+        tests: Sequence[str],
+        prelude: str = "",
+        entry: str = "",
+        limits: RunLimits = ...,
+        partial: bool = True,
+    ) -> CheckResult:
+        """Run tests, which the code cannot see, against the names that it defines.
+
+        `tests`: sources, each a script or a file of pytest or unittest; a script is one test. A name that they do not
+        define, or import `from solution`, is the code's. They run in a process of their own, which gets plain values
+        alone from the code. A source that needs more runs beside the code several times, in some of them falsified,
+        which the code must fail. `prelude`: trusted source that both run first. `entry`: a name that is the code's
+        although the prelude or a builtin has it too. A source that asks the code nothing is a RuntimeError. Without
+        `partial`, tests beside one that failed may count as failed, which takes less time.
+        """
+        ...
+
+
+class Http(Protocol):
+    """JSON over HTTP, for a rewarder's `async def score`: the constructor parameter `http`."""
+
+    async def post(self, url: str, body: Any, headers: Mapping[str, str] = ...) -> Any:
+        """The reply's JSON. Repeated, with growing pauses, where the server is not there or too busy (429, 5xx).
+
+        TimeoutError: no reply in time. ConnectionError: none after all attempts. ValueError: the server refused the
+        request (another status), or its reply is too long or no JSON.
+        """
+        ...
+
+
+class Scorer(Protocol):
+    """What the rollout needs of the sidecar: judge one answer, without blocking."""
+
+    async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
+        """Never raises for a sample's or a sidecar's failure: those come back as verdicts."""
+        ...
