@@ -4,6 +4,6 @@ A pipeline imports these two names; other modules import the dataclass that they
 """
 
 from spmd_rl.config.main import main
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import AgenticConfig, RlvrConfig
 
-__all__ = ["RlvrConfig", "main"]
+__all__ = ["AgenticConfig", "RlvrConfig", "main"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
+from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import CriticConfig, EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
@@ -25,15 +26,16 @@ from spmd_rl.config.values import at_least, require
 
 
 @dataclass
-class RlvrConfig:
-    """The settings of `python -m spmd_rl.rlvr`."""
+class PipelineConfig:
+    """The settings that all pipelines have in common."""
 
     seed: int = 0
     """Random seed of data order, sampling and everything else."""
     steps: int = 100
     """Training steps."""
     debug: bool = False
-    """Score in this process, without sidecars, so that `breakpoint()` works in a reward. One rank only."""
+    """Score in this process, without sidecars, so that `breakpoint()` works in a reward or an environment. One rank
+    only."""
     profile: bool = False
     """Write a torch profiler trace of the second step that this process runs into `run.dir/traces`."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -44,7 +46,6 @@ class RlvrConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     reward: RewardsConfig = field(default_factory=RewardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
@@ -61,14 +62,9 @@ class RlvrConfig:
             f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold one request of "
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
-        estimator, limit = self.algorithm.advantage, self.rollout.max_new_tokens
+        limit, k, n = self.rollout.max_new_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
         require(
-            estimator not in AGENTIC_ADVANTAGES,
-            f"algorithm.advantage: {estimator} compares the steps of an agent, and rlvr has none",
-        )
-        k, n = self.algorithm.pass_k, self.rollout.answers_per_prompt
-        require(
-            estimator != "pass_at_k" or k < n,
+            self.algorithm.advantage != "pass_at_k" or k < n,
             f"algorithm.pass_k: {k} must be less than rollout.answers_per_prompt {n}, or no group has a gradient",
         )
         require(
@@ -77,5 +73,28 @@ class RlvrConfig:
         )
 
 
-PIPELINES: dict[str, type] = {"rlvr": RlvrConfig}
+@dataclass
+class RlvrConfig(PipelineConfig):
+    """The settings of `python -m spmd_rl.rlvr`."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.algorithm.advantage not in AGENTIC_ADVANTAGES,
+            f"algorithm.advantage: {self.algorithm.advantage} compares the steps of an agent, and rlvr has none",
+        )
+        require(not self.rollout.redundancy, "rollout.redundancy: is for environments; rlvr has none")
+
+
+@dataclass
+class AgenticConfig(PipelineConfig):
+    """The settings of `python -m spmd_rl.agentic`."""
+
+    env: EnvsConfig = field(default_factory=EnvsConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+
+
+PIPELINES: dict[str, type] = {"rlvr": RlvrConfig, "agentic": AgenticConfig}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -133,8 +133,7 @@ class RewardConfig:
     @property
     def cpu_numbers(self) -> list[int]:
         """The CPU numbers that `cpus` names; empty without it."""
-        ends = [list(map(int, part.split("-"))) for part in self.cpus.split(",")] if self.cpus else []
-        return sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)})
+        return cpu_numbers(self.cpus)
 
 
 @dataclass
@@ -148,6 +147,12 @@ class RewardsConfig:
 
     def __post_init__(self) -> None:
         within(self, error_budget=(0, 1))
+
+
+def cpu_numbers(cpus: str | None) -> list[int]:
+    """Return the CPU numbers of a text such as `0-3,8`, ascending; none for None."""
+    ends = [list(map(int, part.split("-"))) for part in cpus.split(",")] if cpus else []
+    return sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)})
 
 
 def split_command(server: str) -> list[str]:

@@ -57,6 +57,9 @@ class RolloutConfig:
     max_turns: int | None = None
     """Largest number of answers in an episode. One that asks for more ends as truncated. By default there is no limit.
     """
+    redundancy: int = 0
+    """Number of spare episodes of each group: the first `answers_per_prompt` to end make the group, and the others are
+    given up. For environments of which some are slow; biased to short episodes."""
     temperature: float = 1.0
     """Sampling temperature of training answers; it must be above 0."""
     top_p: float = 1.0
@@ -124,7 +127,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         one_of(self, claim=CLAIMS, accept=ACCEPTS, tail=TAILS)
         at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
-        at_least(self, over_sample=0, max_prompts_per_step=self.prompts_per_step, answers_per_claim=1)
+        at_least(self, over_sample=0, redundancy=0, max_prompts_per_step=self.prompts_per_step, answers_per_claim=1)
         at_least(self, max_context_tokens=2, max_turns=1)
         above(self, temperature=0)
         fits = self.answers_per_claim is None or self.answers_per_claim <= self.answers_per_prompt

@@ -1,0 +1,141 @@
+"""The environments of an agent: `env`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmd_rl.config.sections.data import CPUS, SANDBOXES, cpu_numbers
+from spmd_rl.config.values import above, at_least, one_of, require
+
+MODES = ("process", "thread")
+ON_ERROR = ("mask", "zero", "raise")
+PATTERNS = {
+    "action": r"<answer>(.*?)</answer>",
+    "think": r"\A\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*\Z",
+    "tool": r"<tool_call>(.*?)</tool_call>",
+    "all": r"\A(.*)\Z",
+}
+"""How an action is found in an answer, by name; the group is the action."""
+
+
+@dataclass
+class EnvConfig:
+    """One environment: `env.<tag>`."""
+
+    target: str
+    """Class of the environment as `module:Class`: one of `envs/`, or your own on PYTHONPATH (docs/ENVIRONMENTS.md)."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its constructor."""
+    eval_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments that replace these in held-out episodes, such as a split of its own."""
+    share: float = 1.0
+    """Relative share of the groups of a step that this environment gets, beside the others."""
+    pattern: str = "action"
+    """Where an answer holds its action: `action` (`<answer>...</answer>`), `think` (`<think>...</think>` before it),
+    `tool` (`<tool_call>...</tool_call>`), `all` (the answer itself), or a regular expression with one group. An answer
+    in which it is not found exactly once holds none, and the environment gets an empty action."""
+    format_penalty: float = 0.0
+    """Added to the reward of a step whose action is missing or not valid: a negative number, or 0."""
+    system: str = "You are a helpful assistant and good at games. Your goal is to get the highest reward."
+    """System message; an empty one: none."""
+    template: str = "{instruction}\n{observation}\n{suffix}{reminder}"
+    """User message of the first turn. `{instruction}` and `{suffix}` are what the environment says at its reset,
+    `{reminder}` says how to answer, as `pattern` wants it; `{turn}`, `{turns_left}` and `{max_tokens}` are numbers."""
+    next_template: str = "{observation}\n{reminder}"
+    """User message of the later turns."""
+    history: int | None = None
+    """Number of earlier turns that a prompt shows, each prompt made afresh; the turns of an episode are then trained as
+    samples of their own. By default an episode is one conversation, in which every turn continues the tokens of those
+    before it."""
+    workers: int = 1
+    """Worker processes per node."""
+    mode: str = "thread"
+    """`thread`: a worker holds `envs_per_worker` environments, each in a thread. `process`: each environment has a
+    process of its own, for what is not safe among threads, hangs or crashes."""
+    envs_per_worker: int = 64
+    """Environments that a worker holds at once; more wait until one ends."""
+    reset_timeout: float = 60.0
+    """Seconds that a reset may take."""
+    step_timeout: float = 30.0
+    """Seconds that a step may take."""
+    episode_timeout: float = 1800.0
+    """Seconds that an episode may take in all, the policy's time included."""
+    start_seconds: float = 300.0
+    """Seconds within which a worker must have imported the environment."""
+    memory_mb: int | None = None
+    """Memory that a worker may use; one that uses more ends, and its episodes are played again."""
+    recycle_after: int | None = None
+    """Episodes after which a worker is replaced by a fresh one, for environments that leak."""
+    retries: int = 2
+    """How often an episode is played again from its beginning, whose environment failed, hung or was lost."""
+    on_error: str = "mask"
+    """What becomes of an episode whose environment failed that often. `mask`: it does not train and is in no baseline;
+    `zero`: it ends there, with the reward that it has; `raise`: the run ends."""
+    sandbox: str = "auto"
+    """Sandbox in which an environment runs untrusted code, see `reward.<domain>.sandbox`."""
+    packages: list[str] = field(default_factory=list)
+    """Installed packages that this code may import, see `reward.<domain>.packages`."""
+    cpus: str | None = None
+    """CPUs to which the workers are pinned, as `0-3,8`. Default: those that the run itself may use."""
+
+    def __post_init__(self) -> None:
+        module, _, name = self.target.partition(":")
+        require(bool(module and name), f"target: must be module:Class, not {self.target!r}")
+        at_least(self, share=0, workers=1, envs_per_worker=1, memory_mb=16, recycle_after=1, retries=0, history=0)
+        above(self, reset_timeout=0, step_timeout=0, episode_timeout=0, start_seconds=0)
+        one_of(self, mode=MODES, on_error=ON_ERROR, sandbox=SANDBOXES)
+        require(self.cpus is None or bool(CPUS.fullmatch(self.cpus)), f"cpus: must be like 0-3,8, not {self.cpus!r}")
+        require(
+            self.format_penalty <= 0,
+            f"format_penalty: is added to the reward; must not be above 0, is {self.format_penalty}",
+        )
+        for name in ("template", "next_template"):
+            require("{observation}" in getattr(self, name), f"{name}: must contain {{observation}}")
+        try:
+            groups = re.compile(self.regex).groups
+        except re.error as error:
+            groups = 0
+            require(False, f"pattern: {self.pattern!r} is no regular expression: {error}")
+        known = ", ".join(PATTERNS)
+        require(groups == 1, f"pattern: {self.pattern!r} is neither of {known} nor a regular expression with one group")
+
+    @property
+    def regex(self) -> str:
+        """The regular expression of `pattern`, for `re.DOTALL`."""
+        return PATTERNS.get(self.pattern, self.pattern)
+
+    @property
+    def cpu_numbers(self) -> list[int]:
+        """The CPU numbers that `cpus` names; empty without it."""
+        return cpu_numbers(self.cpus)
+
+
+@dataclass
+class EnvsConfig:
+    """All environments: `env`. In YAML the tags stand beside the keys that all have in common."""
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the model's chat template: `env.chat_template_kwargs.enable_thinking=false`."""
+    tags: dict[str, EnvConfig] = field(default_factory=dict, metadata={"inline": True})
+    """`env.<tag>.*`"""
+
+    def __post_init__(self) -> None:
+        shares = [env.share for env in self.tags.values()]
+        require(not shares or any(shares), "share: that of one environment must be above 0")
+
+
+@dataclass
+class WarmupConfig:
+    """Supervised steps before the first step of reinforcement, on what the environments themselves show: `warmup`."""
+
+    steps: int = 0
+    """Optimizer steps on demonstrations, whose actions are those of the environment's own `solution()`. They count
+    among `steps`."""
+    episodes: int = 32
+    """Demonstrations in each of these steps, all of different seeds."""
+    lr: float | None = None
+    """Learning rate of these steps. Default: `policy.lr`."""
+
+    def __post_init__(self) -> None:
+        at_least(self, steps=0, episodes=1)
+        above(self, lr=0)
