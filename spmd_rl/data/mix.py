@@ -24,17 +24,15 @@ class Mix:
     ever off by more than 1 - 1/(2k - 2); taking the domain that lags most has no such bound.
     """
 
-    def __init__(self, shares: Mapping[str, float]) -> None:
-        """Take relative shares, at least one above 0. Raises `UserError` if their period exceeds `MAX_PERIOD`
-        tickets."""
+    def __init__(self, shares: Mapping[str, float], key: str = "data.mix") -> None:
+        """Take relative shares, at least one above 0, which settings key `key` gave. Raises `UserError` if their period
+        exceeds `MAX_PERIOD` tickets."""
         exact = {domain: Fraction(str(share)) for domain, share in sorted(shares.items()) if share > 0}
         assert exact, "no share is above 0"
         scaled = {domain: share / sum(exact.values()) for domain, share in exact.items()}
         self._period = lcm(*(share.denominator for share in scaled.values()))
         if self._period > MAX_PERIOD:
-            raise UserError(
-                f"data.mix: {dict(shares)} comes out even only after {self._period} tickets: use fewer digits"
-            )
+            raise UserError(f"{key}: {dict(shares)} comes out even only after {self._period} tickets: use fewer digits")
         self._weights = {domain: int(share * self._period) for domain, share in scaled.items()}
         self._assigned = self._assign()
 

@@ -29,7 +29,23 @@ from msgspec.structs import replace
 from spmd_rl.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
-from spmd_rl.types import AnswerInfo, Completion, Message, Prompt, Request, Sample, Scorer, Turn, Verdict, concat
+from spmd_rl.types import (
+    AgentStep,
+    AnswerInfo,
+    Completion,
+    Environments,
+    Message,
+    Prompt,
+    Request,
+    Sample,
+    Scorer,
+    Turn,
+    Verdict,
+    concat,
+)
+
+SEGMENTS = 1 << 16
+"""Segment n of answer a is a sample with the number a + n * SEGMENTS."""
 
 
 class BudgetSpent(Exception):
@@ -78,11 +94,20 @@ class Context:
     tokenizer: Tokenizer
     engine_loop: EngineLoop
     scorer: Scorer
+    environments: Environments | None = None
+    """Where `ctx.prompt` is the task of an environment, what plays it."""
+    attempt: int = 0
+    """How often the episode has begun again."""
     turns: list[Turn] = field(default_factory=list)
+    """Those of the present segment."""
+    segments: list[tuple[Turn, ...]] = field(default_factory=list)
+    """Those before it: the turns of one continue each other, and each segment begins with a prompt made afresh."""
+    num_turns: int = 0
+    """Turns of all segments."""
     num_sampled: int = 0
     """Tokens of all turns that the policy sampled."""
     num_tokens: int = 0
-    """Tokens of all turns."""
+    """Tokens of the turns of the present segment."""
 
     def render(self, messages: Sequence[Message]) -> array:
         """Return the token ids ('i') of a conversation under the model's chat template, ready for its first answer.
@@ -125,8 +150,8 @@ class Context:
         limit = min(self.sampling.max_new_tokens, self.budget.max_context_tokens - self.num_tokens - len(prompt_ids))
         if limit < 1:
             raise BudgetSpent(f"{self.num_tokens + len(prompt_ids)} tokens leave no room to answer")
-        if len(self.turns) == self.budget.max_turns:
-            raise BudgetSpent(f"it has had {len(self.turns)} turns")
+        if self.num_turns == self.budget.max_turns:
+            raise BudgetSpent(f"it has had {self.num_turns} turns")
         before = prompt_ids
         if self.turns:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
@@ -139,19 +164,21 @@ class Context:
         text = self.tokenizer.decode(c.token_ids)
         turn = Turn(prompt_ids, c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
         self.turns.append(turn)
+        self.num_turns += 1
         self.num_sampled += len(turn.token_ids)
         self.num_tokens += len(prompt_ids) + len(turn.token_ids)
         return turn
 
     def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
         """Go on after these `tokens`, the last `num_begun` of which belong to the turn that may have `limit`."""
-        s, ticket, answer, number = self.sampling, self.ticket, self.answer, len(self.turns)
+        s, ticket, answer, number = self.sampling, self.ticket, self.answer, self.num_turns
+        again = ("attempt", self.attempt) if self.attempt else ()
         return Request(
             id=f"{s.split}/{ticket}/{answer}/{number}",
             prompt_ids=tokens,
             max_new_tokens=limit - num_begun,
             temperature=s.temperature,
-            seed=self.seed(answer, number, self.num_sampled + num_begun),
+            seed=self.seed(answer, number, self.num_sampled + num_begun, *again),
             order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
             stop=s.stop,
@@ -163,12 +190,36 @@ class Context:
 
     def score(self, answer: str) -> Awaitable[Verdict]:
         """Await the verdict of the prompt's rewarder on a text."""
-        info = AnswerInfo(self.num_sampled, self.turns[-1].finish_reason, len(self.turns))
+        info = AnswerInfo(self.num_sampled, self.turns[-1].finish_reason, self.num_turns)
         return self.scorer.score(self.prompt, answer, info)
 
-    def sample(self, verdict: Verdict) -> Sample:
-        """Return the finished sample: all turns so far, and this verdict."""
-        return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy=self.sampling.temperature == 0)
+    def record(self, step: AgentStep) -> None:
+        """Note what an environment made of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], step=step)
+
+    def begin_segment(self) -> None:
+        """Let the next `generate` begin with a prompt made afresh, instead of with all turns so far."""
+        if self.turns:
+            self.segments.append(tuple(self.turns))
+            self.turns, self.num_tokens = [], 0
+
+    def begin_again(self) -> None:
+        """Forget all turns: the episode is played again from its beginning, with other random numbers."""
+        self.attempt += 1
+        self.turns, self.segments = [], []
+        self.num_turns = self.num_sampled = self.num_tokens = 0
+
+    def sample(self, verdict: Verdict) -> Sample | list[Sample]:
+        """Return the finished sample: all turns so far, and this verdict. Of several segments, each is a sample."""
+        greedy = self.sampling.temperature == 0
+        if not self.segments:
+            return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy)
+        segments = [*self.segments, tuple(self.turns)] if self.turns else self.segments
+        return [
+            Sample(self.ticket, self.answer + number * SEGMENTS, turns, verdict, greedy, self.answer, last)
+            for number, turns in enumerate(segments)
+            for last in (number == len(segments) - 1,)
+        ]
 
 
 def _joined(begun: Completion, rest: Completion) -> Completion:
@@ -179,37 +230,46 @@ def _joined(begun: Completion, rest: Completion) -> Completion:
     return replace(rest, **columns)
 
 
-Episode = Callable[[Context], Coroutine[Any, Any, Sample]]
+Episode = Callable[[Context], Coroutine[Any, Any, Sample | list[Sample]]]
 
 
-async def single_turn(ctx: Context) -> Sample:
+async def single_turn(ctx: Context) -> Sample | list[Sample]:
     """Ask once, judge once."""
     turn = await ctx.generate(ctx.render(ctx.prompt.messages))
     verdict = await ctx.score(turn.text)
     return ctx.sample(verdict)
 
 
-async def play(episode: Episode, ctx: Context) -> Sample:
+async def play(episode: Episode, ctx: Context) -> list[Sample]:
     """Run one episode to its end, in whatever way it ends: a sample's mistake is a verdict, and never the run's end."""
     try:
-        sample = await episode(ctx)
-        if not isinstance(sample, Sample) or not sample.turns:
-            raise TypeError(f"the episode returned {sample!r:.80}, and not ctx.sample(verdict) after a turn")
-        return sample
+        found = await episode(ctx)
+        samples = found if isinstance(found, list) else [found]
+        if not samples or any(not isinstance(sample, Sample) or not sample.turns for sample in samples):
+            raise TypeError(f"the episode returned {found!r:.80}, and not ctx.sample(verdict) after a turn")
+        return samples
     except BudgetSpent as spent:
         if not ctx.turns:
             return _failed(ctx, spent)
         ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
-        return ctx.sample(await ctx.score(ctx.turns[-1].text))
+        found = ctx.sample(await ctx.score(ctx.turns[-1].text))
+        return found if isinstance(found, list) else [found]
     except (UserError, RunFailed):
         raise
     except Exception as error:  # noqa: BLE001  a user's code may raise anything
         return _failed(ctx, error)
 
 
-def _failed(ctx: Context, error: Exception) -> Sample:
+def _failed(ctx: Context, error: Exception) -> list[Sample]:
     """The sample of an episode that raised, with the file and line where it did."""
-    if not ctx.turns:  # a sample has at least one, if an empty one
+    return abandoned(ctx, Verdict("error", detail=located(error), traceback=traceback_of(error)))
+
+
+def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
+    """The samples of an episode that ended without having been played to its end, perhaps before its first turn."""
+    if not ctx.turns and not ctx.segments:  # a sample has at least one, if an empty one
         nothing = array("i"), array("f"), array("i")
-        ctx.turns.append(Turn(ctx.render(ctx.prompt.messages), *nothing, "abort"))
-    return ctx.sample(Verdict("error", detail=located(error), traceback=traceback_of(error)))
+        prompt_ids = ctx.render(ctx.prompt.messages) if ctx.prompt.messages else array("i", ctx.tokenizer.stop_ids[:1])
+        ctx.turns.append(Turn(prompt_ids, *nothing, "abort"))
+    found = ctx.sample(verdict)
+    return found if isinstance(found, list) else [found]

@@ -27,6 +27,7 @@ from spmd_rl.types.data import (
 from spmd_rl.types.plugins import (
     CheckResult,
     Environment,
+    Environments,
     EnvReply,
     Http,
     Node,
@@ -36,6 +37,8 @@ from spmd_rl.types.plugins import (
     RunResult,
     Sandbox,
     Scorer,
+    Session,
+    SessionLost,
 )
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "Completion",
     "EnvReply",
     "Environment",
+    "Environments",
     "FinishReason",
     "Group",
     "Http",
@@ -63,6 +67,8 @@ __all__ = [
     "Sample",
     "Sandbox",
     "Scorer",
+    "Session",
+    "SessionLost",
     "Survivors",
     "TextPart",
     "Turn",

@@ -1,0 +1,51 @@
+"""The tasks of an agent: which environment each ticket plays, and its seed.
+
+A task is a `Prompt` without messages, whose domain is the environment's tag: what it says is known once the environment
+has been reset. Tasks are endless, and a pure function of the run's seed; all answers to one play the same world.
+"""
+
+from hashlib import blake2b
+
+from spmd_rl.config.sections.env import EnvsConfig
+from spmd_rl.data.mix import Mix
+from spmd_rl.data.seeds import counter_seed
+from spmd_rl.types import Prompt
+
+SEED_BITS = 30
+"""Environments of many libraries take seeds of 31 bits alone; the highest of these tells held-out seeds apart."""
+
+
+class EnvTasks:
+    """The tasks of a run; the same interface as `data.Prompts`, but that training tasks cannot be counted."""
+
+    train: tuple[Prompt, ...] = ()
+
+    def __init__(self, envs: EnvsConfig, num_eval: int) -> None:
+        """`num_eval`: held-out tasks, shared among the environments like those of a step. UserError for shares that
+        come out even too late."""
+        self._mix = Mix({tag: env.share for tag, env in envs.tags.items()}, "env.<tag>.share")
+        self._targets = {tag: [env.target, env.args, env.eval_args] for tag, env in sorted(envs.tags.items())}
+        # The same tasks for every seed of a run: what runs are compared by.
+        self.eval = tuple(self._held_out(*self._mix.ticket(number)) for number in range(num_eval))
+
+    def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
+        """Return the epoch, which is always 0, and the task of a ticket."""
+        tag, index = self._mix.ticket(ticket)
+        return 0, _task(tag, counter_seed(seed, "env", tag, index) % (1 << SEED_BITS), False)
+
+    def demonstration(self, number: int, seed: int) -> Prompt:
+        """Return a task for demonstrations, of which no ticket stands."""
+        tag, index = self._mix.ticket(number)
+        return _task(tag, counter_seed(seed, "env", "demonstration", tag, index) % (1 << SEED_BITS), False)
+
+    def _held_out(self, tag: str, index: int) -> Prompt:
+        return _task(tag, (1 << SEED_BITS) + counter_seed("env", "eval", tag, index) % (1 << SEED_BITS), True)
+
+    def fingerprint(self) -> str:
+        """Return 32 hexadecimal digits over the environments and their arguments."""
+        return blake2b(repr([self._targets, len(self.eval)]).encode(), digest_size=16).hexdigest()
+
+
+def _task(tag: str, seed: int, held_out: bool) -> Prompt:
+    name = blake2b(f"{tag}:{seed}".encode(), digest_size=16).hexdigest()
+    return Prompt(name, (), tag, "", {"seed": seed, "held_out": held_out})
