@@ -7,7 +7,7 @@ from dataclasses import replace
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.sample_log import held_out
-from spmd_rl.rollout import Rollouts, Sampling
+from spmd_rl.rollout import Rollouts, Sampling, mean_parts, sum_parts
 from spmd_rl.track.samples import SampleRow
 
 Log = Callable[[int, Iterable[SampleRow]], None]
@@ -37,11 +37,17 @@ def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int, log: 
                 sums[f"{name}/sum"], sums[f"{name}/count"] = 0.0, 0.0
         for group in groups:
             for sample in group.samples:
-                if sample.verdict.scored:
-                    name = "score_greedy" if sample.answer == settings.answers else "score"
+                if sample.verdict.scored and sample.last:
+                    name = "score_greedy" if sample.greedy else "score"
                     sums[f"{group.prompt.domain}/{name}/sum"] += sample.verdict.score
                     sums[f"{group.prompt.domain}/{name}/count"] += 1
-        return _means(world.reduce("eval: scores", dict(sums), "sum"))
+        parts = [[group.prompt.domain, sum_parts(group.samples)] for group in groups]
+        everyone = [
+            pair for theirs in world.gather("eval: parts", [p for p in parts if p[1]]) for pair in theirs
+        ]  # [all]
+        means = {tag: mean_parts(found for name, found in everyone if name == tag) for tag, _ in everyone}
+        own = {f"val/{tag}/{name}": value for tag in sorted(means) for name, value in means[tag].items()}
+        return _means(world.reduce("eval: scores", dict(sums), "sum")) | own  # [all]
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

@@ -1,8 +1,22 @@
 """The scheduler: coordinator, engine loop, episodes and the collection of one step's groups."""
 
+from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.collection import Rollouts
+from spmd_rl.rollout.demonstrations import Demonstrations
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
-from spmd_rl.rollout.outcomes import Outcome
+from spmd_rl.rollout.outcomes import Outcome, mean_parts, sum_parts
 
-__all__ = ["BudgetSpent", "Collected", "Context", "Outcome", "Rollouts", "Sampling", "single_turn"]
+__all__ = [
+    "Agent",
+    "BudgetSpent",
+    "Collected",
+    "Context",
+    "Demonstrations",
+    "Outcome",
+    "Rollouts",
+    "Sampling",
+    "mean_parts",
+    "single_turn",
+    "sum_parts",
+]

@@ -1,6 +1,6 @@
 """The episode of an agent: observe, answer, act, until the environment or a budget ends it.
 
-    reset -> [ prompt -> answer -> action -> step ] x turns -> Sample, or one for each segment
+    reset -> [ prompt -> answer -> action -> step ] x turns -> a sample, or one for each segment
 
 By default an episode is one conversation whose tokens are never rendered again. Where the chat template would change
 what was said before (thoughts left out), or `env.<tag>.history` asks for fresh prompts, a new segment begins, which is
@@ -8,24 +8,33 @@ a sample of its own; `env/<tag>/segments` counts them.
 """
 
 import re
+from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from statistics import fmean
-from typing import Any
 
 from msgspec.structs import replace
 
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import BudgetSpent, Context, abandoned
-from spmd_rl.rollout.prompt_text import messages_of, next_messages
-from spmd_rl.types import AgentStep, EnvReply, Sample, Session, SessionLost, Verdict
+from spmd_rl.rollout.prompt_text import first_messages, fresh_messages, next_messages
+from spmd_rl.types import AgentStep, EnvReply, Message, Sample, Session, SessionLost, Turn, Verdict
 
-AGGREGATES = {"mean": fmean, "sum": sum, "max": max, "min": min, "last": lambda values: values[-1]}
+AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean,
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "last": lambda values: values[-1],
+}
 """How the numbers of the steps become one of the episode: `info["metrics_agg_mode"]`."""
-STOP = "stop/"
-"""Prefix of the verdict's part that says why an episode ended."""
+
+
+STOPS = ("terminated", "truncated", "max_turns", "max_context", "env_timeout", "env_error", "env_lost")
+"""Why an episode ends: by the environment in one of Gymnasium's two ways, at a limit of ours, or for a failure of the
+environment under `env.<tag>.on_error=zero`."""
 
 
 class Agent:
@@ -35,42 +44,127 @@ class Agent:
         self._envs = envs.tags
 
     async def __call__(self, ctx: Context) -> list[Sample]:
-        """Play until it has been played to its end, or as often as `env.<tag>.retries` allows."""
+        """Play an episode to its end, if need be as often as `env.<tag>.retries` allows."""
         env = self._envs[ctx.prompt.domain]
         while True:
             try:
-                return await play_once(ctx, env)
+                return await _play(ctx, env)
             except SessionLost as lost:
-                if ctx.attempt < env.retries:
-                    ctx.begin_again()
-                    continue
-                return _given_up(ctx, env, lost)
+                if ctx.attempt == env.retries:
+                    return _given_up(ctx, env, lost)
+            ctx.begin_again()
 
 
-async def play_once(ctx: Context, env: EnvConfig) -> list[Sample]:
-    """Play an episode to its end. SessionLost: the environment could not."""
-    seed, held_out = ctx.prompt.extra["seed"], ctx.prompt.extra["held_out"]
-    session = await ctx.environments.reset(ctx.prompt.domain, seed, held_out)
+async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
+    """Play an episode to its end. SessionLost: the environment did not."""
+    assert ctx.environments is not None, "an agent needs environments"
+    task = ctx.prompt.extra
+    session = await ctx.environments.reset(ctx.prompt.domain, task["seed"], task["held_out"])
+    modes: dict[str, str] = {}
     try:
-        return _finished(ctx, await _turns(ctx, env, session))
+        reason = await _turns(ctx, env, session, modes)
     finally:
         await session.close()
+    if not ctx.num_turns:
+        why = f"its first prompt leaves no room to answer in rollout.max_context_tokens={ctx.budget.max_context_tokens}"
+        return abandoned(ctx, Verdict("error", detail=f"env.{ctx.prompt.domain}: {why}"))
+    return abandoned(ctx, _verdict(ctx, reason, modes))
 
 
-async def _turns(ctx: Context, env: EnvConfig, session: Session) -> str:
-    """Take turns until one of both sides ends the episode. Returns why it ended."""
-    start, reply, past = session.reply, session.reply, []
-    while not reply.done:
+async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str, str]) -> str:
+    """Take turns until one of both sides ends the episode. Returns why it ended; fills in `metrics_agg_mode`."""
+    story = _Story(ctx, env, session.reply)
+    while not session.reply.done:
+        before = session.reply
         try:
-            turn = await ctx.generate(_prompt_ids(ctx, env, start, reply, past))
+            turn = await ctx.generate(story.prompt_ids(before))
         except BudgetSpent:
-            return "max_turns" if ctx.num_turns == ctx.budget.max_turns else "max_context"
+            if ctx.turns:
+                ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
+            return "max_context"
         action = find_action(env, turn.text)
-        state = _state(reply)
         reply = await session.step(action or "")
-        penalty = env.format_penalty if action is None or not reply.info.get("metrics", {}).get("action_is_valid", 1) else 0
-        ctx.record(_step(reply, state, action, penalty))
-        past.append((turn.text, reply.observation))
+        valid = action is not None and reply.info.get("metrics", {}).get("action_is_valid", 1)
+        ctx.record(_step(before, reply, action, 0.0 if valid else env.format_penalty))
+        modes.update(reply.info.get("metrics_agg_mode", {}))
+        story.past.append((before.observation, turn.text))
         if ctx.num_turns == ctx.budget.max_turns and not reply.done:
             return "max_turns"
-    return "terminated" if reply.terminated else "truncated"
+    return "terminated" if session.reply.terminated else "truncated"
+
+
+class _Story:
+    """What the policy has been told so far, and how to tell it what comes next."""
+
+    def __init__(self, ctx: Context, env: EnvConfig, start: EnvReply) -> None:
+        self._ctx, self._env, self._start = ctx, env, start
+        self._messages: list[Message] = []
+        self.past: list[tuple[str, str]] = []
+        """(observation, answer) of each turn."""
+
+    def prompt_ids(self, reply: EnvReply) -> array:
+        """Token ids ('i') to be put before the next answer; they begin a new segment where they must."""
+        ctx, env, start = self._ctx, self._env, self._start
+        numbers = {"turn": ctx.num_turns + 1, "max_tokens": ctx.sampling.max_new_tokens}
+        if ctx.budget.max_turns is not None:
+            numbers["turns_left"] = ctx.budget.max_turns - ctx.num_turns
+        if env.history is not None:
+            ctx.begin_segment()
+            return ctx.render(fresh_messages(env, start, reply, self.past, numbers))
+        if not self.past:
+            self._messages = first_messages(env, start, numbers)
+            return ctx.render(self._messages)
+        following = next_messages(env, start, reply, numbers)
+        self._messages += [Message("assistant", self.past[-1][1]), *following]
+        if ctx.can_reply(following):
+            return ctx.reply(following)
+        ctx.begin_segment()
+        return ctx.render(self._messages)
+
+
+def find_action(env: EnvConfig, text: str) -> str | None:
+    """Return the action of an answer without blanks around it; None unless the pattern finds exactly one."""
+    found = re.findall(env.regex, text, re.DOTALL)
+    return found[0].strip() or None if len(found) == 1 else None
+
+
+def _step(before: EnvReply, reply: EnvReply, action: str | None, penalty: float) -> AgentStep:
+    """What an action came to, which was chosen in the state of `before`."""
+    key = str(before.info.get("state_key", before.observation))
+    state = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+    metrics = {str(name): float(value) for name, value in reply.info.get("metrics", {}).items()}
+    return AgentStep(
+        reply.observation,
+        reply.reward + penalty,
+        state,
+        action,
+        metrics | {"format_penalty": penalty},
+        str(reply.info.get("board", "")),
+    )
+
+
+def _verdict(ctx: Context, reason: str, modes: dict[str, str]) -> Verdict:
+    """The return of the episode, and its numbers."""
+    turns: list[Turn] = [turn for segment in (*ctx.segments, tuple(ctx.turns)) for turn in segment]
+    steps = [turn.step for turn in turns if turn.step is not None]
+    values: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for name, value in step.metrics.items():
+            values[name].append(value)
+    parts = {name: float(AGGREGATES[modes.get(name, "mean")](found)) for name, found in values.items()}
+    parts |= {"num_actions": float(len(steps)), "segments": float(len(ctx.segments) + bool(ctx.turns))}
+    cut = sum(turn.finish_reason == "length" for turn in turns) / len(turns)
+    stops = {f"stop/{name}": float(name == reason) for name in STOPS}
+    return Verdict("ok", sum(step.reward for step in steps), parts | {"cut_short": cut} | stops)
+
+
+def _given_up(ctx: Context, env: EnvConfig, lost: SessionLost) -> list[Sample]:
+    """What `env.<tag>.on_error` makes of an episode whose environment failed as often as it was tried."""
+    tag = ctx.prompt.domain
+    detail = f"env.{tag}: seed {ctx.prompt.extra['seed']}: {lost.reason}: {lost.detail}"
+    if env.on_error == "raise":
+        raise RunFailed(detail, lost.traceback)
+    if env.on_error == "zero" and ctx.num_turns:
+        return abandoned(ctx, _verdict(ctx, f"env_{lost.reason}", {}))
+    status = "timeout" if lost.reason == "timeout" else "error"
+    return abandoned(ctx, Verdict(status, detail=detail, traceback=lost.traceback))

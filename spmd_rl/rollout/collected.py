@@ -88,6 +88,8 @@ class Collected:
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled
             metrics["rollout/truncated"] = int(np.count_nonzero(answers["truncated"] & sampled)) / num_sampled
             metrics["rollout/stale"] = int(np.count_nonzero((answers["lag"] > 0) & sampled)) / num_sampled
+        for tag, parts in self.outcomes.parts.items():
+            metrics |= {f"env/{tag}/{name}": value for name, value in parts.items()}
         if missing := sum(self.outcomes.missing.values()):
             metrics["rollout/missing_package"] = missing
         for domain, count in self.outcomes.suspects.items():

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.data import Prompts, counter_seed
+from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.engine.base import Engine
@@ -29,14 +29,14 @@ from spmd_rl.rollout.claims import Claim, claims
 from spmd_rl.rollout.collected import Collected, RankReport, StepResult, review
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import EngineLoop
-from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, play, single_turn
+from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, play, single_turn
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.outcomes import AnswerRow, SliceReport, answer_rows
 from spmd_rl.rollout.prompt_lengths import drop_overlong
 from spmd_rl.rollout.rounds import Cursor, GroupSlice, num_slots, plan_round
 from spmd_rl.targets import import_coroutine
-from spmd_rl.types import Group, Prompt, Sample, Scorer
+from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 END = "generate: end of step"
 """The collective at which the replicas meet when they know the step's end."""
@@ -56,17 +56,24 @@ class Rollouts:
         self,
         cfg: RlvrConfig,
         engine: Engine,
-        prompts: Prompts,
+        prompts: Prompts | EnvTasks,
         scorer: Scorer,
         tokenizer: Tokenizer,
         world: World,
         episode: Episode | None = None,
+        environments: Environments | None = None,
     ) -> None:
-        """[all] `world`: the ranks that generate. `episode`: default, the one that `rollout.target` names."""
-        self.prompts, *self._longest = drop_overlong(prompts, tokenizer, cfg, world)  # [all]
+        """[all] `world`: the ranks that generate. `episode`: default, the one that `rollout.target` names, or one turn.
+
+        With `environments`, `prompts` are their tasks, and what they say is known when they begin.
+        """
+        self.prompts, self._longest = prompts, (cfg.rollout.max_prompt_tokens, "of an environment")
+        if environments is None:
+            self.prompts, *self._longest = drop_overlong(prompts, tokenizer, cfg, world)  # [all]
         self._cfg, self._settings = cfg, cfg.rollout
         self._engine, self._tokenizer, self._world = engine, tokenizer, world
         self._scorer = ExpectedVerdicts(scorer, cfg.reward, world.journal)
+        self._environments = environments
         target = cfg.rollout.target
         self._episode = episode or (import_coroutine("rollout.target", target) if target else single_turn)
         leads = world.gather("start: replicas", engine.leads)  # [all]
@@ -203,20 +210,31 @@ class Rollouts:
             self._cfg.seed, "train", s.temperature, s.max_new_tokens, stop=s.stop_strings, **s.truncation
         )
         first = group_slice.number * s.slice_size
-        answers = dict.fromkeys(range(s.answers_per_prompt)[first:][: s.slice_size], sampling)
+        answers = dict.fromkeys(
+            range(s.answers_per_prompt + s.redundancy)[first:][: s.slice_size + s.redundancy], sampling
+        )
         if self._cfg.algorithm.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
-        return self._start(prompt, group_slice.ticket, epoch, answers, self._engine_loop)
+        return self._start(prompt, group_slice.ticket, epoch, answers, self._engine_loop, s.redundancy)
 
     def _start(
-        self, prompt: Prompt, ticket: int, epoch: int, answers: dict[int, Sampling], engine_loop: EngineLoop
+        self,
+        prompt: Prompt,
+        ticket: int,
+        epoch: int,
+        answers: dict[int, Sampling],
+        engine_loop: EngineLoop,
+        spare: int = 0,
     ) -> Samples:
-        """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order."""
+        """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order.
+
+        spare: how many episodes, the last to end, are given up.
+        """
         any_of_them = next(iter(answers.values()))
         seed = partial(counter_seed, any_of_them.seed, any_of_them.split, epoch, prompt.id)
-        fixed = (self._budget, self._tokenizer, engine_loop, self._scorer)
+        fixed = (self._budget, self._tokenizer, engine_loop, self._scorer, self._environments)
         contexts = [Context(prompt, ticket, answer, seed, sampling, *fixed) for answer, sampling in answers.items()]
-        samples = asyncio.gather(*[play(self._episode, ctx) for ctx in contexts])
+        samples = asyncio.ensure_future(first_of([play(self._episode, ctx) for ctx in contexts], len(contexts) - spare))
         samples.add_done_callback(lambda _: engine_loop.wake())
         return samples
 
@@ -243,16 +261,16 @@ class Rollouts:
 
         A replica without tickets waits for those of the others.
         """
-        if self._engine_loop.num_requests or not self._scorer.outstanding:
+        if self._engine_loop.num_requests or not self._outstanding:
             await self._engine_loop.poll()
             self._tell_wait(self._engine_loop)
             return
         with self._world.phase("score"):
-            waiting = self._scorer.outstanding
+            waiting = self._outstanding
             for _ in range(SCORE_POLLS):
                 await self._engine_loop.poll()
                 self._tell_wait(self._engine_loop)
-                if self._engine_loop.num_requests or self._scorer.outstanding != waiting or coordinator.ended():
+                if self._engine_loop.num_requests or self._outstanding != waiting or coordinator.ended():
                     break
 
     def _tell_wait(self, engine_loop: EngineLoop) -> None:
@@ -260,7 +278,20 @@ class Rollouts:
         if engine_loop.num_requests:
             self._notice.over()
         else:
-            self._notice(f"waiting for {self._scorer if self._scorer.outstanding else 'the answers of other ranks'}")
+            self._notice(f"waiting for {self._awaited}")
+
+    @property
+    def _outstanding(self) -> int:
+        """Verdicts and replies of environments that are not there yet."""
+        return self._scorer.outstanding + (self._environments.outstanding if self._environments else 0)
+
+    @property
+    def _awaited(self) -> str:
+        """What there is to wait for."""
+        awaited = [self._scorer] if self._scorer.outstanding else []
+        if self._environments and self._environments.outstanding:
+            awaited.append(f"{self._environments.outstanding} replies of environments")
+        return " and ".join(map(str, awaited)) or "the answers of other ranks"
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter."""

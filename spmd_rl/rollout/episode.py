@@ -19,9 +19,11 @@ truncated, and its last answer is scored. An exception in it is an `error` verdi
 Left out: which episodes run and when (`collection.py`), the engine (`engine_loop.py`).
 """
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -127,8 +129,7 @@ class Context:
         if not self.turns:
             raise ValueError("ctx.reply follows an answer; a conversation begins with ctx.render")
         bridge = self.tokenizer.bridge(messages)
-        thought = any("</think>" in turn.text for turn in self.turns)
-        if not as_sampled and not (bridge.append_only and (bridge.keeps_thoughts or not thought)):
+        if not as_sampled and not self.can_reply(messages):
             what = "leaves out the thoughts of earlier answers"
             if bridge.keeps_thoughts:
                 what = "renders answers otherwise"
@@ -139,6 +140,12 @@ class Context:
         last = self.turns[-1].token_ids[-1:]
         ended = last and last[0] in self.tokenizer.stop_ids and last == bridge.token_ids[:1]
         return bridge.token_ids[1:] if ended else bridge.token_ids
+
+    def can_reply(self, messages: Sequence[Message]) -> bool:
+        """Return whether the chat template would render all that was said as it was sampled, were these to follow."""
+        bridge = self.tokenizer.bridge(messages)
+        thought = any("</think>" in turn.text for turn in self.turns)
+        return bridge.append_only and (bridge.keeps_thoughts or not thought)
 
     async def generate(self, prompt_ids: array) -> Turn:
         """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
@@ -273,3 +280,24 @@ def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
         ctx.turns.append(Turn(prompt_ids, *nothing, "abort"))
     found = ctx.sample(verdict)
     return found if isinstance(found, list) else [found]
+
+
+async def first_of(episodes: Sequence[Coroutine[Any, Any, list[Sample]]], count: int) -> list[Sample]:
+    """Return the samples of the first `count` episodes to end, in the order of the episodes; cancel the others."""
+    tasks = [asyncio.ensure_future(episode) for episode in episodes]
+    try:
+        left = set(tasks)
+        while len(tasks) - len(left) < count:
+            all_of_them = count == len(tasks)
+            _, left = await asyncio.wait(
+                left, return_when=asyncio.FIRST_EXCEPTION if all_of_them else asyncio.FIRST_COMPLETED
+            )
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ends the run
+        ended = [task for task in tasks if task.done()][:count]
+        return sorted((sample for task in ended for sample in task.result()), key=attrgetter("answer"))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

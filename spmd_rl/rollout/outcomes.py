@@ -4,8 +4,8 @@ Samples stay on the rank that made them. Every rank holds the rows of all, in ti
 trains and how (`learn/`).
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -81,6 +81,8 @@ class SliceReport(msgspec.Struct, array_like=True):
     """The packages that answers failed for want of, one for each such answer."""
     num_suspect: int = 0
     """Paid answers that look like cheats."""
+    parts: dict[str, tuple[float, int]] = {}
+    """Of episodes of an environment: the sum of each of the verdicts' parts, and how many have it."""
 
     @classmethod
     def of(cls, group: Group, number: int, rank: int, version: int) -> "SliceReport":
@@ -90,7 +92,35 @@ class SliceReport(msgspec.Struct, array_like=True):
         rows = [answer_row(sample, rank, version) for sample in group.samples]
         missing = [s.verdict.detail for s in group.samples if s.verdict.parts.get(MISSING_PACKAGE)]
         suspect = sum(SUSPECT in s.verdict.parts for s in group.samples)
-        return cls(group.ticket, number, group.prompt.domain, rows, detail, missing=missing, num_suspect=suspect)
+        return cls(
+            group.ticket,
+            number,
+            group.prompt.domain,
+            rows,
+            detail,
+            missing=missing,
+            num_suspect=suspect,
+            parts=sum_parts(group.samples),
+        )
+
+
+def sum_parts(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
+    """Return the sum of each part of the verdicts of an environment's episodes, and how many have it."""
+    sums: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.last and not sample.greedy and sample.verdict.scored and sample.turns[-1].step is not None:
+            for name, value in sample.verdict.parts.items():
+                sums[name].append(value)
+    return {name: (sum(values), len(values)) for name, values in sorted(sums.items())}
+
+
+def mean_parts(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the mean of each part, by name."""
+    pairs: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for some in parts:
+        for name, pair in some.items():
+            pairs[name].append(pair)
+    return {name: sum(v for v, _ in found) / sum(n for _, n in found) for name, found in sorted(pairs.items())}
 
 
 class Outcome(NamedTuple):
@@ -128,6 +158,8 @@ class Outcomes:
     """(domain, package) -> the number of answers that failed for want of the package."""
     suspects: dict[str, int] = field(default_factory=dict)
     """Domain -> the number of its paid answers that look like cheats, where there are some."""
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Tag of an environment -> the mean of each part of its episodes' verdicts."""
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -187,4 +219,5 @@ def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_sli
         details={ticket: detail for ticket, detail in details.items() if detail},
         missing=Counter((r.domain, package) for r in mine for package in r.missing),
         suspects={name: n for name in names if (n := sum(r.num_suspect for r in mine if r.domain == name))},
+        parts={name: mean_parts(r.parts for r in mine if r.domain == name) for name in names},
     )

@@ -157,6 +157,8 @@ class AgentStep(Struct, frozen=True, gc=False):
     """What was handed to the environment; None where the answer held no action, or more than one."""
     metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
     """`info["metrics"]` of the environment, such as `action_is_valid`."""
+    board: str = ""
+    """What people see of the world after the step, where that is not the observation."""
 
 
 class AnswerInfo(Struct, frozen=True, gc=False):

@@ -83,6 +83,10 @@ class Environment(Protocol):
         """Give up what the environment holds; may be called twice. Optional."""
         ...
 
+    def solution(self) -> list[str] | None:
+        """Return actions that lead to the goal from here; None where there are none. Optional: for demonstrations."""
+        ...
+
 
 RunEnd = Literal["exit", "signal", "cpu", "wall", "output"]
 """How untrusted code ended: by itself, by a signal, or over its limit of processor time, wall time or output."""
@@ -205,10 +209,11 @@ class Environments(Protocol):
     outstanding: int
     """Resets and steps without a reply yet."""
 
-    async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
+    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> Session:
         """Begin an episode of environment `env.<tag>`, whose first observation is the session's reply.
 
-        held_out: with `env.<tag>.eval_args`. SessionLost: as in `Session.step`.
+        held_out: with `env.<tag>.eval_args`. solve: each reply has what the environment's `solution()` returns, the
+        actions that lead to the goal from there or None, as `info["solution"]`. SessionLost: as in `Session.step`.
         """
         ...
 

@@ -38,9 +38,10 @@ class EnvConfig:
     """Added to the reward of a step whose action is missing or not valid: a negative number, or 0."""
     system: str = "You are a helpful assistant and good at games. Your goal is to get the highest reward."
     """System message; an empty one: none."""
-    template: str = "{instruction}\n{observation}\n{suffix}{reminder}"
+    template: str = "{instruction}\n{history}\n{observation}\n{suffix}\n{reminder}"
     """User message of the first turn. `{instruction}` and `{suffix}` are what the environment says at its reset,
-    `{reminder}` says how to answer, as `pattern` wants it; `{turn}`, `{turns_left}` and `{max_tokens}` are numbers."""
+    `{reminder}` says how to answer, as `pattern` wants it, `{history}` has the earlier turns of a prompt made afresh;
+    `{turn}`, `{turns_left}` and `{max_tokens}` (of an answer) are numbers. A line that comes out empty is left out."""
     next_template: str = "{observation}\n{reminder}"
     """User message of the later turns."""
     history: int | None = None
@@ -133,9 +134,6 @@ class WarmupConfig:
     among `steps`."""
     episodes: int = 32
     """Demonstrations in each of these steps, all of different seeds."""
-    lr: float | None = None
-    """Learning rate of these steps. Default: `policy.lr`."""
 
     def __post_init__(self) -> None:
         at_least(self, steps=0, episodes=1)
-        above(self, lr=0)

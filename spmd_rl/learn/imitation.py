@@ -1,0 +1,32 @@
+"""`Imitation`: a learner that makes demonstrations likelier, token by token, whatever they are worth."""
+
+from dataclasses import replace
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.schema import AlgorithmConfig, PipelineConfig
+from spmd_rl.distributed import World
+from spmd_rl.learn.learner import Learner
+from spmd_rl.train.base import Metrics, TrainBackend
+
+SUPERVISED = AlgorithmConfig(
+    name="imitation",
+    advantage="reinforce",
+    loss="vanilla_pg",
+    loss_agg="token-mean",
+    reward_scale=0.0,
+    reward_shift=1.0,
+)
+"""Every score is 1 and so is every advantage: the policy gradient is that of supervised learning."""
+
+
+class Imitation(Learner):
+    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
+
+    def __init__(self, cfg: PipelineConfig, policy: TrainBackend, world: World) -> None:
+        super().__init__(replace(cfg, algorithm=SUPERVISED), policy, None, None, world)
+
+    def update(self, batches: list[Batch]) -> Metrics:
+        """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""
+        metrics = super().update(batches)  # [all]
+        kept = ("actor/lr", "actor/grad_norm", "actor/backward_steps", "publish/changed_share")
+        return {"warmup/loss": metrics["actor/pg_loss"]} | {key: metrics[key] for key in kept if key in metrics}

@@ -1,0 +1,111 @@
+"""Demonstrations: trajectories whose answers are an environment's own solution, for a short supervised warm-up.
+
+    collected = demonstrations.collect(step)  # [all]
+
+They are episodes like any other, but that nobody samples: each answer is the next action of `solution()`, written as
+`env.<tag>.pattern` wants it, and ended as the chat template ends an answer. So the policy is shown the very tokens that
+it will see when it plays.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmd_rl.config.schema import AgenticConfig
+from spmd_rl.config.sections.env import EnvConfig
+from spmd_rl.data import EnvTasks
+from spmd_rl.distributed import World
+from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout.agent import Agent
+from spmd_rl.rollout.collected import Collected
+from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling
+from spmd_rl.rollout.outcomes import SliceReport, gather_outcomes
+from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
+
+FORMS = {
+    "action": "<answer>{}</answer>",
+    "think": "<think>\n</think>\n<answer>{}</answer>",
+    "tool": "<tool_call>{}</tool_call>",
+    "all": "{}",
+}
+"""An answer with an action in it, for each named `env.<tag>.pattern`."""
+
+
+class Demonstrations:
+    """The demonstrations of a run's warm-up, no two of the same seed."""
+
+    def __init__(
+        self, cfg: AgenticConfig, tasks: EnvTasks, environments: Environments, tokenizer: Tokenizer, world: World
+    ) -> None:
+        """UserError for an environment whose pattern is the user's own: nobody knows how to fill it in."""
+        self._cfg, self._tasks, self._environments = cfg, tasks, environments
+        self._tokenizer, self._world, self._agent = tokenizer, world, Agent(cfg.env)
+        for tag, env in cfg.env.tags.items():
+            if cfg.warmup.steps and env.pattern not in FORMS:
+                raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
+
+    def collect(self, step: int) -> Collected:
+        """[all] Return the demonstrations of a step, each a group of its own."""
+        count, world = self._cfg.warmup.episodes, self._world
+        with world.phase("generate"):
+            mine = range(world.rank, count, world.size)
+            groups = asyncio.run(self._play([(step * count + number, number) for number in mine]))
+        reports = [SliceReport.of(group, 0, world.rank, version=step - 1) for group in groups]
+        everyone = world.gather("generate: demonstrations", reports, list[SliceReport])  # [all]
+        outcomes = gather_outcomes([report for theirs in everyone for report in theirs], range(count), 1)
+        if failed := next(iter(outcomes.details.values()), ""):
+            raise RunFailed(f"warmup.steps: a demonstration failed: {failed}")
+        return Collected(step, tuple(groups), (), outcomes, bubble=0.0, num_aborted=0, num_carried=0)
+
+    async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
+        tasks = [(self._tasks.demonstration(number, self._cfg.seed), ticket) for number, ticket in numbers]
+        return await asyncio.gather(*[self._demonstrate(task, ticket) for task, ticket in tasks])
+
+    async def _demonstrate(self, task: Prompt, ticket: int) -> Group:
+        rollout, env = self._cfg.rollout, self._cfg.env.tags[task.domain]
+        sampling = Sampling(self._cfg.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
+        budget = Budget(rollout.max_context_tokens or self._cfg.engine.kv_tokens, rollout.max_turns)
+        shown = _Shown(self._environments)
+        ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, self._tokenizer, None, None, shown, env=env)
+        return Group(task, ticket, tuple(await self._agent(ctx)))
+
+
+class _Shown:
+    """Environments whose replies have their solution in `info["solution"]`; remembers the session."""
+
+    def __init__(self, environments: Environments) -> None:
+        self._environments = environments
+        self.session: Session | None = None
+
+    async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
+        """See `Environments`."""
+        self.session = await self._environments.reset(tag, seed, held_out, solve=True)
+        return self.session
+
+
+@dataclass(slots=True, kw_only=True)
+class Script(Context):
+    """A context whose answers are the environment's own."""
+
+    env: EnvConfig
+
+    async def generate(self, prompt_ids: array) -> Turn:
+        """Append `prompt_ids` and the next action of the solution. BudgetSpent: there is none, or no room for it."""
+        solution = self.environments.session.reply.info.get("solution")
+        if not solution:
+            raise BudgetSpent("the environment shows no way on")
+        text = FORMS[self.env.pattern].format(solution[0])
+        ids = self.tokenizer.encode(text)
+        if not any(text.endswith(stop) for stop in self.sampling.stop):
+            end = self.tokenizer.bridge([Message("user", "")]).token_ids[:1]
+            ids = ids + (end if end and end[0] in self.tokenizer.stop_ids else array("i"))
+        if self.num_tokens + len(prompt_ids) + len(ids) > self.budget.max_context_tokens:
+            raise BudgetSpent(f"{self.num_tokens + len(prompt_ids)} tokens leave no room to answer")
+        turn = Turn(prompt_ids, ids, array("f", bytes(4 * len(ids))), array("i", bytes(4 * len(ids))), "stop", text)
+        self.turns.append(turn)
+        self.num_turns += 1
+        self.num_sampled += len(ids)
+        self.num_tokens += len(prompt_ids) + len(ids)
+        return turn

@@ -1,0 +1,70 @@
+"""What an agent is told: the messages of a turn, made from the settings of its environment and what it returned."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spmd_rl.config.sections.env import EnvConfig
+from spmd_rl.data.prompts import with_line_breaks
+from spmd_rl.types import EnvReply, Message
+
+REMINDERS = {
+    "action": "Answer with one action: <answer>ACTION</answer>, and nothing else.",
+    "think": "Think first, then give one action: <think>THOUGHTS</think><answer>ACTION</answer>",
+    "tool": 'Call a tool: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>',
+}
+"""How to answer, for each named `env.<tag>.pattern`; a pattern of the user's own needs words of their own."""
+
+Past = Sequence[tuple[str, str]]
+"""(observation, answer) of each turn so far."""
+
+
+def first_messages(env: EnvConfig, start: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
+    """Return the system and user message that begin a conversation. `start`: what the environment's reset returned."""
+    return [*_system(env, start), Message("user", _filled(env.template, env, start, start, (), numbers))]
+
+
+def fresh_messages(
+    env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
+) -> list[Message]:
+    """Return a prompt made afresh, which shows the last `env.<tag>.history` turns and the present observation."""
+    shown = past[len(past) - min(env.history or 0, len(past)) :]
+    return [*_system(env, start), Message("user", _filled(env.template, env, start, reply, shown, numbers))]
+
+
+def next_messages(env: EnvConfig, start: EnvReply, reply: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
+    """Return the message that goes on with a conversation. Where the actions are calls of tools, it is their reply."""
+    if start.info.get("tools"):
+        return [Message("tool", reply.observation)]
+    return [Message("user", _filled(env.next_template, env, start, reply, (), numbers))]
+
+
+def _system(env: EnvConfig, start: EnvReply) -> list[Message]:
+    text = with_line_breaks(env.system)
+    if tools := start.info.get("tools"):
+        listed = "\n".join(json.dumps(tool) for tool in tools)
+        text = "\n\n".join(filter(None, [text, f"Tools that you may call:\n{listed}\n{REMINDERS['tool']}"]))
+    return [Message("system", text)] if text else []
+
+
+def _filled(
+    template: str, env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
+) -> str:
+    """The template with its fields; blank lines that empty fields leave are dropped."""
+    first = not past and reply is start
+    history = "\n".join(f"You saw:\n{seen}\nYou answered: {answer}" for seen, answer in past)
+    fields: dict[str, Any] = {
+        "instruction": start.info.get("instruction", ""),
+        "history": history,
+        "suffix": start.info.get("suffix", "") if first else "",
+        "reminder": "" if start.info.get("tools") else REMINDERS.get(env.pattern, ""),
+        **numbers,
+        "observation": reply.observation,
+    }
+    lines = []  # not str.format: an observation, and the template itself, may be full of braces
+    for line in with_line_breaks(template).split("\n"):
+        filled = re.sub(r"\{(\w+)\}", lambda found: str(fields.get(found[1], found[0])), line)
+        if filled or not line:
+            lines.append(filled)
+    return "\n".join(lines)
