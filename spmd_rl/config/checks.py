@@ -29,21 +29,30 @@ NO_DATA = (
     "data.train: no dataset is given; to see a small model learn sums, say +experiment=demo; for math problems of "
     "your own, say data=jsonl_math data.train=rows.jsonl (docs/DATA.md)"
 )
+NO_ENVIRONMENT = (
+    "env: no environment is given; say env.<tag>.target=module:Class, as env.lake.target=envs.frozen_lake:FrozenLake; "
+    "to see a small model learn to walk, say +experiment=demo_frozen_lake (docs/ENVIRONMENTS.md)"
+)
 
 
 def check(cfg: Any) -> None:
     """Raise a `UserError` for the first thing that cannot work."""
-    if cfg.data.train is None:
+    data, env = getattr(cfg, "data", None), getattr(cfg, "env", None)  # whichever the pipeline has
+    if data and data.train is None:
         raise UserError(NO_DATA)
+    if env and not env.tags:
+        raise UserError(NO_ENVIRONMENT)
     check_models(cfg)
     check_mesh(cfg)
     check_engine(cfg)
     check_episode(cfg)
     check_run(cfg)
-    check_data(cfg)
+    if data:
+        check_data(cfg)
     check_sidecar(cfg)
     check_wandb(cfg.track.wandb)
-    check_rewards(cfg)
+    if data or cfg.reward.domains:
+        check_rewards(cfg)
     if not names_of_the_hub(cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or libraries would ask the hub about files of this machine
     check_algorithm(cfg.algorithm)  # last: a module of tensors imports torch
@@ -53,8 +62,9 @@ def names_of_the_hub(cfg: Any) -> list[str]:
     """Return the models and datasets of the hub that settings name, those of judges and reward models included."""
     models = [getattr(cfg, role).model for role in loaded_roles(cfg)]
     models += [str(reward.args["model"]) for reward in cfg.reward.domains.values() if "model" in reward.args]
-    data = [*sources(cfg.data.train), *sources(cfg.data.eval)]
-    return [name for name in models if hub_id(name)] + [name for name in data if hub_dataset(name)]
+    data = getattr(cfg, "data", None)
+    rows = [*sources(data.train), *sources(data.eval)] if data else []
+    return [name for name in models if hub_id(name)] + [name for name in rows if hub_dataset(name)]
 
 
 def check_mesh(cfg: Any) -> None:

@@ -32,7 +32,7 @@ def unused_settings(cfg: Any, shipped: Any) -> Iterator[str]:
 
 def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
     """Yield each key or section that has no effect, with the reason."""
-    a, sources = cfg.algorithm, f"{cfg.data.train},{cfg.data.eval}"
+    a, data = cfg.algorithm, getattr(cfg, "data", None)
     difficulty = "algorithm.difficulty_low_threshold algorithm.difficulty_high_threshold"
     correction = "algorithm.correction.upper algorithm.correction.mask_low algorithm.correction.mask_high"
     evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
@@ -49,11 +49,13 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
         (a.correction.level != "off", "algorithm.correction.level is off", correction),
         (cfg.rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
         (cfg.rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
-        (GENERATORS in sources, "problems come from files", "data.size data.seed data.args"),
-        (cfg.data.eval is None, "data.eval is given", "data.holdout"),
         (cfg.eval.every, "eval.every is 0", evaluation),
         (not cfg.debug, "debug is true", "sidecar"),
     ]
+    if data:
+        generated = GENERATORS in f"{data.train},{data.eval}"
+        idle.append((generated, "problems come from files", "data.size data.seed data.args"))
+        idle.append((data.eval is None, "data.eval is given", "data.holdout"))
     for domain, reward in cfg.reward.domains.items():
         section = f"reward.{domain}"
         idle.append((not cfg.debug, "debug is true", f"{section}.workers {section}.cpus"))

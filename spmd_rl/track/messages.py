@@ -13,6 +13,7 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
     ranks, nodes = world.size, -(-world.size // world.local_size)
     model = Path(cfg.policy.model)
     epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
+    train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
     every = cfg.eval.every
     evaluated = f", {min(cfg.eval.prompts, num_eval)} of them every {every} steps" if every and num_eval else ""
     lines = [
@@ -24,7 +25,7 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
             f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): each trains ({cfg.train.name}, "
             f"tp={cfg.train.tp}) and generates ({cfg.engine.name}, tp={cfg.engine.tp})",
         ),
-        ("prompts", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out{evaluated}"),
+        ("prompts", f"{train}, {num_eval} held out{evaluated}"),
         *describe_batch(cfg, ranks),
         ("run.dir", cfg.run.dir),
     ]
