@@ -6,7 +6,6 @@ until the goal can be reached.
     env.lake.target=envs.frozen_lake:FrozenLake env.lake.args.is_slippery=false
 """
 
-from itertools import count
 from random import Random
 from typing import Any
 
@@ -18,6 +17,9 @@ DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 CELLS = "P is the player, _ ice, O a hole, G the goal, X the player in a hole, \N{SQUARE ROOT} the player on the goal."
 MAX_DRAWS = 10_000
 """So many boards are drawn before the settings count as impossible."""
+
+HORIZON = 1000
+"""The oracle for slippery ice looks so many steps ahead at most."""
 
 Plan = tuple[list[float], list[str | None]]
 """By cell: the greatest probability of reaching the goal, and the action to begin with (None: there is none)."""
@@ -112,7 +114,10 @@ class FrozenLake(Oracle):
         return way
 
     def best_return(self) -> float:
-        """Return the greatest expected return from here: the probability of reaching the goal with the best play."""
+        """Return the greatest expected return from here: the probability of reaching the goal with the best play.
+
+        Without `max_steps`: of reaching it in `HORIZON` steps.
+        """
         return 0.0 if self._over else self._plan()[0][self._player]
 
     def _neighbour(self, cell: int, way: tuple[int, int]) -> int:
@@ -150,23 +155,23 @@ class FrozenLake(Oracle):
         An action replaces that for fewer steps only if it is better, so one that gains nothing is never chosen.
         """
         straight, aside = self._chances
-        left = None if self._max_steps is None else self._max_steps - self._steps
+        left = HORIZON if self._max_steps is None else self._max_steps - self._steps
         if not self._plans:
             values = [float(cell == self._goal) for cell in range(len(self._next))]
             self._plans.append((values, [None] * len(values)))
-            for _ in count() if left is None else range(left):
+            for _ in range(min(left, HORIZON)):
                 old, actions = self._plans[-1]
                 values, actions = list(old), list(actions)
                 for cell in self._distance.keys() - {self._goal}:
                     to = [old[neighbour] for neighbour in self._next[cell]]
                     for word, way in ACTIONS.items():
                         value = straight * to[way] + aside * (to[way - 1] + to[(way + 1) % 4])
-                        if value > values[cell] + 1e-12:
+                        if value > values[cell] + 1e-9:
                             values[cell], actions[cell] = value, word
                 if values == old:
                     break
                 self._plans.append((values, actions))
-        return self._plans[-1] if left is None else self._plans[min(left, len(self._plans) - 1)]
+        return self._plans[min(left, len(self._plans) - 1)]
 
     def _shown(self) -> tuple[str, str]:
         """The observation, and the board in rows of letters."""

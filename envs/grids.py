@@ -34,7 +34,7 @@ def rules(observation: str, cells: str, actions: Mapping[str, int]) -> str:
 def show(observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]]) -> tuple[str, str]:
     """Return a state as an observation, and as rows of letters (the same if `observation` is `grid`).
 
-    `letters` holds one for each cell, row by row; `things` the cells of what is named; a cell is its place in `letters`.
+    `letters` holds one letter for each cell, row by row, and a cell is its place there; `things` are cells by name.
     """
     rows = ["".join(letters[at : at + width]) for at in range(0, len(letters), width)]
     board = "\n".join(rows)

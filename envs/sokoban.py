@@ -43,9 +43,9 @@ class Sokoban(Oracle):
         letters: str = LETTERS,
         observation: str = "grid",
     ) -> None:
-        """A level in a room of `size` (height, width; walls included) takes `min_pushes` to `search_depth` pushes; `walk`
-        (default 1.7 * (height + width)) and `turn` shape the room, see `LevelMaker`. Or the seed chooses one of the
-        `num_levels` levels of the file `levels` from `first_level` on. After `max_steps` steps the episode is
+        """A level takes `min_pushes` to `search_depth` pushes in a room of `size` (height, width), walls included, the
+        shape of which `walk` (default 1.7 * (height + width)) and `turn` set, see `LevelMaker`. Or the seed chooses one
+        of the `num_levels` levels of the file `levels` from `first_level` on. After `max_steps` steps the episode is
         truncated. `letters` are those of `MEANINGS`, in this order.
         """
         check_observation(observation)

@@ -111,6 +111,15 @@ class LevelMaker:
     turn: float = 0.35
     """Probability that the walk changes its direction before a step: less makes longer corridors."""
 
+    def __post_init__(self) -> None:
+        shaped = min(self.height, self.width) >= 3 and self.walk >= 1 and 0 <= self.turn <= 1
+        if not shaped or self.num_boxes < 1 or not 1 <= self.min_pushes <= self.search_depth:
+            raise ValueError(
+                f"size={self.height, self.width} num_boxes={self.num_boxes} walk={self.walk} turn={self.turn} "
+                f"min_pushes={self.min_pushes} search_depth={self.search_depth}: a size of at least 3, a probability, "
+                "numbers from 1, and min_pushes up to search_depth"
+            )
+
     def make(self, random: Random) -> Level:
         """Return a level. ValueError if the settings have none, as far as many rooms tell."""
         for _ in range(MAX_ROOMS):
