@@ -1,0 +1,99 @@
+"""What the grid worlds share: own random numbers, names of actions, how a grid becomes text, and the oracle's uses."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from random import Random
+from statistics import fmean
+from typing import Any
+
+OBSERVATIONS = ("grid", "spaced", "coordinates")
+"""How a state can be shown: rows of letters, the same with blanks between the letters, or a list of positions."""
+
+
+def generator(seed: int, purpose: str) -> Random:
+    """Return a generator that depends on these two alone, so that no draw for one purpose moves those for another."""
+    digest = blake2b(f"{seed},{purpose}".encode(), digest_size=16).digest()
+    return Random(int.from_bytes(digest, "little"))
+
+
+def spellings(actions: Mapping[str, int]) -> dict[str, str]:
+    """Return the action that each accepted spelling stands for: its word, first letter and number, in lower case."""
+    return {
+        spelling: word for word, number in actions.items() for spelling in (word.lower(), word[0].lower(), f"{number}")
+    }
+
+
+def rules(observation: str, cells: str, actions: Mapping[str, int]) -> str:
+    """Say in an instruction what an observation shows and which actions there are; `cells` explains the letters."""
+    shown = (
+        "Positions are (row, column), counted from (0, 0) at the top left." if observation == "coordinates" else cells
+    )
+    return f"{shown}\nActions: {', '.join(actions)}."
+
+
+def show(observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]]) -> tuple[str, str]:
+    """Return a state as an observation, and as rows of letters (the same if `observation` is `grid`).
+
+    `letters` holds one letter for each cell, row by row, and a cell is its place there; `things` are cells by name.
+    """
+    rows = ["".join(letters[at : at + width]) for at in range(0, len(letters), width)]
+    board = "\n".join(rows)
+    if observation == "grid":
+        return board, board
+    if observation == "spaced":
+        return "\n".join(map(" ".join, rows)), board
+    lines = []
+    for name, cells in things.items():
+        where = " ".join(f"({cell // width}, {cell % width})" for cell in cells)
+        lines.append(f"{name}: {where or 'none'}")
+    return "\n".join(lines), board
+
+
+def check_observation(observation: str) -> None:
+    """Raise ValueError if there is no such way to show a state."""
+    if observation not in OBSERVATIONS:
+        raise ValueError(f"observation={observation}: known are {', '.join(OBSERVATIONS)}")
+
+
+def step_info(board: str, valid: bool, effective: bool, success: bool, **metrics: float) -> dict[str, Any]:
+    """Return the `info` of a step, metrics under ROLL's names; further `metrics` count as they are at the end."""
+    values = {
+        "action_is_valid": valid,
+        "action_is_effective": effective,
+        "num_actions": 1,
+        "success": success,
+        **metrics,
+    }
+    ways = {"num_actions": "sum", "success": "last", **dict.fromkeys(metrics, "last")}
+    return {
+        "state_key": board,
+        "board": board,
+        "metrics": {name: float(value) for name, value in values.items()},
+        "metrics_agg_mode": {name: ways.get(name, "mean") for name in values},
+    }
+
+
+class Oracle:
+    """What follows from an environment's `solution()` and `best_return()`, which know the best play from its state."""
+
+    def demonstrate(self, seed: int) -> list[str]:
+        """Play the best episode of a seed and return its actions; where chance plays too, it may still be lost."""
+        self.reset(seed)
+        played: list[str] = []
+        over = False
+        while not over and (plan := self.solution()):
+            for action in plan:
+                _, _, terminated, truncated, _ = self.step(action)
+                played.append(action)
+                over = terminated or truncated
+                if over:
+                    break
+        return played
+
+    def upper_bound(self, seeds: Iterable[int]) -> float:
+        """Return the mean over episodes of these seeds of the return that no policy exceeds in expectation."""
+        bounds = []
+        for seed in seeds:
+            self.reset(seed)
+            bounds.append(self.best_return())
+        return fmean(bounds)
