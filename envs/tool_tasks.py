@@ -1,0 +1,138 @@
+"""Questions that need tools, their answers, and a corpus of towns and people that exist nowhere else.
+
+Everything is drawn from seeds: the corpus from its own, a question from the episode's. Nothing can be known by heart.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from envs.retrieval import phrases
+
+TOWNS = 80
+_STARTS = phrases(
+    "Bren, Cald, Dorn, Esk, Fal, Garth, Harl, Ister, Kell, Lorm, Mund, Norr, Ost, Pell, Quar, Rav, Sten, Thorn, "
+    "Ulv, Wend"
+)
+_ENDS = phrases("wick, ford, mere, holm, by, stead, haven, moor, field")
+_FIRST = phrases(
+    "Ada, Bela, Cora, Dunja, Edda, Fenn, Goran, Hild, Ivo, Jola, Karel, Lene, Milo, Nora, Otis, Petra, Rune, "
+    "Sanna, Tove, Wim"
+)
+_LAST = phrases(
+    "Abbing, Brandt, Corley, Dahl, Ebner, Falk, Greve, Holt, Ilves, Jansky, Krohn, Lund, Morlan, Nyman, Orsted, "
+    "Pohl, Ruud"
+)
+_RIVERS = phrases("Ashe, Brint, Corra, Delm, Emra, Fesk, Gull, Harn, Ivel, Jorn")
+_CRAFTS = phrases("glassmaker, weaver, surveyor, printer, clockmaker, botanist, shipwright, baker")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question and its one right answer."""
+
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Town:
+    """What the corpus says about a town and its founder."""
+
+    name: str
+    people: int
+    founded: int
+    river: str
+    founder: str
+    born: int
+    craft: str
+
+
+def make_towns(seed: int) -> list[Town]:
+    """Draw the towns, each with a name, a founder and a number of people that no other has."""
+    rng = random.Random(seed)
+    names = rng.sample([start + end for start in _STARTS for end in _ENDS], TOWNS)
+    founders = rng.sample([f"{first} {last}" for first in _FIRST for last in _LAST], TOWNS)
+    people = rng.sample(range(800, 90_000), TOWNS)
+    found = []
+    for name, founder, number in zip(names, founders, people, strict=True):
+        year = rng.randrange(1200, 1800)
+        born = year - rng.randrange(25, 60)
+        found.append(Town(name, number, year, rng.choice(_RIVERS), founder, born, rng.choice(_CRAFTS)))
+    return found
+
+
+def make_corpus(towns: Sequence[Town]) -> list[str]:
+    """Return one text about each town, then one about each founder, which do not repeat each other."""
+    of_towns = [
+        f"{t.name} is a town on the river {t.river}. It was founded in {t.founded} by {t.founder}, and has {t.people} "
+        "inhabitants."
+        for t in towns
+    ]
+    return of_towns + [f"{t.founder} was a {t.craft}, born in {t.born}." for t in towns]
+
+
+def chain(rng: random.Random, towns: Sequence[Town]) -> Task:
+    """Draw a chain of three to six operations on integers."""
+    value = rng.randrange(100, 1000)
+    steps = [f"Start with {value}."]
+    for _ in range(rng.randrange(3, 7)):
+        number = rng.randrange(12, 100)
+        verb = rng.choice(("Add", "Subtract", "Multiply by", "Divide by"))
+        steps.append(f"{verb} {number}" + (" and drop the remainder." if verb == "Divide by" else "."))
+        value = {"Add": value + number, "Subtract": value - number, "Multiply by": value * number}.get(
+            verb, abs(value) // number * (1 if value >= 0 else -1)
+        )
+    return Task(" ".join([*steps, "What is the result?"]), str(value))
+
+
+def lookup(rng: random.Random, towns: Sequence[Town]) -> Task:
+    """Draw a question about one or two towns; some need two searches, some a calculation."""
+    one, two = rng.sample(towns, 2)
+    return rng.choice(
+        (
+            Task(f"Who founded {one.name}?", one.founder),
+            Task(f"On which river does {one.name} lie?", one.river),
+            Task(f"How many inhabitants has {one.name}?", str(one.people)),
+            Task(f"In which year was the founder of {one.name} born?", str(one.born)),
+            Task(f"What was the craft of the founder of {one.name}?", one.craft),
+            Task(f"How many inhabitants have {one.name} and {two.name} together?", str(one.people + two.people)),
+            Task(f"How old was the founder of {one.name} in the year of its founding?", str(one.founded - one.born)),
+        )
+    )
+
+
+def count(rng: random.Random, towns: Sequence[Town]) -> Task:
+    """Draw a question that a short program answers."""
+    low, modulus = rng.randrange(1, 1000), rng.randrange(3, 12)
+    high, digits = low + rng.randrange(500, 5000), rng.randrange(2, 6)
+    answer = sum(n % modulus == 0 and sum(map(int, str(n))) % digits == 0 for n in range(low, high + 1))
+    return Task(
+        f"How many integers from {low} to {high}, both included, are divisible by {modulus} and have a digit sum that "
+        f"is divisible by {digits}?",
+        str(answer),
+    )
+
+
+KINDS: dict[str, Callable[[random.Random, Sequence[Town]], Task]] = {"chain": chain, "lookup": lookup, "count": count}
+
+
+def is_right(said: str, answer: str) -> bool:
+    """Return whether a text gives the answer: the last `<answer>...</answer>`, or the whole text without tags.
+
+    Where the answer is a number, the text may have words, but no other number. Else the two are equal but for capital
+    letters, `the`, and marks around them: who names many has given none.
+    """
+    tagged = _ANSWER.findall(said)
+    text = (tagged[-1] if tagged else said).replace("\N{MINUS SIGN}", "-")
+    if _NUMBER.fullmatch(answer):
+        numbers = {float(number.replace(",", "")) for number in _NUMBER.findall(text)}
+        return numbers == {float(answer.replace(",", ""))}
+    return _plain(text) == _plain(answer)
+
+
+def _plain(text: str) -> str:
+    return " ".join(word for word in re.findall(r"\w+", text.lower()) if word not in ("the", "a", "an"))
