@@ -27,8 +27,10 @@ from spmd_rl.types.data import (
 from spmd_rl.types.plugins import (
     CheckResult,
     Environment,
+    Environments,
     EnvReply,
     Http,
+    LostReason,
     Node,
     Rewarder,
     RunEnd,
@@ -36,6 +38,8 @@ from spmd_rl.types.plugins import (
     RunResult,
     Sandbox,
     Scorer,
+    Session,
+    SessionLost,
 )
 
 __all__ = [
@@ -44,12 +48,14 @@ __all__ = [
     "CheckResult",
     "Completion",
     "EnvReply",
+    "Environments",
     "Environment",
     "FinishReason",
     "Group",
     "Http",
     "ImagePart",
     "MISSING_PACKAGE",
+    "LostReason",
     "Message",
     "Node",
     "Prompt",
@@ -63,6 +69,8 @@ __all__ = [
     "Sample",
     "Sandbox",
     "Scorer",
+    "Session",
+    "SessionLost",
     "Survivors",
     "TextPart",
     "Turn",
