@@ -45,7 +45,7 @@ def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
     """Build a rewarder as its worker would, or say why it is not asked here."""
     if reward.devices or {"url", "model"} & reward.args.keys():
         return "is not asked here: it needs a model or a server"
-    services = service_factories(domain, reward.sandbox, packages=reward.packages)
+    services = service_factories(f"reward.{domain}", reward.sandbox, packages=reward.packages)
     return build_target(f"reward.{domain}", reward.target, reward.args, services=services)
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,36 @@ SERVICES = frozenset({"sandbox", "http", "url", "embed"})
 """The names of constructor parameters that stand for services of a sidecar (`sidecar/services.py`)."""
 UNPROVIDED: Mapping[str, Callable[[], Any]] = {"sandbox": lambda: None, "http": lambda: None}
 """Placeholders for services where a plug-in is only built to see whether it can be."""
-REWARDER = ("score", "score_batch")
-"""A rewarder has one of these methods."""
+
+
+@dataclass(frozen=True)
+class PluginKind:
+    """What a plug-in must be."""
+
+    verbs: tuple[str, ...]
+    """Its methods."""
+    needs_all: bool
+    """Whether it must have each of these methods, or one of them."""
+    of_function: Callable[[Callable[..., Any], Mapping[str, Any]], Any]
+    """Makes one of a function in place of a class; called with the function and its arguments."""
+
+    def check(self, where: str, plugin: Any) -> None:
+        """UserError if a class or an object has not the methods."""
+        missing = [f"`{verb}`" for verb in self.verbs if not hasattr(plugin, verb)]
+        if self.needs_all and missing:
+            raise UserError(f"{where} has no {' and no '.join(missing)}")
+        if len(missing) == len(self.verbs):
+            raise UserError(f"{where} has neither {' nor '.join(missing)}")
+
+
+def _made_by(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    return function(**given)
+
+
+REWARDER = PluginKind(("score", "score_batch"), needs_all=False, of_function=reward_of)
+"""A function is called for each answer."""
+ENVIRONMENT = PluginKind(("reset", "step"), needs_all=True, of_function=_made_by)
+"""A function returns an environment."""
 
 
 def import_target(key: str, target: str) -> Callable[..., Any]:
@@ -58,21 +87,20 @@ def build_target(
     section: str,
     target: str,
     args: Mapping[str, Any],
-    verbs: tuple[str, ...] = REWARDER,
+    kind: PluginKind = REWARDER,
     services: Mapping[str, Callable[[], Any]] = UNPROVIDED,
 ) -> Any:
     """Build what `<section>.target` names, with `<section>.args` and the services that it asks for by parameter name.
 
     `services` holds a factory for each service; a constructor parameter named `services` gets the factories themselves,
     one named `build` this function with the same services: `build(section, target, args)`. A function in place of a
-    class gets all these as arguments of each call. UserError, in one line, if the class has none of the methods `verbs`
-    or cannot be built.
+    class gets all these as its arguments. UserError, in one line, if the target is not of this kind or cannot be built.
     """
     key = f"{section}.target"
     constructor = import_target(key, target)
     is_class = isinstance(constructor, type)
-    if is_class and not any(hasattr(constructor, verb) for verb in verbs):
-        raise UserError(f"{key}: {target} has neither {' nor '.join(f'`{verb}`' for verb in verbs)}")
+    if is_class:
+        kind.check(f"{key}: {target}", constructor)
     wanted = {name: required for name, required in _parameters(constructor) if name in SERVICES and name not in args}
     if missing := [name for name, required in wanted.items() if required and name not in services]:
         if missing[0] == "url":
@@ -83,11 +111,13 @@ def build_target(
     if "services" in names:
         provided["services"] = services  # for parts of its own
     if "build" in names and "build" not in args:
-        provided["build"] = partial(build_target, verbs=verbs, services=services)
+        provided["build"] = partial(build_target, kind=kind, services=services)
     with _user_code(f"{key}: {target} cannot be {'built' if is_class else 'called'} with {section}.args={dict(args)}"):
         if unknown := _unknown(constructor, args):
             raise TypeError(f"unexpected keyword argument '{unknown}'; '~{section}.args.{unknown}' takes it away")
-        return constructor(**args, **provided) if is_class else reward_of(constructor, {**args, **provided})
+        built = constructor(**args, **provided) if is_class else kind.of_function(constructor, {**args, **provided})
+    kind.check(f"{key}: {target}", built)
+    return built
 
 
 def start_target(section: str, target: str, built: Any) -> None:

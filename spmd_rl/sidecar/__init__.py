@@ -1,22 +1,29 @@
-"""Sidecars: rewards in CPU processes of their own, reached over ZeroMQ. Torch-free.
+"""Sidecars: rewards and environments in CPU processes of their own, reached over ZeroMQ. Torch-free.
 
     with sidecar.connect(cfg.reward, world.node) as scorer:
         verdict = await scorer.score(prompt, answer, info)
 
+    with sidecar.connect_environments(cfg.env, world.node) as environments:
+        session = await environments.reset(tag, seed)
+        reply = await session.step(action)
+
 | | |
 |---|---|
-| `scorer`, `score_client`, `launcher` | the rank's side: connect, ask for verdicts, start the node's host |
-| `local` | scores in this process, for `debug=true` |
-| `host`, `pool`, `event_loop` | the host, which keeps a pool of workers for each domain |
-| `forkserver`, `worker`, `services` | the workers, forked after the rewarder's module has been imported |
+| `scorer`, `launcher` | the rank's side: connect, start the node's host |
+| `host_client`, `score_client`, `environments` | its clients: what both have in common, verdicts, sessions |
+| `local` | rewarders and environments in this process, for `debug=true` |
+| `host`, `event_loop` | the host, which keeps a pool of workers for each domain and each environment |
+| `crew`, `pool`, `env_pool` | the pools: what both have in common, of rewarders, of environments |
+| `sessions` | the host's book of sessions: their clients, calls sent again, leases |
+| `forkserver`, `worker`, `env_worker`, `services` | the workers, forked after the target's module has been imported |
 | `reward_server`, `supervisor` | a domain's own server, such as a judge |
 | `worker_node`, `remote_nodes` | machines without ranks that join a host, and the host's view of them |
 | `sockets`, `frames`, `authenticator` | what the bytes travel on (their schema is `spmd_rl.wire`) |
 | `gate`, `frame_counter` | what a connection may send to a host |
-| `verdicts` | the check of verdicts, of rewarders and of worker nodes |
+| `verdicts`, `env_replies` | the check of verdicts, and of what environments return |
 | `status`, `__main__` | the command line |
 """
 
-from spmd_rl.sidecar.scorer import check_domains, connect
+from spmd_rl.sidecar.scorer import check_domains, connect, connect_both, connect_environments
 
-__all__ = ["check_domains", "connect"]
+__all__ = ["check_domains", "connect", "connect_both", "connect_environments"]

@@ -1,5 +1,7 @@
 """The event loop of a host and of a worker node: one thread that waits for ZeroMQ sockets and plain sockets alike."""
 
+import contextlib
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -20,6 +22,9 @@ class EventLoop:
         """The seconds in which this loop ran: the clock of all deadlines, so that a pause of the loop is no timeout."""
         self._last = time.monotonic()
         self._poller = zmq.Poller()
+        self._plain = select.epoll()  # a round costs what is ready, not what there is: thousands of workers
+        self._poller.register(self._plain.fileno(), zmq.POLLIN)
+        self._events: dict[int, int] = {}
         self._callbacks: dict[zmq.Socket | int, Callable[[], None]] = {}
 
     def watch(
@@ -30,14 +35,30 @@ class EventLoop:
         write: bool = False,
     ) -> None:
         """Call `callback` whenever the socket can be read, and with `write` whenever it can be written."""
-        key = sock if isinstance(sock, zmq.Socket) else sock.fileno()
-        self._callbacks[key] = callback
-        self._poller.register(key, (zmq.POLLIN if read else 0) | (zmq.POLLOUT if write else 0))
+        if isinstance(sock, zmq.Socket):
+            self._callbacks[sock] = callback
+            self._poller.register(sock, (zmq.POLLIN if read else 0) | (zmq.POLLOUT if write else 0))
+        else:
+            self._callbacks[sock.fileno()] = callback
+            self._expect(sock.fileno(), (select.EPOLLIN if read else 0) | (select.EPOLLOUT if write else 0))
 
     def unwatch(self, sock: socket.socket) -> None:
         """Forget a plain socket. Call it before the socket is closed."""
         self._callbacks.pop(sock.fileno(), None)
-        self._poller.register(sock.fileno(), 0)
+        self._expect(sock.fileno(), 0)
+
+    def _expect(self, file: int, events: int) -> None:
+        before = self._events.pop(file, 0)
+        if events:
+            self._events[file] = events
+        if events and before:
+            if events != before:
+                self._plain.modify(file, events)
+        elif events:
+            self._plain.register(file, events)
+        elif before:
+            with contextlib.suppress(OSError):  # closed already
+                self._plain.unregister(file)
 
     def run_once(self, busy: bool) -> None:
         """Wait for a ready socket, at most for `BUSY_SECONDS` or `IDLE_SECONDS`; advance the clock; call callbacks."""
@@ -46,6 +67,9 @@ class EventLoop:
         now = time.monotonic()
         self.now += min(now - self._last, seconds + MAX_GAP)
         self._last = now
-        for key, _ in ready:
+        keys = [key for key, _ in ready if key != self._plain.fileno()]
+        if len(keys) < len(ready):
+            keys += [file for file, _ in self._plain.poll(0)]
+        for key in keys:
             if callback := self._callbacks.get(key):  # an earlier callback may have closed it
                 callback()

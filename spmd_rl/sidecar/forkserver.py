@@ -1,7 +1,7 @@
-"""The fork server of a pool: it imports the rewarder's module once, then forks a worker for each socket it is sent.
+"""The fork server of a pool: it imports the target's module once, then forks a worker for each socket it is sent.
 
 A worker that was killed is thus replaced in milliseconds, however slow the import. Each worker builds its own rewarder
-after the fork, so that no connection, thread or random state is shared.
+or environment after the fork, so that no connection, thread or random state is shared.
 
 The process that the host starts is a keeper, which runs no user code: it forks the fork server, adopts whatever that
 and its workers start and leave behind, and kills all of them when the host closes its socket or dies.
@@ -20,8 +20,8 @@ import sys
 from spmd_rl import wire
 from spmd_rl.errors import UserError
 from spmd_rl.process import adopt_orphans, die_with_parent, kill_children
+from spmd_rl.sidecar import env_worker, worker
 from spmd_rl.sidecar.frames import receive_frame
-from spmd_rl.sidecar.worker import serve
 from spmd_rl.targets import import_target
 
 
@@ -52,7 +52,7 @@ def serve_forks(fd: int, keeper: int) -> None:
         if start.pool.cpus:
             os.sched_setaffinity(0, start.pool.cpus)
         with contextlib.suppress(UserError):  # the worker reports it
-            import_target(start.domain, start.pool.target)
+            import_target(start.section, start.pool.target)
         gc.freeze()  # keep shared pages shared
         pid = os.getpid()
         while True:
@@ -72,7 +72,8 @@ def _run_worker(host: socket.socket, fd: int, parent: int, start: wire.StartFork
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         host.close()
         with socket.socket(fileno=fd) as sock:
-            serve(sock, start.domain, start.pool)
+            serve = env_worker.serve if isinstance(start.pool, wire.EnvPoolSpec) else worker.serve
+            serve(sock, start.section.partition(".")[2], start.pool)
         code = 0
     except (BrokenPipeError, ConnectionResetError):
         pass  # the host hung up first

@@ -19,12 +19,14 @@ from spmd_rl import wire
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.authenticator import Authenticator
+from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import send_frame
 from spmd_rl.sidecar.gate import Gate
 from spmd_rl.sidecar.pool import Job, Pool
 from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.reward_server import RewardServer
+from spmd_rl.sidecar.sessions import Sessions
 from spmd_rl.sidecar.sockets import open_router, received, remove_socket
 from spmd_rl.types import Verdict
 
@@ -67,6 +69,9 @@ class Host:
         self._authenticator = Authenticator(self._context, keys, self._loop) if keys else None
         self._router, inner = open_router(self._context, keys)
         num_workers = sum(spec.workers for spec in start.pools.values())
+        num_workers += 2 * sum(
+            spec.workers for spec in start.envs.values()
+        )  # those that retire beside their successors
         try:
             self._gate = Gate(start.address, inner, keys is not None, connection_limit(num_workers), self._loop)
         except UserError:
@@ -78,6 +83,8 @@ class Host:
         urls = {name: server.url for name, server in self._servers.items()}
         specs = {name: msgspec.structs.replace(spec, url=urls.get(name, "")) for name, spec in start.pools.items()}
         self._pools = {name: Pool(name, spec, self._resolve, self._loop) for name, spec in specs.items()}
+        self._env_pools = {tag: EnvPool(tag, spec, self._loop) for tag, spec in start.envs.items()}
+        self._sessions = Sessions(self._name, self._env_pools, self._send, self._loop)
         self._nodes = RemoteNodes(self._name, self._pools, specs, self._send, self._resolve, self._loop)
 
     def drain(self) -> None:
@@ -94,6 +101,7 @@ class Host:
             while not self._ended and not self._drained():
                 unsent = any(client.replies for client in self._clients.values())
                 busy = unsent or self._gate.busy or any(pool.busy for pool in self._pools.values())
+                busy = busy or self._sessions.busy
                 self._loop.run_once(busy)
                 self._gate.tick()
                 self._tick()
@@ -105,13 +113,15 @@ class Host:
             while has_more_to_say and time.monotonic() < until:
                 self._loop.run_once(busy=True)  # the gate relays it
             self._gate.close()
-            for part in (*self._pools.values(), *self._servers.values()):
+            for part in (*self._pools.values(), *self._env_pools.values(), *self._servers.values()):
                 part.close()
             self._context.destroy(linger=0)
             remove_socket(self._address)
 
     def _drained(self) -> bool:
-        return self._drain_until is not None and (self._loop.now > self._drain_until or not self._clients)
+        if self._drain_until is None:
+            return False
+        return self._loop.now > self._drain_until or not (self._clients or self._sessions)
 
     def _end(self) -> None:
         self._ended = True
@@ -124,6 +134,7 @@ class Host:
                 pool.progress += 1  # its requests wait as long as `start_seconds` allows
             else:
                 pool.tick()
+        self._sessions.tick()
         self._nodes.tick()
         self._send_replies()
         if not self._reported:
@@ -131,8 +142,9 @@ class Host:
 
     def _report_start(self) -> None:
         """Tell the parent, once it is known, how the start went; end if it failed."""
-        broken = [part.broken for part in (*self._pools.values(), *self._servers.values()) if part.broken]
-        if broken or all(pool.ready for pool in self._pools.values()):
+        pools = (*self._pools.values(), *self._env_pools.values())
+        broken = [part.broken for part in (*pools, *self._servers.values()) if part.broken]
+        if broken or all(pool.ready for pool in pools):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send_frame(self._parent, wire.Failed(broken[0]) if broken else wire.Ready())
             self._reported = True
@@ -144,6 +156,7 @@ class Host:
         for frames in received(self._router, copy=False):
             self._gate.read(frames)
             peer, *parts = (frame.bytes for frame in frames)
+            self._sessions.heard(peer)
             try:
                 self._on_message(peer, wire.TO_HOST.decode(b"".join(parts)))
             except wire.WireError as error:
@@ -157,8 +170,12 @@ class Host:
             for id_ in message.ids:
                 if job := self._forget(peer, id_):
                     self._pools[job.domain].cancel(job)
+        elif isinstance(message, wire.SessionRequests):
+            self._sessions.on_requests(peer, message, self._drain_until is not None)
         elif isinstance(message, wire.Ping):
-            self._send(peer, wire.Pong(self._name, {name: pool.progress for name, pool in self._pools.items()}))
+            progress = {name: pool.progress for name, pool in self._pools.items()}
+            progress |= {pool.section: pool.progress for pool in self._env_pools.values()}
+            self._send(peer, wire.Pong(self._name, progress))
         elif isinstance(message, wire.GetStatus):
             self._send(peer, self._status())
         elif self._authenticator is None:
@@ -229,6 +246,7 @@ class Host:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._nodes.lose(peer)
+            self._sessions.unreachable(peer)
         return True
 
     def _status(self) -> wire.HostStatus:
@@ -245,6 +263,7 @@ class Host:
             draining=self._drain_until is not None,
             pools={name: pool.status() for name, pool in self._pools.items()},
             nodes=self._nodes.status(),
+            envs={tag: pool.status() for tag, pool in self._env_pools.items()},
         )
 
 

@@ -16,7 +16,7 @@ from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket
 
 if TYPE_CHECKING:  # a host starts without Hydra
-    from spmd_rl.config.schema import RewardsConfig
+    from spmd_rl.config.schema import EnvConfig, EnvsConfig, RewardConfig, RewardsConfig
 
 START_SECONDS = 30.0
 """The time beyond a domain's own `start_seconds` until the host must have all servers and a worker in each pool."""
@@ -25,40 +25,70 @@ WATCH_SECONDS, MAX_WATCH_SECONDS = 0.1, 0.8
 """The pause between two checks of the process; it doubles while hosts die at once."""
 
 
+def pool_spec(reward: "RewardConfig") -> wire.PoolSpec:
+    """Return what the workers of a domain run."""
+    return wire.PoolSpec(
+        reward.target,
+        dict(reward.args),
+        reward.workers,
+        reward.sandbox,
+        reward.cpu_numbers,
+        reward.start_seconds,
+        packages=reward.packages,
+    )
+
+
+def env_pool_spec(env: "EnvConfig") -> wire.EnvPoolSpec:
+    """Return what the workers of an environment run."""
+    alone = env.mode == "process"
+    return wire.EnvPoolSpec(
+        env.target,
+        dict(env.args),
+        workers=env.workers * env.envs_per_worker if alone else env.workers,
+        slots=1 if alone else env.envs_per_worker,
+        eval_args=dict(env.eval_args),
+        reset_timeout=min(env.reset_timeout, wire.MAX_TIMEOUT),
+        step_timeout=min(env.step_timeout, wire.MAX_TIMEOUT),
+        episode_timeout=min(env.episode_timeout, wire.MAX_TIMEOUT),
+        lease=min(env.episode_timeout, wire.MAX_TIMEOUT),
+        memory_mb=env.memory_mb or 0,
+        recycle_after=env.recycle_after or 0,
+        sandbox=env.sandbox,
+        packages=env.packages,
+        cpus=env.cpu_numbers,
+        start_seconds=env.start_seconds,
+    )
+
+
 class HostProcess:
     """The host process, which starts at construction. A host that dies is replaced at the same address by a thread.
 
     The host ends when its socket to us closes, when this process dies, or at the latest in `stop`.
     """
 
-    def __init__(self, address: str, rewards: "RewardsConfig", keys: str = "") -> None:
+    def __init__(
+        self, address: str, rewards: "RewardsConfig | None", keys: str = "", envs: "EnvsConfig | None" = None
+    ) -> None:
         """UserError for processors or arguments that cannot be."""
+        domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
+        sections = {f"reward.{domain}": reward for domain, reward in domains.items()}
+        sections |= {f"env.{tag}": env for tag, env in tags.items()}
         self.starts = 0
         """The number of hosts started so far."""
         self.deaths = 0
         """The number of hosts that died since it was last set to 0."""
-        for domain, reward in rewards.domains.items():
-            if missing := set(reward.cpu_numbers) - os.sched_getaffinity(0):
-                raise UserError(f"reward.{domain}.cpus={reward.cpus}: this run may not use processor {min(missing)}")
-        pools = {
-            domain: wire.PoolSpec(
-                reward.target,
-                dict(reward.args),
-                reward.workers,
-                reward.sandbox,
-                reward.cpu_numbers,
-                reward.start_seconds,
-                packages=reward.packages,
-            )
-            for domain, reward in rewards.domains.items()
-        }
+        for section, settings in sections.items():
+            if missing := set(settings.cpu_numbers) - os.sched_getaffinity(0):
+                raise UserError(f"{section}.cpus={settings.cpus}: this run may not use processor {min(missing)}")
         servers = {
             domain: wire.ServerSpec(reward.server_command, reward.devices.replace("cpu", ""), reward.start_seconds)
-            for domain, reward in rewards.domains.items()
+            for domain, reward in domains.items()
             if reward.devices is not None
         }
-        self._start = wire.StartHost(0, address, pools, servers, keys)
-        slowest = max((reward.start_seconds for reward in rewards.domains.values()), default=0.0)
+        pools = {domain: pool_spec(reward) for domain, reward in domains.items()}
+        env_pools = {tag: env_pool_spec(env) for tag, env in tags.items()}
+        self._start = wire.StartHost(0, address, pools, servers, keys, env_pools)
+        slowest = max((settings.start_seconds for settings in sections.values()), default=0.0)
         self._start_seconds = slowest * (2 if servers else 1) + START_SECONDS
         self._lock = threading.Lock()
         self._stopping = False
@@ -67,7 +97,7 @@ class HostProcess:
         try:
             self._launch()
         except wire.WireError as error:
-            raise UserError(f"reward.<domain>.args {error}") from None
+            raise UserError(f"args of {' or '.join(sections)}: {error}") from None
 
     @property
     def pid(self) -> int:

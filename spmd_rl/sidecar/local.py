@@ -1,27 +1,31 @@
-"""Scoring in this process, without a sidecar, as `debug=true` asks for: `breakpoint()` works in a rewarder.
+"""Rewarders and environments in this process, without a sidecar, as `debug=true` asks for: `breakpoint()` works there.
 
-There are no deadlines and there is no isolation: a rewarder that hangs or dies takes the run with it.
+There are no deadlines and there is no isolation: what hangs or dies takes the run with it.
 """
 
+import bdb
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
+from spmd_rl.sidecar.env_worker import Slot, failure
+from spmd_rl.sidecar.launcher import env_pool_spec
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import judge
 from spmd_rl.targets import build_target, start_target
-from spmd_rl.types import AnswerInfo, Prompt, Verdict
+from spmd_rl.types import AnswerInfo, EnvReply, Prompt, SessionLost, Verdict
 
 if TYPE_CHECKING:
-    from spmd_rl.config.schema import RewardsConfig
+    from spmd_rl.config.schema import EnvsConfig, RewardsConfig
 
 
 class LocalScorer:
     """A `Scorer` that calls the rewarders itself. UserError at construction if one cannot be built."""
 
-    def __init__(self, rewards: "RewardsConfig") -> None:
+    def __init__(self, rewards: "RewardsConfig | None") -> None:
         self._rewarders = {}
-        for domain, reward in rewards.domains.items():
-            section, services = f"reward.{domain}", service_factories(domain, reward.sandbox, packages=reward.packages)
+        for domain, reward in rewards.domains.items() if rewards else ():
+            section = f"reward.{domain}"
+            services = service_factories(section, reward.sandbox, packages=reward.packages)
             self._rewarders[domain] = build_target(section, reward.target, reward.args, services=services)
             start_target(section, reward.target, self._rewarders[domain])
         self.outstanding = 0
@@ -36,3 +40,89 @@ class LocalScorer:
             return await judge(rewarder, wire.ScoreInput(prompt, answer, info))
         finally:
             self.outstanding -= 1
+
+
+class LocalEnvironments:
+    """`Environments` that are played here, one call at a time; an `async def` of theirs is awaited.
+
+    UserError at construction if one cannot be built.
+    """
+
+    def __init__(self, envs: "EnvsConfig | None") -> None:
+        self.outstanding = 0
+        """The number of resets and steps that are awaited."""
+        self._specs = {tag: env_pool_spec(env) for tag, env in (envs.tags.items() if envs else ())}
+        self._free = {tag: [self._new_slot(tag)] for tag in self._specs}
+        for tag in self._specs:
+            self._free[tag][0].build()
+
+    async def reset(self, tag: str, seed: int, held_out: bool = False) -> "LocalSession":
+        """See `Environments`. There may be any number of sessions."""
+        if tag not in self._specs:
+            raise SessionLost("error", f"no env.{tag} is set")
+        slot = self._free[tag].pop() if self._free[tag] else self._new_slot(tag)
+        session = LocalSession(self, slot, tag)
+        try:
+            session.reply = await self.play(slot, wire.ResetRequest(0, tag, seed, held_out))
+        except SessionLost:
+            await session.close()
+            raise
+        return session
+
+    async def play(self, slot: Slot, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
+        """Play a call in a slot. SessionLost if the environment fails."""
+        self.outstanding += 1
+        try:
+            return await slot.play(call)
+        except bdb.BdbQuit:
+            raise  # the user left the debugger
+        except (Exception, SystemExit) as error:
+            slot.close()
+            lost = failure(0, 0, error)
+            raise SessionLost(lost.reason, lost.detail, lost.traceback) from error
+        finally:
+            self.outstanding -= 1
+
+    def free(self, tag: str, slot: Slot) -> None:
+        """Take back the slot of a session that is over."""
+        self._free[tag].append(slot)
+
+    def close(self) -> None:
+        """Give up the environments of all sessions that are over."""
+        for slots in self._free.values():
+            for slot in slots:
+                slot.close()
+
+    def _new_slot(self, tag: str) -> Slot:
+        spec = self._specs[tag]
+        return Slot(tag, spec, service_factories(f"env.{tag}", spec.sandbox, packages=spec.packages))
+
+
+class LocalSession:
+    """A `Session` in this process."""
+
+    reply: EnvReply
+
+    def __init__(self, environments: LocalEnvironments, slot: Slot, tag: str) -> None:
+        self.tag = tag
+        self._environments, self._slot = environments, slot
+        self._lost: SessionLost | None = None
+        self._closed = False
+
+    async def step(self, action: str) -> EnvReply:
+        """See `Session`."""
+        assert not self._closed, "the session is closed"
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self.reply = await self._environments.play(self._slot, wire.StepRequest(0, 1, action))
+        except SessionLost as error:
+            self._lost = error
+            raise
+        return self.reply
+
+    async def close(self) -> None:
+        """See `Session`."""
+        if not self._closed:
+            self._closed = True
+            self._environments.free(self.tag, self._slot)

@@ -6,13 +6,7 @@ suspect: it runs again, alone, on a fresh worker, and gets the verdict `error` o
 blocks.
 """
 
-import contextlib
 import itertools
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,23 +14,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from spmd_rl import wire
+from spmd_rl.sidecar.crew import Crew, WorkerProcess
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
+from spmd_rl.sidecar.frames import FrameSocket
 from spmd_rl.types import Verdict
 
-MAX_FAILURES = 3
-"""A pool gives up after this many workers in a row (beside one for each place) that never got ready."""
 CHUNK_SECONDS = 0.01
 """The work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a slow request."""
 AHEAD_SECONDS = 0.1
 """The work that a worker node holds for each worker, by the mean so far: longer than a frame's round trip."""
 MAX_CANCELLED = 1000
 """The queue is cleared of cancelled jobs after this many."""
-STOP_SECONDS = 2.0
-"""The time that a fork server may take to end all that its workers have left."""
 NOTHING = msgspec.Raw(b"")
-RETRY_SECONDS = 0.5
-"""The pause before a process is started again, where descriptors, memory or processes are short."""
 ASYNC_GRACE = 1.0
 """An `async` worker keeps its own deadlines; it is killed this much later, when its event loop is stuck."""
 
@@ -66,12 +55,9 @@ class Job:
 
 
 @dataclass(eq=False, slots=True)
-class WorkerHandle:
-    """One worker process; `pidfd` is -1 until it has told its pid, `mode` is empty until it is ready."""
+class _Worker(WorkerProcess):
+    """`mode` is empty until it is ready."""
 
-    frames: FrameSocket
-    deadline: float
-    pidfd: int = -1
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
@@ -88,17 +74,8 @@ class WorkerHandle:
             return wire.BATCH_ITEMS - len(self.running)
         return self.max_batch if self.mode and not self.running else 0
 
-    def kill(self) -> None:
-        """End the process and close its socket."""
-        if self.pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            os.close(self.pidfd)
-            self.pidfd = -1
-        self.frames.socket.close()
 
-
-class Pool:
+class Pool(Crew[_Worker]):
     """The workers of one domain. The host calls `tick` in every round of its event loop.
 
     `resolve(job, verdict)` is called once for each submitted job.
@@ -107,33 +84,13 @@ class Pool:
     def __init__(
         self, domain: str, spec: wire.PoolSpec, resolve: Callable[[Job, Verdict], None], loop: EventLoop
     ) -> None:
-        self.domain = domain
-        self.broken = ""
-        """The reason why there can be no worker, if so."""
-        self.progress = 0
-        """Changes whenever the pool makes progress."""
+        super().__init__(f"reward.{domain}", spec, wire.FROM_WORKER, loop)
         self.verdicts = 0
-        self._deaths = 0
-        self._spec = spec
         self._resolve = resolve
-        self._loop = loop
         self._queue: deque[Job] = deque()
         self._num_cancelled = 0
         self._suspects: deque[Job] = deque()
-        self._workers: list[WorkerHandle] = []
-        self._forkserver: subprocess.Popen | None = None
-        self._forkserver_socket: socket.socket | None = None
-        self._failures = 0
-        self._failure = ""
-        self._was_ready = False
-        self._is_short = False
-        self._not_before = 0.0
         self._mean_seconds = CHUNK_SECONDS
-
-    @property
-    def ready(self) -> bool:
-        """Whether a worker has built the rewarder."""
-        return any(worker.mode for worker in self._workers)
 
     @property
     def window(self) -> int:
@@ -199,63 +156,25 @@ class Pool:
         """Enforce deadlines, replace dead workers and hand out work."""
         for worker in [worker for worker in self._workers if self._loop.now > worker.deadline]:
             self._on_deadline(worker)
-        if not self.broken and self._loop.now >= self._not_before:
-            try:
-                while len(self._workers) < self._spec.workers:
-                    self._start_worker()
-            except OSError as error:
-                self._not_before = self._loop.now + RETRY_SECONDS
-                self._say_short(error)
+        self._start_workers(self._spec.workers)
         if not self.ready:
             self.progress += 1  # starting is progress; the worker's deadline limits it
         if self._queue or self._suspects:
             self._dispatch()
 
-    def close(self) -> None:
-        """End all workers."""
-        for worker in list(self._workers):
-            self._remove(worker)
-        self._end_forkserver()
+    # -- workers --------------------------------------------------------------------------------------------------
 
-    # -- messages of workers --------------------------------------------------------------------------------------
+    def _new_worker(self, frames: FrameSocket, deadline: float) -> _Worker:
+        return _Worker(frames, deadline)
 
-    def _on_ready(self, worker: WorkerHandle) -> None:
-        """Read what a worker has sent, notice its death, and write what it can take."""
-        if worker.frames.has_unsent:
-            worker.frames.flush()
-            self._watch(worker)
-        try:
-            messages, gone = worker.frames.receive(wire.FROM_WORKER)
-        except wire.WireError:
-            messages, gone = [], True
-        for message in messages:
-            if isinstance(message, wire.ScoreReplies):
-                for item in message.items:
-                    self._on_verdict(worker, item)
-            elif isinstance(message, wire.Started):
-                try:
-                    worker.pidfd = os.pidfd_open(message.pid)
-                except ProcessLookupError:
-                    pass  # dead already
-                except OSError as error:
-                    self._say_short(error)
-                    self._not_before = self._loop.now + RETRY_SECONDS
-                    self._remove(worker)  # it ends when it is hung up on, before it judges anything
-                    return
-            elif isinstance(message, wire.Ready):
-                worker.mode, worker.max_batch = message.mode, message.max_batch
-                worker.deadline = float("inf")
-                self._was_ready, self._is_short = True, False
-                self._failures = 0
-                self.progress += 1
-            else:
-                self._failure = message.detail
-                if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
-                    self._give_up(message.detail)
-        if gone and worker in self._workers:
-            self._on_lost(worker, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
+    def _on_message(self, worker: _Worker, message: wire.Ready | wire.ScoreReplies) -> None:
+        if isinstance(message, wire.Ready):
+            worker.mode, worker.max_batch = message.mode, message.max_batch
+            return
+        for item in message.items:
+            self._on_verdict(worker, item)
 
-    def _on_verdict(self, worker: WorkerHandle, item: wire.ScoreReply) -> None:
+    def _on_verdict(self, worker: _Worker, item: wire.ScoreReply) -> None:
         job = worker.running.pop(item.id, None)
         if job is None:
             return
@@ -282,20 +201,18 @@ class Pool:
             elif jobs := self._take_chunk(worker):
                 self._give(worker, jobs)
 
-    def _take_chunk(self, worker: WorkerHandle) -> list[Job]:
+    def _take_chunk(self, worker: _Worker) -> list[Job]:
         share = -(-len(self._queue) // len(self._workers))
         limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.mode == "sync" else wire.BATCH_ITEMS
         return self.take(max(1, min(share, limit, worker.capacity)))
 
-    def _give(self, worker: WorkerHandle, jobs: list[Job]) -> None:
+    def _give(self, worker: _Worker, jobs: list[Job]) -> None:
         worker.running |= {job.number: job for job in jobs}
         worker.fresh, worker.since = False, self._loop.now
         self._set_deadline(worker)
-        worker.frames.send(wire.ScoreRequests([job.request for job in jobs]))
-        if worker.frames.has_unsent:
-            self._watch(worker)
+        self._send(worker, wire.ScoreRequests([job.request for job in jobs]))
 
-    def _set_deadline(self, worker: WorkerHandle) -> None:
+    def _set_deadline(self, worker: _Worker) -> None:
         if not worker.running:
             worker.deadline = float("inf")
         elif worker.mode == "sync":
@@ -310,26 +227,21 @@ class Pool:
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _on_deadline(self, worker: WorkerHandle) -> None:
-        if worker.mode:
-            seconds = next(iter(worker.running.values())).timeout
-            self._on_lost(worker, Verdict("timeout", detail=f"no verdict after {seconds:g} s"))
-        elif self._was_ready:
-            self._on_lost(worker, Verdict("error"))
-        else:
-            self._give_up(self._no_worker)
-
-    def _on_lost(self, worker: WorkerHandle, verdict: Verdict) -> None:
-        """Replace a worker that is dead or must die. `verdict` is for the job to blame, once that is certain."""
-        jobs, alone = list(worker.running.values()), worker.alone
+    def _on_deadline(self, worker: _Worker) -> None:
+        if not worker.ready:
+            self._late_to_start(worker)
+            return
+        seconds = next(iter(worker.running.values())).timeout
         self._deaths += 1
         self._remove(worker)
-        if not worker.mode:
-            self._failures += 1
-            self._not_before = self._loop.now + 0.1 * self._failures
-            if self._failures >= MAX_FAILURES + self._spec.workers:
-                self._give_up(self._failure or self._no_worker)
-            return
+        self._put_blame(worker, Verdict("timeout", detail=f"no verdict after {seconds:g} s"))
+
+    def _on_death(self, worker: _Worker) -> None:
+        self._put_blame(worker, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
+
+    def _put_blame(self, worker: _Worker, verdict: Verdict) -> None:
+        """Settle or put back what a worker had when it was lost. `verdict` is for the job to blame, once it is sure."""
+        jobs, alone = list(worker.running.values()), worker.alone
         num_running = 1 if worker.mode == "sync" else len(jobs)
         blamed, innocent = jobs[:num_running], jobs[num_running:]
         if alone or (verdict.status == "timeout" and len(blamed) == 1):
@@ -341,56 +253,10 @@ class Pool:
                 other.fresh = False
         self._queue.extendleft(reversed(innocent))
 
-    @property
-    def _no_worker(self) -> str:
-        what = f"its worker dies, or takes over {self._spec.start_seconds:g} s, while it imports or builds the rewarder"
-        return f"reward.{self.domain}.target: {self._spec.target}: {what}"
-
-    def _give_up(self, reason: str) -> None:
-        self.broken = reason
+    def _drop_work(self, reason: str) -> None:
         jobs = [job for worker in self._workers for job in worker.running.values()]
         jobs += [*self._suspects, *self._queue]
-        self.close()
         self._suspects.clear()
         self._queue.clear()
         for job in jobs:
             self._settle(job, Verdict("error", detail=reason))
-
-    # -- processes ------------------------------------------------------------------------------------------------
-
-    def _start_worker(self) -> None:
-        if self._forkserver is None or self._forkserver.poll() is not None:
-            self._end_forkserver()
-            message = wire.StartForkServer(self.domain, self._spec)
-            self._forkserver, self._forkserver_socket = start_child("spmd_rl.sidecar.forkserver", message)
-        ours, theirs = socket.socketpair()
-        with (
-            theirs,
-            contextlib.suppress(BrokenPipeError, ConnectionResetError),
-        ):  # if dead, `ours` reads as closed
-            socket.send_fds(self._forkserver_socket, [FORK], [theirs.fileno()])
-        worker = WorkerHandle(FrameSocket(ours), deadline=self._loop.now + self._spec.start_seconds)
-        self._workers.append(worker)
-        self._watch(worker)
-
-    def _say_short(self, error: OSError) -> None:
-        if not self._is_short:
-            print(f"sidecar: reward.{self.domain}: no worker can start: {error.strerror}; trying on", file=sys.stderr)
-        self._is_short = True
-
-    def _end_forkserver(self) -> None:
-        if self._forkserver is not None:
-            self._forkserver_socket.close()  # upon which it ends, and all that it and the workers have started
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._forkserver.wait(STOP_SECONDS)
-            self._forkserver.kill()
-            self._forkserver.wait()
-            self._forkserver = self._forkserver_socket = None
-
-    def _watch(self, worker: WorkerHandle) -> None:
-        self._loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
-
-    def _remove(self, worker: WorkerHandle) -> None:
-        self._workers.remove(worker)
-        self._loop.unwatch(worker.frames.socket)
-        worker.kill()

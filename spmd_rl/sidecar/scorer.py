@@ -1,19 +1,20 @@
-"""Connects a rank to its scorer: settings are checked, and the node's host is started or joined."""
+"""Connects a rank to its node's sidecar: settings are checked, and the node's host is started or joined."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, check_bind, local_address
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar.environments import RemoteEnvironments
 from spmd_rl.sidecar.launcher import HostProcess
-from spmd_rl.sidecar.local import LocalScorer
+from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
 from spmd_rl.sidecar.score_client import ScoreClient
 from spmd_rl.types import Node
 
 if TYPE_CHECKING:
-    from spmd_rl.config.schema import RewardsConfig
+    from spmd_rl.config.schema import EnvsConfig, RewardsConfig
 
 BUNDLED = {
     "math": "rewards.math_verify:MathReward",
@@ -29,29 +30,59 @@ MAX_PATH_BYTES = 107
 def connect(
     rewards: "RewardsConfig", node: Node, bind: str = "ipc", debug: bool = False, keys: str | None = None
 ) -> Iterator[ScoreClient | LocalScorer]:
-    """Yield a `Scorer` for this rank. Local rank 0 starts the node's host and waits until it is ready; the others join.
+    """Yield a `Scorer` for this rank; see `connect_both`."""
+    with connect_both(rewards, None, node, bind, debug, keys) as (scorer, _):
+        yield scorer
+
+
+@contextmanager
+def connect_environments(
+    envs: "EnvsConfig", node: Node, bind: str = "ipc", debug: bool = False, keys: str | None = None
+) -> Iterator[RemoteEnvironments | LocalEnvironments]:
+    """Yield `Environments` for this rank; see `connect_both`."""
+    with connect_both(None, envs, node, bind, debug, keys) as (_, environments):
+        yield environments
+
+
+@contextmanager
+def connect_both(
+    rewards: "RewardsConfig | None",
+    envs: "EnvsConfig | None",
+    node: Node,
+    bind: str = "ipc",
+    debug: bool = False,
+    keys: str | None = None,
+) -> Iterator[tuple[ScoreClient | LocalScorer, RemoteEnvironments | LocalEnvironments]]:
+    """Yield a `Scorer` and `Environments` of one host. None for either: the pair has one that knows no domain or tag.
+
+    Local rank 0 starts the node's host and waits until it is ready; the others join.
 
     `bind` is `ipc`, which listens at `node.address`, or `tcp://ADDRESS:PORT`. `keys` is a directory of CURVE keys;
-    without it only this machine is served. With `debug` there is no sidecar, and rewarders run in this process.
+    without it only this machine is served. With `debug` there is no sidecar: all runs in this process.
 
-    UserError, in one line, for a rewarder that cannot be built, an address that is not private and keys that are none.
-    Call it from the main thread: the host lives as long as the thread that started it.
+    UserError, in one line, for a rewarder or environment that cannot be built, an address that is not private and keys
+    that are none. Call it from the main thread: the host lives as long as the thread that started it.
     """
     if debug:
-        yield LocalScorer(rewards)
+        with closing(LocalEnvironments(envs)) as environments:
+            yield LocalScorer(rewards), environments
         return
     address = check_address(node.address if bind == "ipc" else bind, keyed=keys is not None)
     client_keys = ClientKeys.load(keys) if keys is not None else None
-    timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in rewards.domains.items()}
+    domains, tags = (rewards.domains if rewards else {}), (envs.tags if envs else {})
+    timeouts = {domain: min(reward.timeout, wire.MAX_TIMEOUT) for domain, reward in domains.items()}
+    patience = {tag: env.reset_timeout + env.episode_timeout for tag, env in tags.items()}
     with ExitStack() as stack:
         host = None
         if node.local_rank == 0:
-            host = HostProcess(address, rewards, keys or "")
+            host = HostProcess(address, rewards, keys or "", envs)
             host.wait_ready()
             stack.callback(host.stop)
-        client = ScoreClient(local_address(address), timeouts, host, client_keys)
-        stack.callback(client.close)
-        yield client
+        scorer = ScoreClient(local_address(address), timeouts, host, client_keys)
+        stack.callback(scorer.close)
+        environments = RemoteEnvironments(local_address(address), patience, host, client_keys)
+        stack.callback(environments.close)
+        yield scorer, environments
 
 
 def check_domains(prompts_domains: Iterable[str], rewards: "RewardsConfig") -> None:

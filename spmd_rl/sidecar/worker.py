@@ -92,9 +92,9 @@ def _failed(error: Exception) -> Verdict:
 def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
     """Be a worker until the host hangs up."""
     send_frame(sock, wire.Started(os.getpid()))
-    sys.breakpointhook = _no_debugger
+    sys.breakpointhook = no_debugger
     try:
-        services = service_factories(domain, pool.sandbox, pool.url, pool.packages)
+        services = service_factories(f"reward.{domain}", pool.sandbox, pool.url, pool.packages)
         rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=services)
         start_target(f"reward.{domain}", pool.target, rewarder)
     except UserError as error:
@@ -117,8 +117,9 @@ def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
                 _reply(sock, item, judge_sync(rewarder, given))
 
 
-def _no_debugger(*args: object, **kwargs: object) -> None:
-    raise RuntimeError("breakpoint(): there is no terminal here; `python -m spmd_rl.rlvr ... debug=true` has one")
+def no_debugger(*args: object, **kwargs: object) -> None:
+    """Stand for `breakpoint()` in a worker. Always RuntimeError."""
+    raise RuntimeError("breakpoint(): there is no terminal here; a run with debug=true has one")
 
 
 async def _serve_async(sock: socket.socket, rewarder: Rewarder) -> None:

@@ -41,6 +41,11 @@ class Rewarder(Protocol):
         ...
 
 
+LostReason = Literal["timeout", "error", "lost"]
+"""Why a session is over before its episode is: a deadline has passed; the environment raised an exception or returned
+what is no reply; or its worker, its host or its lease is gone."""
+
+
 class EnvReply(Struct, frozen=True, gc=False):
     """What an environment returned, from `reset` (without reward) or `step`."""
 
@@ -55,6 +60,33 @@ class EnvReply(Struct, frozen=True, gc=False):
     def done(self) -> bool:
         """Whether the episode is over."""
         return self.terminated or self.truncated
+
+
+class SessionLost(Exception):
+    """Raised by a session whose environment failed before its episode was over; the trajectory can be played again."""
+
+    def __init__(self, reason: LostReason, detail: str, traceback: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+        """One line."""
+        self.traceback = traceback
+        """Of the environment's own code, if it raised."""
+
+
+class Session(Protocol):
+    """One episode of an environment, wherever it runs."""
+
+    reply: EnvReply
+    """What `reset` or the last step returned. `info["exhausted"]`: a finite set of tasks has come to its end."""
+
+    async def step(self, action: str) -> EnvReply:
+        """Act. SessionLost if the environment fails, hangs or is gone; from then on each step raises it."""
+        ...
+
+    async def close(self) -> None:
+        """End the episode, which makes room for another. May be called twice; never raises."""
+        ...
 
 
 class Environment(Protocol):
@@ -176,6 +208,20 @@ class Http(Protocol):
 
         TimeoutError: no reply in time. ConnectionError: none after all attempts. ValueError: the server refused the
         request (another status), or its reply is too long or no JSON.
+        """
+        ...
+
+
+class Environments(Protocol):
+    """What the rollout needs of the sidecar where answers are actions: sessions, without blocking."""
+
+    outstanding: int
+    """The number of resets and steps whose reply is not there yet."""
+
+    async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
+        """Begin an episode of `env.<tag>`, which may wait until another ends; `held_out`: with its `eval_args`.
+
+        SessionLost if that fails.
         """
         ...
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl import sidecar, wire
-from spmd_rl.sidecar import score_client as client_module
+from spmd_rl.sidecar import host_client as client_module
 from spmd_rl.types import AnswerInfo, Node, Verdict
 from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, prompt, rewards, workers_of
 

@@ -38,7 +38,7 @@ def valid_frames() -> list[bytes]:
             wire.Started(1),
             wire.Ready("each"),
         ),
-        *(wire.Failed("f"), wire.StartHost(1, "ipc://x", {"a": pool}), wire.StartForkServer("a", pool)),
+        *(wire.Failed("f"), wire.StartHost(1, "ipc://x", {"a": pool}), wire.StartForkServer("reward.a", pool)),
         wire.ScoreRequests([wire.ScoreRequest(1, "toy", 1.0, question)] * 3),
         wire.ScoreReplies([wire.ScoreReply(1, verdict)]),
         *(

@@ -1,0 +1,233 @@
+"""A crew: worker processes of one plug-in, forked on demand, watched and replaced. Nothing here blocks.
+
+What they work on is for `Pool` (scores) and `EnvPool` (sessions) to say. A crew gives up, and says why, if its first
+workers cannot get ready; later, a worker that cannot is tried again, and only many in a row break the crew.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from spmd_rl import wire
+from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
+
+MAX_FAILURES = 3
+"""A crew gives up after this many workers in a row (beside one for each place) that never got ready."""
+MAX_STARTING = 16
+"""The most workers that start at once; each needs a moment of the fork server."""
+STOP_SECONDS = 2.0
+"""The time that a fork server may take to end all that its workers have left."""
+RETRY_SECONDS = 0.5
+"""The pause before a process is started again, where descriptors, memory or processes are short."""
+
+
+@dataclass(eq=False, slots=True)
+class WorkerProcess:
+    """One worker process; `pidfd` is -1 until it has told its pid."""
+
+    frames: FrameSocket
+    deadline: float
+    """When it is late: with its start, and then as its crew says."""
+    pidfd: int = -1
+    ready: bool = False
+    """Whether it has built its plug-in."""
+    ending: bool = False
+    """Whether it was told to end, so that its end is no death."""
+
+    def kill(self) -> None:
+        """End the process and close its socket."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            os.close(self.pidfd)
+            self.pidfd = -1
+        self.frames.socket.close()
+
+
+W = TypeVar("W", bound=WorkerProcess)
+
+
+class Crew(Generic[W]):
+    """The base of pools. A subclass makes its workers and says what their messages, their loss and the end mean."""
+
+    def __init__(
+        self, section: str, spec: wire.PoolSpec | wire.EnvPoolSpec, codec: wire.Codec, loop: EventLoop
+    ) -> None:
+        """`section`: the settings that the pool is of. `codec`: what its workers send."""
+        self.section = section
+        self.broken = ""
+        """The reason why there can be no worker, if so."""
+        self.progress = 0
+        """Changes whenever the pool makes progress."""
+        self._spec = spec
+        self._codec = codec
+        self._loop = loop
+        self._deaths = 0
+        self._workers: list[W] = []
+        self._forkserver: subprocess.Popen | None = None
+        self._forkserver_socket: socket.socket | None = None
+        self._failures = 0
+        self._failure = ""
+        self._was_ready = False
+        self._is_short = False
+        self._not_before = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker is ready."""
+        return any(worker.ready for worker in self._workers)
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in list(self._workers):
+            self._remove(worker)
+        self._end_forkserver()
+
+    # -- what a subclass says -------------------------------------------------------------------------------------
+
+    def _new_worker(self, frames: FrameSocket, deadline: float) -> W:
+        raise NotImplementedError
+
+    def _on_message(self, worker: W, message: msgspec.Struct) -> None:
+        """Handle a message of a worker, but for `Started` and `Failed`; `Ready` too is for the subclass to note."""
+        raise NotImplementedError
+
+    def _on_death(self, worker: W) -> None:
+        """Handle that a worker which was ready has died. It has been removed."""
+        raise NotImplementedError
+
+    def _drop_work(self, reason: str) -> None:
+        """Settle all work, since there will be no worker."""
+        raise NotImplementedError
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _start_workers(self, wanted: int) -> None:
+        """Start workers until there are so many, unless something is short."""
+        if self.broken or self._loop.now < self._not_before:
+            return
+        starting = sum(not worker.ready for worker in self._workers)
+        try:
+            while len(self._workers) < wanted and starting < MAX_STARTING:
+                self._start_worker()
+                starting += 1
+        except OSError as error:
+            self._not_before = self._loop.now + RETRY_SECONDS
+            self._say_short(error)
+
+    def _start_worker(self) -> None:
+        if self._forkserver is None or self._forkserver.poll() is not None:
+            self._end_forkserver()
+            message = wire.StartForkServer(self.section, self._spec)
+            self._forkserver, self._forkserver_socket = start_child("spmd_rl.sidecar.forkserver", message)
+        ours, theirs = socket.socketpair()
+        with (
+            theirs,
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        ):  # if dead, `ours` reads as closed
+            socket.send_fds(self._forkserver_socket, [FORK], [theirs.fileno()])
+        worker = self._new_worker(FrameSocket(ours), self._loop.now + self._spec.start_seconds)
+        self._workers.append(worker)
+        self._watch(worker)
+
+    def _send(self, worker: W, message: msgspec.Struct) -> None:
+        worker.frames.send(message)
+        if worker.frames.has_unsent:
+            self._watch(worker)
+
+    def _on_ready(self, worker: W) -> None:
+        """Read what a worker has sent, notice its death, and write what it can take."""
+        if worker.frames.has_unsent:
+            worker.frames.flush()
+            self._watch(worker)
+        try:
+            messages, gone = worker.frames.receive(self._codec)
+        except wire.WireError:
+            messages, gone = [], True
+        for message in messages:
+            if worker not in self._workers:
+                return
+            self._on_any(worker, message)
+        if gone and worker in self._workers:
+            self._lose(worker)
+
+    def _on_any(self, worker: W, message: Any) -> None:
+        if isinstance(message, wire.Started):
+            try:
+                worker.pidfd = os.pidfd_open(message.pid)
+            except ProcessLookupError:
+                pass  # dead already
+            except OSError as error:
+                self._say_short(error)
+                self._not_before = self._loop.now + RETRY_SECONDS
+                self._remove(worker)  # it ends when it is hung up on, before it works on anything
+        elif isinstance(message, wire.Failed):
+            self._failure = message.detail
+            if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
+                self._give_up(message.detail)
+        else:
+            if isinstance(message, wire.Ready):
+                worker.ready, worker.deadline = True, float("inf")
+                self._was_ready, self._is_short = True, False
+                self._failures = 0
+                self.progress += 1
+            self._on_message(worker, message)
+
+    def _lose(self, worker: W) -> None:
+        """Remove a worker that is dead or must die."""
+        self._deaths += not worker.ending
+        self._remove(worker)
+        if worker.ready:
+            self._on_death(worker)
+            return
+        self._failures += 1
+        self._not_before = self._loop.now + 0.1 * self._failures
+        if self._failures >= MAX_FAILURES + self._spec.workers:
+            self._give_up(self._failure or self._no_worker)
+
+    def _late_to_start(self, worker: W) -> None:
+        """Handle that a worker takes longer than `start_seconds`."""
+        if self._was_ready:
+            self._lose(worker)
+        else:
+            self._give_up(self._no_worker)
+
+    @property
+    def _no_worker(self) -> str:
+        what = f"its worker dies, or takes over {self._spec.start_seconds:g} s, while it imports or builds the target"
+        return f"{self.section}.target: {self._spec.target}: {what}"
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = reason
+        self._drop_work(reason)
+        self.close()
+
+    def _say_short(self, error: OSError) -> None:
+        if not self._is_short:
+            print(f"sidecar: {self.section}: no worker can start: {error.strerror}; trying on", file=sys.stderr)
+        self._is_short = True
+
+    def _end_forkserver(self) -> None:
+        if self._forkserver is not None:
+            self._forkserver_socket.close()  # upon which it ends, and all that it and the workers have started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._forkserver.wait(STOP_SECONDS)
+            self._forkserver.kill()
+            self._forkserver.wait()
+            self._forkserver = self._forkserver_socket = None
+
+    def _watch(self, worker: W) -> None:
+        self._loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
+
+    def _remove(self, worker: W) -> None:
+        self._workers.remove(worker)
+        self._loop.unwatch(worker.frames.socket)
+        worker.kill()

@@ -1,0 +1,129 @@
+"""A rank's side of the session protocol: environments that run in a sidecar.
+
+session = await environments.reset("frozen_lake", seed=7)
+while not session.reply.done:
+    await session.step(act(session.reply.observation))
+await session.close()
+"""
+
+from collections import deque
+from collections.abc import Mapping
+
+from spmd_rl import wire
+from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.sidecar.host_client import Call, HostClient
+from spmd_rl.sidecar.launcher import HostProcess
+from spmd_rl.sidecar.sockets import send
+from spmd_rl.types import EnvReply, SessionLost
+
+
+class RemoteSession:
+    """A `Session` in a sidecar."""
+
+    def __init__(self, environments: "RemoteEnvironments", id_: int, tag: str, reply: EnvReply) -> None:
+        self.tag = tag
+        self.reply = reply
+        self._environments, self._id = environments, id_
+        self._number = 0
+        self._lost: SessionLost | None = None
+        self._closed = False
+
+    async def step(self, action: str) -> EnvReply:
+        """See `Session`. One step at a time; a step that is cancelled closes the session."""
+        assert not self._closed, "the session is closed"
+        if self._lost is not None:
+            raise self._lost
+        self._number += 1
+        try:
+            self.reply = await self._environments.call(
+                self._id, self.tag, wire.StepRequest(self._id, self._number, action)
+            )
+        except SessionLost as error:
+            self._lost = error
+            raise
+        return self.reply
+
+    async def close(self) -> None:
+        """See `Session`. Does not wait for the host."""
+        if not self._closed:
+            self._closed = True
+            self._environments.end(self._id)
+
+
+class RemoteEnvironments(HostClient):
+    """`Environments` over one connection to the node's host."""
+
+    def __init__(
+        self, address: str, patience: Mapping[str, float], host: HostProcess | None, keys: ClientKeys | None = None
+    ) -> None:
+        """`patience`: by tag, the seconds for which a call may wait while nothing else moves: those of an episode."""
+        super().__init__(address, {f"env.{tag}": seconds for tag, seconds in patience.items()}, host, keys)
+        self._ended: deque[int] = deque()
+
+    async def reset(self, tag: str, seed: int, held_out: bool = False) -> RemoteSession:
+        """See `Environments`. Cancelling it ends the session."""
+        if f"env.{tag}" not in self._patience:
+            raise SessionLost("error", f"no env.{tag} is set")
+        id_ = next(self._ids)
+        try:
+            reply = await self.call(id_, tag, wire.ResetRequest(id_, tag, seed, held_out))
+        except SessionLost:
+            self.end(id_)
+            raise
+        return RemoteSession(self, id_, tag, reply)
+
+    async def call(self, id_: int, tag: str, request: wire.ResetRequest | wire.StepRequest) -> EnvReply:
+        """Make one call of a session and wait for its reply. SessionLost if there is none."""
+        size = 0
+        if isinstance(request, wire.StepRequest):
+            try:
+                size = len(memoryview(wire.pack(request.action)))
+            except wire.WireError as error:
+                raise SessionLost("error", f"the action {error}") from None
+            if size > wire.MAX_ACTION_BYTES:
+                raise SessionLost("error", f"the action has {size} bytes; at most {wire.MAX_ACTION_BYTES}")
+        waits = isinstance(request, wire.ResetRequest)
+        reply = await self._ask(id_, f"env.{tag}", request, size, waits=waits)
+        if isinstance(reply, SessionLost):
+            raise reply
+        return reply
+
+    def end(self, id_: int) -> None:
+        """Tell the host that a session is over, with the next calls or within a moment."""
+        self._ended.append(id_)
+        if self._loop is not None and not self._loop.is_closed():
+            self._flush_soon(even_if_empty=True)
+
+    def _flush(self) -> None:
+        while self._ended:
+            ids = [self._ended.popleft() for _ in range(min(len(self._ended), wire.BATCH_ITEMS))]
+            if not send(self._socket, wire.SessionRequests([wire.CloseRequest(id_) for id_ in ids])):
+                self._ended.extendleft(reversed(ids))
+                break
+        super()._flush()
+
+    def _message(self, calls: list[Call]) -> wire.SessionRequests:
+        return wire.SessionRequests([call.request for call in calls])
+
+    def _cancellation(self, id_: int) -> wire.SessionRequests:
+        return wire.SessionRequests([wire.CloseRequest(id_)])
+
+    def _on_replies(self, message: wire.SessionReplies) -> None:
+        for item in message.items:
+            call = self._calls.get(item.session)
+            if call is None or call.reply.done() or item.number != getattr(call.request, "number", 0):
+                continue
+            call.reply.set_result(_outcome(item))
+            self._settled(call)
+
+    def _fail(self, call: Call, reason: str, detail: str) -> None:
+        call.reply.set_result(SessionLost("timeout" if reason == "timeout" else "lost", detail))
+
+
+def _outcome(item: wire.SessionReply | wire.SessionFailure) -> EnvReply | SessionLost:
+    if isinstance(item, wire.SessionFailure):
+        return SessionLost(item.reason, item.detail, item.traceback)
+    try:
+        return wire.ENV_REPLY.unpack(item.reply)
+    except wire.WireError as error:
+        return SessionLost("error", f"its reply is {error}")

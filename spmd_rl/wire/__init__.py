@@ -1,0 +1,169 @@
+"""The messages of the sidecar: their schemas, their encoding and their limits.
+
+Ranks, hosts, workers and worker nodes speak the *score protocol*: a `ScoreRequest` asks for one verdict, a `ScoreReply`
+carries it. Requests are stateless and idempotent, so that any worker may judge one again. Environments are
+played over the *session protocol* (`sessions`). The other messages start processes, attach worker nodes and report the
+host's status.
+
+A frame is one version byte followed by a msgpack array `[tag, field, ...]`, which is checked against the structs below.
+Frames are bounded in size and never pickled. Bytes that cannot be read raise `WireError`, whatever they are. Sockets
+live in `sidecar/`.
+
+    frame = wire.encode(wire.Ping())
+    message = wire.TO_HOST.decode(frame)
+"""
+
+from spmd_rl.types import EnvReply, Verdict
+from spmd_rl.wire.base import (
+    BATCH_BYTES,
+    BATCH_ITEMS,
+    HELD_BYTES,
+    MAX_ACTION_BYTES,
+    MAX_ENV_REPLY_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_INPUT_BYTES,
+    MAX_ITEMS,
+    MAX_TIMEOUT,
+    MAX_VERDICT_BYTES,
+    VERSION,
+    WINDOW,
+    WINDOW_BYTES,
+    Codec,
+    Few,
+    Id,
+    Many,
+    Message,
+    Name,
+    Seconds,
+    WireError,
+    encode,
+    pack,
+)
+from spmd_rl.wire.nodes import Goodbye, Heartbeat, Join, NodeReplies, NodeReply, Welcome
+from spmd_rl.wire.processes import (
+    EnvPoolSpec,
+    Error,
+    Failed,
+    GetStatus,
+    HostStatus,
+    NodeStatus,
+    Ping,
+    Pong,
+    PoolSpec,
+    PoolStatus,
+    Ready,
+    ServerSpec,
+    Started,
+    StartForkServer,
+    StartHost,
+    StartServer,
+)
+from spmd_rl.wire.scores import (
+    CancelScores,
+    ScoreInput,
+    ScoreInputShape,
+    ScoreReplies,
+    ScoreReply,
+    ScoreRequest,
+    ScoreRequests,
+)
+from spmd_rl.wire.sessions import (
+    CloseRequest,
+    ResetRequest,
+    SessionFailure,
+    SessionReplies,
+    SessionReply,
+    SessionRequests,
+    StepRequest,
+)
+
+__all__ = [
+    "BATCH_BYTES",
+    "BATCH_ITEMS",
+    "CancelScores",
+    "CloseRequest",
+    "Codec",
+    "ENV_REPLY",
+    "EnvPoolSpec",
+    "Error",
+    "FROM_CHILD",
+    "FROM_ENV_WORKER",
+    "FROM_WORKER",
+    "Failed",
+    "Few",
+    "GetStatus",
+    "Goodbye",
+    "HELD_BYTES",
+    "Heartbeat",
+    "HostStatus",
+    "Id",
+    "Join",
+    "MAX_ACTION_BYTES",
+    "MAX_ENV_REPLY_BYTES",
+    "MAX_FRAME_BYTES",
+    "MAX_INPUT_BYTES",
+    "MAX_ITEMS",
+    "MAX_TIMEOUT",
+    "MAX_VERDICT_BYTES",
+    "Many",
+    "Message",
+    "Name",
+    "NodeReplies",
+    "NodeReply",
+    "NodeStatus",
+    "Ping",
+    "Pong",
+    "PoolSpec",
+    "PoolStatus",
+    "Ready",
+    "ResetRequest",
+    "SCORE_INPUT",
+    "SCORE_INPUT_SHAPE",
+    "ScoreInput",
+    "ScoreInputShape",
+    "ScoreReplies",
+    "ScoreReply",
+    "ScoreRequest",
+    "ScoreRequests",
+    "Seconds",
+    "ServerSpec",
+    "SessionFailure",
+    "SessionReplies",
+    "SessionReply",
+    "SessionRequests",
+    "StartForkServer",
+    "StartHost",
+    "StartServer",
+    "Started",
+    "StepRequest",
+    "TO_CHILD",
+    "TO_CLIENT",
+    "TO_ENV_WORKER",
+    "TO_HOST",
+    "TO_NODE",
+    "TO_STATUS",
+    "TO_WORKER",
+    "VERDICT",
+    "VERSION",
+    "WINDOW",
+    "WINDOW_BYTES",
+    "Welcome",
+    "WireError",
+    "encode",
+    "pack",
+]
+
+SCORE_INPUT = Codec(ScoreInput)
+SCORE_INPUT_SHAPE = Codec(ScoreInputShape)
+VERDICT = Codec(Verdict)
+ENV_REPLY = Codec(EnvReply)
+TO_HOST = Codec(ScoreRequests, CancelScores, Ping, Join, Heartbeat, NodeReplies, Goodbye, GetStatus, SessionRequests)
+TO_CLIENT = Codec(ScoreReplies, SessionReplies, Pong, Error)
+TO_NODE = Codec(Welcome, ScoreRequests, Pong, Goodbye, Error)
+TO_STATUS = Codec(HostStatus, Error)
+TO_WORKER = Codec(ScoreRequests)
+FROM_WORKER = Codec(Started, Ready, Failed, ScoreReplies)
+TO_ENV_WORKER = Codec(SessionRequests, Ping)
+FROM_ENV_WORKER = Codec(Started, Ready, Failed, SessionReplies, Pong, Goodbye)
+TO_CHILD = Codec(StartHost, StartForkServer, StartServer)
+FROM_CHILD = Codec(Ready, Failed)

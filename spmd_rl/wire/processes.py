@@ -1,0 +1,194 @@
+"""Messages between the processes of one machine, and of all connections to a host."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import field
+
+from spmd_rl.wire.base import BATCH_ITEMS, Id, Message, Seconds
+
+
+class PoolSpec(Message, tag="rewarder"):
+    """What the workers of one domain run."""
+
+    target: str
+    args: dict[str, Any]
+    workers: int
+    sandbox: str = "auto"
+    """The name of the sandbox for a rewarder that asks for one."""
+    cpus: list[int] = field(default_factory=list)
+    """The processors that the workers are bound to; if empty, they are not bound."""
+    start_seconds: float = 300.0
+    """The time that a worker may take to build its rewarder."""
+    url: str = ""
+    """The address of the domain's own server, if the host starts one."""
+    packages: list[str] = field(default_factory=list)
+    """What the code of answers may import in the sandbox."""
+
+
+class EnvPoolSpec(Message, tag="environment"):
+    """What the workers of one environment run."""
+
+    target: str
+    args: dict[str, Any]
+    workers: int
+    """The number of processes."""
+    slots: int = 1
+    """The number of episodes that each runs at once, each in a thread; a single one has the process for itself."""
+    eval_args: dict[str, Any] = field(default_factory=dict)
+    """What replaces `args` in held-out episodes."""
+    reset_timeout: Seconds = 60.0
+    step_timeout: Seconds = 30.0
+    episode_timeout: Seconds = 1800.0
+    """From the reset on. Counts the time in which the client was heard, so that no client loses its episodes because
+    it trains."""
+    lease: Seconds = 1800.0
+    """A session that is not used for this long, by the same clock, is closed."""
+    memory_mb: int = 0
+    """The memory that a worker may use beyond what it has imported; 0 for no limit."""
+    recycle_after: int = 0
+    """A worker is replaced after this many episodes; 0 for never."""
+    sandbox: str = "auto"
+    packages: list[str] = field(default_factory=list)
+    cpus: list[int] = field(default_factory=list)
+    start_seconds: float = 300.0
+
+
+class ServerSpec(Message):
+    """A server that the host starts for one domain, such as a judge."""
+
+    command: list[str]
+    """`{port}` in it is replaced by the port."""
+    devices: str
+    """The value of CUDA_VISIBLE_DEVICES; empty for none."""
+    start_seconds: float
+    """The time that the server may take until it answers."""
+
+
+class StartHost(Message, tag="start_host"):
+    """Rank to the host that it starts."""
+
+    parent: int
+    """The process id that the host must not outlive; 0 if the closing socket alone tells."""
+    address: str
+    pools: dict[str, PoolSpec]
+    servers: dict[str, ServerSpec] = field(default_factory=dict)
+    keys: str = ""
+    """The directory of CURVE keys; empty if only this machine is served."""
+    envs: dict[str, EnvPoolSpec] = field(default_factory=dict)
+
+
+class StartForkServer(Message, tag="start_fork_server"):
+    """Host to the fork server of a pool: import the target, then fork a worker for each socket that follows."""
+
+    section: str
+    """The settings of the pool: `reward.<domain>` or `env.<tag>`."""
+    pool: PoolSpec | EnvPoolSpec
+
+
+class StartServer(Message, tag="start_server"):
+    """Host to a supervisor: start this server and keep it running."""
+
+    domain: str
+    server: ServerSpec
+    port: int
+
+
+class Started(Message, tag="started"):
+    """Worker to host: the first message, which tells the process id."""
+
+    pid: Id
+
+
+class Ready(Message, tag="ready"):
+    """Worker to host: the rewarder or environment is built. Supervisor to host: the server answers. Host to rank: all
+    pools work."""
+
+    mode: str = ""
+    """Workers of rewarders only: `sync`, `async` or `batch`, as `worker.call_mode` says."""
+    max_batch: Annotated[int, msgspec.Meta(ge=1)] = BATCH_ITEMS
+    """Workers of rewarders only: the most requests that the rewarder wants at once."""
+
+
+class Failed(Message, tag="failed"):
+    """Sent in place of `Ready`: a user's mistake, in one line."""
+
+    detail: str
+
+
+class Ping(Message, tag="ping"):
+    """Client to host, and host to worker of environments: the sender asks for a `Pong`."""
+
+
+class Pong(Message, tag="pong"):
+    """Host to client or worker node, and worker of environments to host: the sender is alive."""
+
+    host: str
+    """The name of this host process. After a restart it differs, and all that was in flight must be sent again."""
+    progress: dict[str, int]
+    """Per domain, and per `env.<tag>`, a number that changes whenever that pool makes progress: a verdict, a reply, a
+    worker that starts."""
+
+
+class Error(Message, tag="error"):
+    """Host to client: your last frame was malformed or exceeded a limit."""
+
+    detail: str
+
+
+class GetStatus(Message, tag="get_status"):
+    """Anybody to host: a request for a `HostStatus`."""
+
+
+class PoolStatus(Message):
+    """The state of one pool."""
+
+    target: str
+    workers: int
+    """The number of workers in the settings."""
+    ready: int
+    """The number of workers that have built their rewarder."""
+    running: int
+    """The number of requests given to workers of this host."""
+    queued: int
+    verdicts: int
+    """Since the host started, those of worker nodes included."""
+    deaths: int
+    """The number of workers that died or were killed."""
+    broken: str = ""
+    """The reason why there is no worker, if there is none."""
+
+
+class NodeStatus(Message):
+    """The state of one worker node."""
+
+    name: str
+    windows: dict[str, int]
+    running: int
+    verdicts: int
+    silent_seconds: float
+
+
+class HostStatus(Message, tag="host_status"):
+    """The state of a host."""
+
+    host: str
+    pid: int
+    uptime_seconds: float
+    clients: int
+    """The number of clients with requests in flight or replies that they have not read."""
+    in_flight: int
+    """The number of requests without a verdict."""
+    held_bytes: int
+    """The bytes of those requests."""
+    unsent_replies: int
+    """The number of verdicts that wait because their client does not read."""
+    refused_keys: int
+    """The number of connections that were refused because their key is not listed."""
+    cut_connections: int
+    """The number of connections that were cut off because of what they sent (`sidecar/gate.py`)."""
+    draining: bool
+    pools: dict[str, PoolStatus]
+    nodes: list[NodeStatus]
+    envs: dict[str, PoolStatus] = field(default_factory=dict)
+    """By tag; `running` counts sessions, `queued` resets that wait, `verdicts` replies."""

@@ -1,0 +1,71 @@
+"""The session protocol: an episode of an environment, which lives with one worker from its reset to its close.
+
+A client numbers its sessions, and the calls of a session: its reset is call 0, then come its steps. A call that is sent
+again is the same call, so that no step is taken twice. A session that the host does not know is lost.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from spmd_rl.types import LostReason
+from spmd_rl.wire.base import Id, Many, Message, Name
+
+
+class ResetRequest(Message, tag="reset"):
+    """Client to host: begin a session. Host to worker: begin an episode in this slot."""
+
+    session: Id
+    env: Name
+    """The tag of the environment."""
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    """At most 64 bits."""
+    held_out: bool = False
+    """Whether the environment is built with its `eval_args`."""
+
+
+class StepRequest(Message, tag="step"):
+    """Client to host, host to worker: take one step."""
+
+    session: Id
+    number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    """1 for the first step after the reset."""
+    action: str
+
+
+class CloseRequest(Message, tag="close"):
+    """Client to host: the session is over. Without a reply."""
+
+    session: Id
+
+
+class SessionRequests(Message, tag="session_requests"):
+    """Client to host, host to worker."""
+
+    items: Annotated[list[ResetRequest | StepRequest | CloseRequest], Many]
+
+
+class SessionReply(Message, tag="session_reply"):
+    """What the environment returned from one call."""
+
+    session: Id
+    number: Id
+    reply: msgspec.Raw
+    """An encoded `EnvReply`."""
+
+
+class SessionFailure(Message, tag="session_failure"):
+    """The answer to a call of a session that is over."""
+
+    session: Id
+    number: Id
+    reason: LostReason
+    detail: str
+    """One line."""
+    traceback: str = ""
+
+
+class SessionReplies(Message, tag="session_replies"):
+    """Worker to host, host to client: answers to `SessionRequests`, in any order."""
+
+    items: list[SessionReply | SessionFailure]
