@@ -38,7 +38,9 @@ def run(cfg: AgenticConfig) -> None:
         track = stack.enter_context(Run.open(cfg, world))  # [all]
         track.announce(0, len(tasks.eval))
         with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
-            scorer, environments = stack.enter_context(sidecar.connect_all(cfg, world.node))
+            scorer, environments = stack.enter_context(
+                sidecar.connect_both(cfg.reward, cfg.env, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
+            )
             roles = train.build_roles(cfg, train_world)  # [all]
             generator = engine.build(cfg, generate_world)  # [all]
         publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)

@@ -44,6 +44,7 @@ class Slot:
         self._section, self._spec, self._services = f"env.{tag}", spec, services
         self._built: dict[bool, Any] = {}  # by whether it is held out
         self._current: Any = None
+        self._solve = False
 
     def build(self, held_out: bool = False) -> Any:
         """Return the environment, built if it is not yet. UserError, in one line, if it cannot be."""
@@ -57,7 +58,7 @@ class Slot:
     async def play(self, call: Call) -> EnvReply:
         """Reset or step. Raises whatever the environment raises, and ValueError where it returns what is no reply."""
         if isinstance(call, wire.ResetRequest):
-            self._current = self.build(call.held_out)
+            self._current, self._solve = self.build(call.held_out), call.solve
             returned = self._current.reset(seed=call.seed)
         else:
             returned = self._current.step(call.action)
@@ -65,6 +66,9 @@ class Slot:
             returned = await returned
         verb, check = ("reset", checked_reset) if isinstance(call, wire.ResetRequest) else ("step", checked_step)
         try:
+            if self._solve:
+                observation, *rest, info = returned
+                returned = observation, *rest, {**info, "solution": self._current.solution()}
             return check(returned)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._spec.target}.{verb}: {error}") from None

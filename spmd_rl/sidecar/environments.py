@@ -60,13 +60,13 @@ class RemoteEnvironments(HostClient):
         super().__init__(address, {f"env.{tag}": seconds for tag, seconds in patience.items()}, host, keys)
         self._ended: deque[int] = deque()
 
-    async def reset(self, tag: str, seed: int, held_out: bool = False) -> RemoteSession:
+    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> RemoteSession:
         """See `Environments`. Cancelling it ends the session."""
         if f"env.{tag}" not in self._patience:
             raise SessionLost("error", f"no env.{tag} is set")
         id_ = next(self._ids)
         try:
-            reply = await self.call(id_, tag, wire.ResetRequest(id_, tag, seed, held_out))
+            reply = await self.call(id_, tag, wire.ResetRequest(id_, tag, seed, held_out, solve))
         except SessionLost:
             self.end(id_)
             raise

@@ -56,14 +56,14 @@ class LocalEnvironments:
         for tag in self._specs:
             self._free[tag][0].build()
 
-    async def reset(self, tag: str, seed: int, held_out: bool = False) -> "LocalSession":
+    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> "LocalSession":
         """See `Environments`. There may be any number of sessions."""
         if tag not in self._specs:
             raise SessionLost("error", f"no env.{tag} is set")
         slot = self._free[tag].pop() if self._free[tag] else self._new_slot(tag)
         session = LocalSession(self, slot, tag)
         try:
-            session.reply = await self.play(slot, wire.ResetRequest(0, tag, seed, held_out))
+            session.reply = await self.play(slot, wire.ResetRequest(0, tag, seed, held_out, solve))
         except SessionLost:
             await session.close()
             raise

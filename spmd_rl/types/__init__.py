@@ -50,7 +50,6 @@ __all__ = [
     "EnvReply",
     "Environments",
     "Environment",
-    "Environments",
     "FinishReason",
     "Group",
     "Http",

@@ -218,10 +218,11 @@ class Environments(Protocol):
     outstanding: int
     """The number of resets and steps whose reply is not there yet."""
 
-    async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
-        """Begin an episode of `env.<tag>`, which may wait until another ends; `held_out`: with its `eval_args`.
+    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> Session:
+        """Begin an episode of `env.<tag>`, which may wait until another ends. SessionLost if that fails.
 
-        SessionLost if that fails.
+        held_out: with its `eval_args`. solve: each reply has what the environment's `solution()` returns, actions that
+        lead to the goal from there or None, as `info["solution"]`.
         """
         ...
 
@@ -232,41 +233,3 @@ class Scorer(Protocol):
     async def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Never raises for a sample's or a sidecar's failure: those come back as verdicts."""
         ...
-
-
-class Session(Protocol):
-    """An episode of an environment that a sidecar plays, for the rank that began it."""
-
-    reply: EnvReply
-    """What the environment returned last."""
-
-    async def step(self, action: str) -> EnvReply:
-        """Act. SessionLost: the environment raised, took too long or is gone."""
-        ...
-
-    async def close(self) -> None:
-        """Give the environment back; may be called twice, never raises and waits for nobody."""
-        ...
-
-
-class Environments(Protocol):
-    """What the rollout needs of the sidecar that plays environments."""
-
-    outstanding: int
-    """Resets and steps without a reply yet."""
-
-    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> Session:
-        """Begin an episode of environment `env.<tag>`, whose first observation is the session's reply.
-
-        held_out: with `env.<tag>.eval_args`. solve: each reply has what the environment's `solution()` returns, the
-        actions that lead to the goal from there or None, as `info["solution"]`. SessionLost: as in `Session.step`.
-        """
-        ...
-
-
-class SessionLost(Exception):
-    """An environment's episode cannot go on, and is lost with what it was."""
-
-    def __init__(self, reason: Literal["timeout", "error", "lost"], detail: str = "", traceback: str = "") -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail, self.traceback = reason, detail, traceback

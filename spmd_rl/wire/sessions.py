@@ -22,6 +22,8 @@ class ResetRequest(Message, tag="reset"):
     """At most 64 bits."""
     held_out: bool = False
     """Whether the environment is built with its `eval_args`."""
+    solve: bool = False
+    """Whether each reply of the episode has the environment's `solution()` as `info["solution"]`."""
 
 
 class StepRequest(Message, tag="step"):
