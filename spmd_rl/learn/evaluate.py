@@ -37,8 +37,8 @@ def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int, log: 
                 sums[f"{name}/sum"], sums[f"{name}/count"] = 0.0, 0.0
         for group in groups:
             for sample in group.samples:
-                if sample.verdict.scored:
-                    name = "score_greedy" if sample.answer == settings.answers else "score"
+                if sample.last and sample.verdict.scored:
+                    name = "score_greedy" if sample.unit_number == settings.answers else "score"
                     sums[f"{group.prompt.domain}/{name}/sum"] += sample.verdict.score
                     sums[f"{group.prompt.domain}/{name}/count"] += 1
         return _means(world.reduce("eval: scores", dict(sums), "sum"))
