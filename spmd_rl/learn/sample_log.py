@@ -41,7 +41,7 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
     masked = {} if unplanned else dict(plan.masked)
     # The plan holds the samples of all ranks, and those of one ticket side by side.
     tickets, answers = np.empty((2, 0), np.int64) if unplanned else plan.keys.T
-    own, advantages = [group.ticket for group, _ in groups], np.empty(0) if unplanned else plan.advantages
+    own, advantages = [group.ticket for group, _ in groups], np.empty(0) if unplanned else _mean_advantages(plan)
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
         planned = dict(zip(answers[begin:end].tolist(), advantages[begin:end].tolist(), strict=True))
@@ -52,6 +52,14 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
             if reject_reason is None and advantage is None:
                 reject_reason = "the run ended" if sample.verdict.scored else "no score"
             yield _row(group.prompt, messages, sample, turns, advantage, reject_reason)
+
+
+def _mean_advantages(plan: Plan) -> np.ndarray:
+    """The mean advantage of each sample's tokens, float64 [n]; of its turns' rewards before a token-level estimator."""
+    if len(plan.advantages) == len(plan.keys):
+        return plan.advantages
+    owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
+    return np.bincount(owners, plan.advantages * plan.run_lengths, len(plan.keys)) / plan.num_sampled
 
 
 def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:

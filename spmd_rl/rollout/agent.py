@@ -65,9 +65,6 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
         reason = await _turns(ctx, env, session, modes)
     finally:
         await session.close()
-    if not ctx.num_turns:
-        why = f"its first prompt leaves no room to answer in rollout.max_context_tokens={ctx.budget.max_context_tokens}"
-        return abandoned(ctx, Verdict("error", detail=f"env.{ctx.prompt.domain}: {why}"))
     return abandoned(ctx, _verdict(ctx, reason, modes))
 
 
@@ -79,6 +76,8 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str
         try:
             turn = await ctx.generate(story.prompt_ids(before))
         except BudgetSpent:
+            if not ctx.num_turns:
+                raise
             if ctx.turns:
                 ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
             return "max_context"

@@ -20,7 +20,7 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling
+from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
 from spmd_rl.rollout.outcomes import SliceReport, gather_outcomes
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
@@ -69,7 +69,7 @@ class Demonstrations:
         budget = Budget(rollout.max_context_tokens or self._cfg.engine.kv_tokens, rollout.max_turns)
         shown = _Shown(self._environments)
         ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, self._tokenizer, None, None, shown, env=env)
-        return Group(task, ticket, tuple(await self._agent(ctx)))
+        return Group(task, ticket, tuple(await play(self._agent, ctx)))
 
 
 class _Shown:

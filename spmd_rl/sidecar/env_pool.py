@@ -32,6 +32,7 @@ class Holder(Protocol):
     """What a pool asks of a session, and tells it."""
 
     held_out: bool
+    solve: bool
     seed: int
 
     def on_seat(self, seat: "Seat") -> None:
@@ -213,7 +214,7 @@ class EnvPool(Crew[_Worker]):
         if self._spec.recycle_after and worker.episodes >= self._spec.recycle_after:
             worker.retiring = True
         holder.on_seat(seat)
-        request = wire.ResetRequest(slot, self._tag, holder.seed, holder.held_out)
+        request = wire.ResetRequest(slot, self._tag, holder.seed, holder.held_out, holder.solve)
         self._give(seat, request, 0, self._spec.reset_timeout)
 
     def _give(self, seat: Seat, request: wire.ResetRequest | wire.StepRequest, number: int, seconds: float) -> None:

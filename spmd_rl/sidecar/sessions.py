@@ -46,6 +46,7 @@ class _Session:
     pool: EnvPool
     seed: int
     held_out: bool
+    solve: bool
     used: float
     """When a call came or was answered last, by the client's clock."""
     number: int = 0
@@ -152,7 +153,7 @@ class Sessions:
             detail = f"this host has no env.{item.env}"
             client.replies.append(wire.SessionFailure(item.session, 0, "error", detail))
             return
-        session = _Session(item.session, client, pool, item.seed, item.held_out, client.clock)
+        session = _Session(item.session, client, pool, item.seed, item.held_out, item.solve, client.clock)
         client.sessions[item.session] = session
         pool.submit(session)
 
