@@ -134,7 +134,7 @@ class LevelMaker:
         raise ValueError(f"none of {MAX_ROOMS} rooms gave a level for {self}")
 
     def _carve(self, random: Random) -> int:
-        """The floor of a room: where a random walk went, and beside it."""
+        """The floor of a room: where a random walk went, and two cells beside each step."""
         row, column = random.randrange(1, self.height - 1), random.randrange(1, self.width - 1)
         ways = ((-1, 0), (1, 0), (0, -1), (0, 1))
         way, floor = random.choice(ways), 0
@@ -142,8 +142,8 @@ class LevelMaker:
             if random.random() < self.turn:
                 way = random.choice(ways)
             row, column = self._inside(row + way[0], column + way[1])
-            aside = random.choice(ways)
-            for at_row, at_column in ((row, column), self._inside(row + aside[0], column + aside[1])):
+            for down, right in ((0, 0), *random.sample(ways, 2)):
+                at_row, at_column = self._inside(row + down, column + right)
                 floor |= 1 << at_row * self.width + at_column
         return floor
 
