@@ -52,7 +52,7 @@ SAID = {
 NAMES = phrases("Lantern, Old Mill, Saffron, Blue Door, Anchor, Olive Tree, Copper Pot, Garden, Terrace, Corner, Pearl")
 INSTRUCTION = """You book tables for customers. Talk to the customer in plain words to learn what is wanted: cuisine,
 area, price, day, time and number of people. Look for a restaurant with `search`; if there is none, say so and ask.
-Then `book` it, once. A tool call is JSON: {"name": "<tool>", "arguments": {...}}; anything else is said to the customer."""
+Then `book` it, once. A tool call is JSON: {"name": "<tool>", "arguments": {...}}; all else is said to the customer."""
 AGGREGATION = {"success": "last", "booked": "last", "wishes_met": "last", "messages": "sum", "tool_calls": "sum"}
 
 
