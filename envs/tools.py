@@ -10,16 +10,15 @@ text: the answer, which ends the episode. What goes wrong in a tool is its reply
 A corpus of your own is JSONL with `text` (and `title`), questions are JSONL with `question` and `answer`.
 """
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from envs.calculator import calculate
 from envs.mcp import McpClient
 from envs.retrieval import Bm25
+from envs.rows import read_rows
 from envs.tool_calls import Toolbox
 from envs.tool_tasks import KINDS, Task, Town, is_right, make_corpus, make_towns
 from spmd_rl.types import RunLimits, Sandbox
@@ -142,19 +141,11 @@ def _library(path: str, seed: int) -> tuple[list[str], Bm25, list[Town]]:
     towns = make_towns(seed)
     texts = make_corpus(towns)
     if path:
-        rows = _rows(path)
+        rows = read_rows(path)
         texts = [f"{row['title']}: {row['text']}" if row.get("title") else str(row["text"]) for row in rows]
     return texts, Bm25(texts), towns
 
 
 @cache
 def _questions(path: str) -> tuple[Task, ...]:
-    return tuple(Task(str(row["question"]), str(row["answer"])) for row in _rows(path))
-
-
-def _rows(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file. ValueError if it has none."""
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not rows:
-        raise ValueError(f"{path}: the file has no rows")
-    return rows
+    return tuple(Task(str(row["question"]), str(row["answer"])) for row in read_rows(path))
