@@ -15,7 +15,7 @@ ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """Row and column that an action adds, by its number; the neighbours of a number are the directions across it."""
 CELLS = "P is the player, _ ice, O a hole, G the goal, X the player in a hole, \N{SQUARE ROOT} the player on the goal."
-TRIALS, MAX_DRAWS = 100, 10_000
+TRIALS, MAX_DRAWS = 1000, 100_000
 """Settings must give a board in so few draws when they are checked, so that so many are always enough at a reset."""
 HORIZON = 1000
 """The oracle for slippery ice looks so many steps ahead at most."""
