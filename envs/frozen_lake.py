@@ -178,4 +178,4 @@ class FrozenLake(Oracle):
         letters[self._goal] = "G"
         letters[self._player] = {"_": "P", "O": "X", "G": "\N{SQUARE ROOT}"}[letters[self._player]]
         things = {"player": [self._player], "goal": [self._goal], "holes": sorted(self._holes)}
-        return show(self._observation, letters, self._size, things)
+        return show(self._observation, letters, self._size, things, self._steps == 0)

@@ -6,8 +6,10 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-OBSERVATIONS = ("grid", "spaced", "coordinates")
-"""How a state can be shown: rows of letters, the same with blanks between the letters, or a list of positions."""
+OBSERVATIONS = ("grid", "spaced", "coordinates", "changes")
+"""How a state can be shown: rows of letters, the same with blanks between the letters, a list of positions, or such a
+list that after the first has only what can move: the fewest tokens, for a policy that sees the whole conversation."""
+MOVING = ("player", "boxes")
 
 
 def generator(seed: int, purpose: str) -> Random:
@@ -28,16 +30,19 @@ def rules(observation: str, cells: str, size: tuple[int, int], actions: Mapping[
 
     `cells` explains the letters; `size` is (rows, columns).
     """
-    if observation == "coordinates":
+    if observation in ("coordinates", "changes"):
         rows, columns = size
         cells = f"Positions are (row, column), from (0, 0) at the top left to ({rows - 1}, {columns - 1})."
     return f"{cells}\nActions: {', '.join(actions)}."
 
 
-def show(observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]]) -> tuple[str, str]:
+def show(
+    observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]], first: bool
+) -> tuple[str, str]:
     """Return a state as an observation, and as rows of letters (the same if `observation` is `grid`).
 
     `letters` holds one letter for each cell, row by row, and a cell is its place there; `things` are cells by name.
+    `first`: the episode begins.
     """
     rows = ["".join(letters[at : at + width]) for at in range(0, len(letters), width)]
     board = "\n".join(rows)
@@ -47,6 +52,8 @@ def show(observation: str, letters: Sequence[str], width: int, things: Mapping[s
         return "\n".join(map(" ".join, rows)), board
     lines = []
     for name, cells in things.items():
+        if observation == "changes" and not first and name not in MOVING:
+            continue
         where = " ".join(f"({cell // width}, {cell % width})" for cell in cells)
         lines.append(f"{name}: {where or 'none'}")
     return "\n".join(lines), board

@@ -167,7 +167,7 @@ class Sokoban(Oracle):
             letters[cell] = box_on_target if letters[cell] == target else box
         letters[at] = player_on_target if letters[at] == target else player
         things = {"player": [at], "boxes": boxes, "targets": self._targets, "inner walls": self._walls}
-        return show(self._observation, letters, self._level.width, things)
+        return show(self._observation, letters, self._level.width, things, self._steps == 0)
 
 
 def _numbers(mask: int) -> list[int]:
