@@ -75,4 +75,4 @@ def run(cfg: AgenticConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("agentic", AgenticConfig, run)
+    main("agentic", AgenticConfig, run, preview="spmd_rl.dry_run_agent:show")

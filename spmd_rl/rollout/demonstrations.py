@@ -41,7 +41,7 @@ class Demonstrations:
     ) -> None:
         """UserError for an environment whose pattern is the user's own: nobody knows how to fill it in."""
         self._cfg, self._tasks, self._environments = cfg, tasks, environments
-        self._tokenizer, self._world, self._agent = tokenizer, world, Agent(cfg.env)
+        self._tokenizer, self._world = tokenizer, world
         for tag, env in cfg.env.tags.items():
             if cfg.warmup.steps and env.pattern not in FORMS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
@@ -61,15 +61,20 @@ class Demonstrations:
 
     async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
         tasks = [(self._tasks.demonstration(number, self._cfg.seed), ticket) for number, ticket in numbers]
-        return await asyncio.gather(*[self._demonstrate(task, ticket) for task, ticket in tasks])
+        fixed = self._cfg, self._environments, self._tokenizer
+        return await asyncio.gather(*[demonstrate(task, ticket, *fixed) for task, ticket in tasks])
 
-    async def _demonstrate(self, task: Prompt, ticket: int) -> Group:
-        rollout, env = self._cfg.rollout, self._cfg.env.tags[task.domain]
-        sampling = Sampling(self._cfg.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
-        budget = Budget(rollout.max_context_tokens or self._cfg.engine.kv_tokens, rollout.max_turns)
-        shown = _Shown(self._environments)
-        ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, self._tokenizer, None, None, shown, env=env)
-        return Group(task, ticket, tuple(await play(self._agent, ctx)))
+
+async def demonstrate(
+    task: Prompt, ticket: int, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
+) -> Group:
+    """Play a task as its environment's own solution does: a group of one trajectory, without a score if it cannot."""
+    env, rollout = cfg.env.tags[task.domain], cfg.rollout
+    sampling = Sampling(cfg.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
+    budget = Budget(rollout.max_context_tokens or cfg.engine.kv_tokens, rollout.max_turns)
+    shown = _Shown(environments)
+    ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, tokenizer, None, None, shown, env=env)
+    return Group(task, ticket, tuple(await play(Agent(cfg.env), ctx)))
 
 
 class _Shown:
