@@ -83,6 +83,10 @@ class GameEnv(ABC):
         info = {"metrics": metrics, "metrics_agg_mode": AGGREGATION, **self._known()}
         return text, float(result or 0), result is not None, False, info
 
+    def solution(self) -> list[str]:
+        """Return a best move in the present position, none at the end: an oracle for demonstrations."""
+        return self.best_moves(self._position)[:1]
+
     def best_moves(self, position: Any) -> list[str]:
         """Return the moves from which most can be had against any reply."""
         values = {move: -self._value(self.play(position, move)) for move in self.moves(position)}

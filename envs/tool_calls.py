@@ -24,6 +24,11 @@ _SECTION = re.compile(r"^[ \t]*(?:Returns|Raises|Yields|Examples?|Notes?|Attribu
 _PARAMETER = re.compile(r"^[ \t]*\*{0,2}(\w+)[ \t]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\))?[ \t]*:[ \t]*(.*)$")
 
 
+def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call as an action."""
+    return json.dumps({"name": name, "arguments": dict(arguments)})
+
+
 class BadCall(ValueError):
     """A call that cannot be made: it is no JSON, there is no such tool, or the arguments do not fit."""
 

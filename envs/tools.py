@@ -59,11 +59,13 @@ class ToolsEnv:
         self._mcp = McpClient(mcp) if mcp else None
         self._tools: Toolbox | None = None
         self._task = Task("", "")
+        self._called, self._answered = 0, False
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Draw a question. At the first reset the MCP server starts and says what tools it has."""
         if self._tools is None:
             self._tools = self._build_toolbox()
+        self._called, self._answered = 0, False
         if self._questions:
             self._task = self._questions[seed % len(self._questions)]
         else:
@@ -75,7 +77,8 @@ class ToolsEnv:
         """Call tools, or judge the answer."""
         assert self._tools is not None, "reset comes first"
         reply = self._tools.play(action)
-        answered = reply.valid and not reply.calls
+        answered = self._answered = reply.valid and not reply.calls
+        self._called += reply.calls
         success = float(answered and is_right(action, self._task.answer))
         metrics = {
             "success": success,
@@ -87,6 +90,10 @@ class ToolsEnv:
         }
         text = reply.text if len(reply.text) <= self._most else f"{reply.text[: self._most]}\n[cut]"
         return text, success, answered, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
+
+    def solution(self) -> list[str]:
+        """Return the calls that are left and the answer: an oracle for demonstrations of generated questions."""
+        return [] if self._answered else [*self._task.calls[self._called :], self._task.answer]
 
     def close(self) -> None:
         """End the MCP server."""
