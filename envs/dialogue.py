@@ -59,8 +59,8 @@ SAID = {
 }
 NAMES = phrases("Lantern, Old Mill, Saffron, Blue Door, Anchor, Olive Tree, Copper Pot, Garden, Terrace, Corner, Pearl")
 INSTRUCTION = """You book tables for customers. Talk to the customer in plain words to learn what is wanted: cuisine,
-area, price, day, time and number of people. Look for a restaurant with `search`; if there is none, say so and ask.
-Then `book` it, once. A tool call is JSON: {"name": "<tool>", "arguments": {...}}; all else is said to the customer."""
+area, price, day, time and number of people. Look for a restaurant with the tool `search`; if there is none, say so and
+ask. Then call `book`, once. Whatever calls no tool is said to the customer."""
 AGGREGATION = {"success": "last", "booked": "last", "wishes_met": "last", "messages": "sum", "tool_calls": "sum"}
 
 
@@ -105,7 +105,7 @@ class DialogueEnv:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Call a tool, or say something to the customer."""
         reply = self._tools.play(action)
-        return self._after(reply, self._answer(action) if reply.valid and not reply.calls else "")
+        return self._after(reply, self._answer(reply.said) if reply.said else "")
 
     def solution(self) -> list[str] | None:
         """Return what to say and call from here to a right booking: an oracle for demonstrations. None once the
@@ -248,7 +248,7 @@ class LlmDialogueEnv(DialogueEnv):
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Call a tool, or say something to the customer and wait for the answer. Raises as `Http.post` does."""
         reply = self._tools.play(action)
-        return self._after(reply, await self._ask(action) if reply.valid and not reply.calls else "")
+        return self._after(reply, await self._ask(reply.said) if reply.said else "")
 
     async def _ask(self, message: str) -> str:
         self._heard.append({"role": "user", "content": message})

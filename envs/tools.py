@@ -24,7 +24,7 @@ from envs.tool_tasks import KINDS, Task, Town, is_right, make_corpus, make_towns
 from spmd_rl.types import RunLimits, Sandbox
 
 INSTRUCTION = """Answer the question. You have tools: call one, read its result, and go on until you know the answer.
-A call is JSON: {"name": "<tool>", "arguments": {...}}. A turn that is no call is your answer: give it alone."""
+A turn that calls no tool is your answer: give it alone."""
 AGGREGATION = {"success": "last", "answered": "last", "tool_calls": "sum", "tool_failures": "sum"}
 
 
@@ -77,9 +77,9 @@ class ToolsEnv:
         """Call tools, or judge the answer."""
         assert self._tools is not None, "reset comes first"
         reply = self._tools.play(action)
-        answered = self._answered = reply.valid and not reply.calls
+        answered = self._answered = bool(reply.said)
         self._called += reply.calls
-        success = float(answered and is_right(action, self._task.answer))
+        success = float(answered and is_right(reply.said, self._task.answer))
         metrics = {
             "success": success,
             "answered": float(answered),

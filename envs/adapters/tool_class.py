@@ -78,7 +78,7 @@ class ToolClassEnv:
             "tool_calls": float(reply.calls),
             "tool_failures": float(reply.failures),
         }
-        ended = (reply.valid and not reply.calls) or bool(_value(self._played, "done", False))
+        ended = bool(reply.said) or bool(_value(self._played, "done", False))
         return reply.text, gained, ended, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
 
     def close(self) -> None:
