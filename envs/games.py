@@ -33,7 +33,7 @@ class GameEnv(ABC):
         self._position: Any = None
 
     @abstractmethod
-    def start(self, rng: random.Random) -> tuple[Any, bool]:
+    def begin(self, rng: random.Random) -> tuple[Any, bool]:
         """Return the first position, and whether the model begins."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class GameEnv(ABC):
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Set up the game; the opponent moves if it begins."""
         self._rng = random.Random(seed)
-        self._position, model_begins = self.start(self._rng)
+        self._position, model_begins = self.begin(self._rng)
         said = "" if model_begins else self._answer()
         return said + self._view(), {"instruction": self.RULES, **self._known()}
 

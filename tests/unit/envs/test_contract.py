@@ -15,6 +15,7 @@ from envs.webshop import WebShopEnv
 from spmd_rl.errors import UserError
 from spmd_rl.sandbox import open_sandbox
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step, packed
+from spmd_rl.targets import start_target
 from spmd_rl.types import EnvReply
 
 MAKE = {
@@ -46,6 +47,7 @@ def actions(rng: random.Random, said: EnvReply) -> str:
 @pytest.mark.parametrize("name", MAKE)
 def test_replies_are_plain_and_repeat_by_the_seed(name: str) -> None:
     one, two = MAKE[name](), MAKE[name]()
+    start_target("env.x", name, one)
     two.reset(99)
     random.seed(0)
     outer = random.getstate()
