@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.retrieval import phrases
-from envs.tool_calls import Toolbox, ToolReply
+from envs.tool_calls import Toolbox, ToolReply, tool_call
 from spmd_rl.types import Http
 
 WISHES = {
@@ -38,6 +38,14 @@ ASKED = {
     "people": re.compile(r"people|persons|guests|how many|party|seats|size"),
 }
 """By wish, what in a question asks for it."""
+QUESTIONS = {
+    "cuisine": "What kind of food would you like?",
+    "area": "In which area should it be?",
+    "price": "What is your budget?",
+    "day": "For which day?",
+    "time": "At what time?",
+    "people": "How many guests will you be?",
+}
 REFUSED = re.compile(
     r"\bno\b|\bnone\b|nothing|sorry|unfortunately|not available|unavailable|cannot|isn't|no longer|else\b"
 )
@@ -51,8 +59,8 @@ SAID = {
 }
 NAMES = phrases("Lantern, Old Mill, Saffron, Blue Door, Anchor, Olive Tree, Copper Pot, Garden, Terrace, Corner, Pearl")
 INSTRUCTION = """You book tables for customers. Talk to the customer in plain words to learn what is wanted: cuisine,
-area, price, day, time and number of people. Look for a restaurant with `search`; if there is none, say so and ask.
-Then `book` it, once. A tool call is JSON: {"name": "<tool>", "arguments": {...}}; all else is said to the customer."""
+area, price, day, time and number of people. Look for a restaurant with the tool `search`; if there is none, say so and
+ask. Then call `book`, once. Whatever calls no tool is said to the customer."""
 AGGREGATION = {"success": "last", "booked": "last", "wishes_met": "last", "messages": "sum", "tool_calls": "sum"}
 
 
@@ -77,6 +85,7 @@ class DialogueEnv:
         self._customer = Customer({}, "", "")
         self._restaurants: dict[str, dict[str, str]] = {}
         self._told: list[str] = []
+        self._searched: list[dict[str, str]] = []
         self._messages, self._booking = 0, dict[str, str]()
         self._tools = Toolbox.of({"search": self._search, "book": self._book})
 
@@ -88,17 +97,35 @@ class DialogueEnv:
         second = rng.choice([value for value in WISHES[flexible] if value != wishes[flexible]])
         self._customer = Customer(wishes, flexible, second)
         self._restaurants = _restaurants(rng, self._customer)
-        self._told, self._messages, self._booking = rng.sample(sorted(wishes), 2), 0, {}
+        self._told, self._searched = rng.sample(sorted(wishes), 2), []
+        self._messages, self._booking = 0, {}
         said = " ".join(["Hello, I want to book a table.", *(SAID[name].format(wishes[name]) for name in self._told)])
         return said, {"instruction": INSTRUCTION, "tools": self._tools.schemas, "state_key": self._state_key(said)}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Call a tool, or say something to the customer."""
         reply = self._tools.play(action)
-        return self._after(reply, self._answer(action) if reply.valid and not reply.calls else "")
+        return self._after(reply, self._answer(reply.said) if reply.said else "")
+
+    def solution(self) -> list[str] | None:
+        """Return what to say and call from here to a right booking: an oracle for demonstrations. None once the
+        customer would leave before."""
+        if self._booking:
+            return []
+        wishes = {name: self._customer.wishes[name] for name in OF_A_RESTAURANT}
+        asked = [QUESTIONS[name] for name in WISHES if name not in self._told]
+        searches, refusal = [wishes], list[str]()
+        if not any(place == wishes for place in self._restaurants.values()):
+            searches.append(wishes | {self._customer.flexible: self._customer.second})
+            refusal = [] if "second" in self._told else ["Sorry, there is no such restaurant."]
+        if self._messages + len(asked) + len(refusal) > self._patience:
+            return None
+        first, *second = ("" if wish in self._searched else tool_call("search", wish) for wish in searches)
+        plan = [*asked, first, *refusal, *second, tool_call("book", self.right_booking())]
+        return [action for action in plan if action]
 
     def right_booking(self) -> dict[str, str]:
-        """Return a booking that meets all wishes, as arguments of `book`: an oracle for tests and demonstrations."""
+        """Return a booking that meets all wishes, as arguments of `book`."""
         wanted = self._wanted()
         return next(
             {"name": name, **wanted} for name in self._restaurants if self._met({"name": name, **wanted}) == 1.0
@@ -159,13 +186,13 @@ class DialogueEnv:
             area: Such as north.
             price: cheap, moderate or expensive.
         """
-        asked = {
-            name: value.lower() for name, value in zip(OF_A_RESTAURANT, (cuisine, area, price), strict=True) if value
-        }
+        given = zip(OF_A_RESTAURANT, (cuisine, area, price), strict=True)
+        asked = {name: value.strip() for name, value in given if value.strip()}
+        self._searched.append(asked)
         found = [
             f"{name}: {place['cuisine']}, {place['area']}, {place['price']}"
             for name, place in self._restaurants.items()
-            if all(place[key].lower() == value for key, value in asked.items())
+            if all(place[key].lower() == value.lower() for key, value in asked.items())
         ]
         return "\n".join(found) or "There is no such restaurant."
 
@@ -221,7 +248,7 @@ class LlmDialogueEnv(DialogueEnv):
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Call a tool, or say something to the customer and wait for the answer. Raises as `Http.post` does."""
         reply = self._tools.play(action)
-        return self._after(reply, await self._ask(action) if reply.valid and not reply.calls else "")
+        return self._after(reply, await self._ask(reply.said) if reply.said else "")
 
     async def _ask(self, message: str) -> str:
         self._heard.append({"role": "user", "content": message})

@@ -33,7 +33,7 @@ class GameEnv(ABC):
         self._position: Any = None
 
     @abstractmethod
-    def start(self, rng: random.Random) -> tuple[Any, bool]:
+    def begin(self, rng: random.Random) -> tuple[Any, bool]:
         """Return the first position, and whether the model begins."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class GameEnv(ABC):
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Set up the game; the opponent moves if it begins."""
         self._rng = random.Random(seed)
-        self._position, model_begins = self.start(self._rng)
+        self._position, model_begins = self.begin(self._rng)
         said = "" if model_begins else self._answer()
         return said + self._view(), {"instruction": self.RULES, **self._known()}
 
@@ -82,6 +82,10 @@ class GameEnv(ABC):
         text = said + (self._view() if result is None else self._end(result))
         info = {"metrics": metrics, "metrics_agg_mode": AGGREGATION, **self._known()}
         return text, float(result or 0), result is not None, False, info
+
+    def solution(self) -> list[str]:
+        """Return a best move in the present position, none at the end: an oracle for demonstrations."""
+        return self.best_moves(self._position)[:1]
 
     def best_moves(self, position: Any) -> list[str]:
         """Return the moves from which most can be had against any reply."""

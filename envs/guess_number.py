@@ -16,11 +16,12 @@ class GuessNumberEnv:
             raise ValueError(f"largest={largest}, guesses={guesses}: at least 1 and 0")
         self._largest, self._guesses = largest, guesses or largest.bit_length()
         self._secret, self._left, self._low, self._high = 1, self._guesses, 1, largest
+        self._over = False
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Think of a number."""
         self._secret, self._left = random.Random(seed).randint(1, self._largest), self._guesses
-        self._low, self._high = 1, self._largest
+        self._low, self._high, self._over = 1, self._largest, False
         text = f"I think of a number from 1 to {self._largest}. You have {self._left} guesses."
         return text, {"instruction": "Guess the number. A guess is a number alone.", "state_key": self._state_key()}
 
@@ -35,6 +36,7 @@ class GuessNumberEnv:
             self._high = min(self._high, guess - 1) if guess > self._secret else self._high
         found = guess == self._secret
         lost = not found and self._left == 0
+        self._over = found or lost
         metrics = {
             "success": float(found),
             "action_is_valid": float(valid),
@@ -47,6 +49,10 @@ class GuessNumberEnv:
             said = "Right!" if found else f"No guesses are left. It was {self._secret}."
         info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}, "state_key": self._state_key()}
         return said, float(found), found or lost, False, info
+
+    def solution(self) -> list[str]:
+        """Return the number that halves what is left, none at the end: an oracle for demonstrations."""
+        return [] if self._over else [str((self._low + self._high) // 2)]
 
     def _state_key(self) -> str:
         """Return what is known: where the number can be, and how many guesses are left."""

@@ -68,6 +68,16 @@ class GuessWordEnv:
         info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}, "state_key": known, "board": known}
         return said, float(found), found or not left, False, info
 
+    def solution(self) -> list[str]:
+        """Return a word that fits all marks, none at the end: an oracle for demonstrations."""
+        over = len(self._known) == self._guesses or any(line.endswith("GGGGG") for line in self._known)
+        return [] if over else [next(word for word in WORDS if _fits(word, self._known))]
+
+
+def _fits(word: str, known: list[str]) -> bool:
+    """Return whether a word would have got these marks."""
+    return all(mark(line[:5], word) == line[6:] for line in known)
+
 
 def mark(guess: str, secret: str) -> str:
     """Return the marks of a guess. A letter is marked as often as the word has it, right places first."""

@@ -24,7 +24,7 @@ A move is two numbers: the pile, counted from 1, and how many stones to take fro
             raise ValueError(f"piles={piles}, stones={stones}: at most 5 piles of 9 stones")
         self._piles, self._stones = piles, stones
 
-    def start(self, rng: random.Random) -> tuple[tuple[int, ...], bool]:
+    def begin(self, rng: random.Random) -> tuple[tuple[int, ...], bool]:
         """Draw the piles."""
         piles = tuple(rng.randint(1, self._stones) for _ in range(self._piles))
         return piles, reduce(xor, piles) != 0

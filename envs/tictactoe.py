@@ -17,7 +17,7 @@ class TicTacToeEnv(GameEnv):
     RULES = """This is tic-tac-toe. Three of your own marks in a row, column or diagonal win.
 Your mark is X, the opponent's is O. A move is the number of a free cell, 1 to 9."""
 
-    def start(self, rng: random.Random) -> tuple[tuple[str, str], bool]:
+    def begin(self, rng: random.Random) -> tuple[tuple[str, str], bool]:
         """Return an empty board, and who begins."""
         mark = rng.choice("XO")
         return ("." * 9, mark), mark == "X"

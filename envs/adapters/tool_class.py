@@ -50,7 +50,7 @@ class ToolClassEnv:
             raise ValueError(f"target={target}: {module} has no class {name}")
         self._played = found()
         names = [name for name in dir(found) if not name.startswith("_") and name not in RESERVED]
-        methods = {name: getattr(self._played, name) for name in names if callable(getattr(found, name))}
+        methods = {name: getattr(self._played, name) for name in names if inspect.isroutine(getattr(found, name))}
         if not methods:
             raise ValueError(f"target={target}: it has no public methods, which would be its tools")
         self._tools = Toolbox.of(methods)
@@ -78,7 +78,7 @@ class ToolClassEnv:
             "tool_calls": float(reply.calls),
             "tool_failures": float(reply.failures),
         }
-        ended = (reply.valid and not reply.calls) or bool(_value(self._played, "done", False))
+        ended = bool(reply.said) or bool(_value(self._played, "done", False))
         return reply.text, gained, ended, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ def test_what_the_search_says_of_tic_tac_toe() -> None:
     assert len(env.best_moves(("." * 9, "X"))) == 9  # a draw, whatever the first move
     assert env.best_moves(("XX.OO....", "X")) == ["3"]
     assert env.best_moves(("X...O...X", "O")) == ["2", "4", "6", "8"]  # a corner would lose
-    assert env.moves(("XXX.OO...", "O")) == [] and env.outcome(("XXX.OO...", "O")) == -1
+    assert env.moves(("OOO.XX...", "X")) == [] and env.outcome(("OOO.XX...", "X")) == -1
     assert env.moves(("XOXXOOOXX", "O")) == [] and env.outcome(("XOXXOOOXX", "O")) == 0
 
 
