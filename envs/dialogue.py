@@ -172,6 +172,7 @@ class DialogueEnv:
             "tool_calls": float(reply.calls),
         }
         info = {"metrics": metrics, "metrics_agg_mode": AGGREGATION, "state_key": self._state_key(text)}
+        info["role"] = "user" if said or left else "tool"
         return text, met if self._partial else metrics["success"], left or bool(self._booking), False, info
 
     def _state_key(self, text: str) -> str:

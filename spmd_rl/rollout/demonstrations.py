@@ -43,7 +43,7 @@ class Demonstrations:
         self._cfg, self._tasks, self._environments = cfg, tasks, environments
         self._tokenizer, self._world = tokenizer, world
         for tag, env in cfg.env.tags.items():
-            if cfg.warmup.steps and env.pattern not in FORMS:
+            if cfg.warmup.steps and env.pattern_for(False) not in FORMS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
 
     def collect(self, step: int) -> Collected:
@@ -83,10 +83,12 @@ class _Shown:
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
         self.session: Session | None = None
+        self.tools: list | None = None
 
     async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
         """See `Environments`."""
         self.session = await self._environments.reset(tag, seed, held_out, solve=True)
+        self.tools = self.session.reply.info.get("tools")
         return self.session
 
 
@@ -101,7 +103,7 @@ class Script(Context):
         solution = self.environments.session.reply.info.get("solution")
         if not solution:
             raise BudgetSpent("the environment shows no way on")
-        text = FORMS[self.env.pattern].format(solution[0])
+        text = FORMS[self.env.pattern_for(bool(self.environments.tools))].format(solution[0])
         ids = self.tokenizer.encode(text)
         if not any(text.endswith(stop) for stop in self.sampling.stop):
             end = self.tokenizer.bridge([Message("user", "")]).token_ids[:1]

@@ -131,7 +131,7 @@ def test_an_episode_is_one_conversation_whose_tokens_are_never_rendered_again() 
     ],
 )
 def test_an_action_is_found_exactly_once_or_there_is_none(pattern: str, text: str, action: str | None) -> None:
-    assert find_action(EnvConfig("my:Maze", pattern=pattern), text) == action
+    assert find_action(EnvConfig("my:Maze", pattern=pattern).pattern_for(tools=True), text) == action
 
 
 def test_missing_and_invalid_actions_cost_the_penalty_and_reach_the_environment_empty() -> None:
@@ -246,7 +246,7 @@ def test_tasks_are_a_function_of_the_seed_and_held_out_ones_of_nothing() -> None
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"pattern": "<go>"}, "pattern: '<go>' is neither"),
+        ({"pattern": "<go>"}, "pattern: '<go>' is none"),
         ({"pattern": "("}, "pattern: '(' is no regular expression"),
         ({"format_penalty": 0.1}, "format_penalty: is added"),
         ({"template": "go"}, "template: must contain {observation}"),
