@@ -11,8 +11,8 @@ from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
 from spmd_rl.track.run import Run
-from spmd_rl.track.samples import SampleRow, TurnRow
-from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
+from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
+from spmd_rl.types import AgentStep, Group, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
 """Of a logprob."""
@@ -91,6 +91,8 @@ def _row(
         kept=reject_reason is None,
         reject_reason=reject_reason,
         greedy=sample.greedy,
+        unit=sample.unit,
+        last=sample.last,
     )
 
 
@@ -111,10 +113,22 @@ def _turns(group: Group) -> Iterator[list[TurnRow]]:
                 logprobs=logprobs[begin:end],
                 versions=turn.versions.tolist(),
                 finish_reason=turn.finish_reason,
+                step=_step(turn.step) if turn.step else None,
             )
             rows.append(row)
             begin = end
         yield rows
+
+
+def _step(step: AgentStep) -> StepRow:
+    return StepRow(
+        observation=step.observation,
+        reward=step.reward,
+        state=f"{step.state % (1 << 64):016x}",
+        action=step.action,
+        board=step.board,
+        metrics=step.metrics,
+    )
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
