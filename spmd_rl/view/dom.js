@@ -36,11 +36,11 @@ function fact(name, value, tone) {
 
 function number(value, digits = 3) {
   if (value === null || value === undefined) return "\u2013";
-  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(digits)));
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(digits))).replace("-", "\u2212");
 }
 
 function signed(value) {
-  return value === null || value === undefined ? "\u2013" : (value > 0 ? "+" : "") + number(value).replace("-", "\u2212");
+  return value === null || value === undefined ? "\u2013" : (value > 0 ? "+" : "") + number(value);
 }
 
 function tone(value) {

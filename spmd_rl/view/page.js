@@ -117,8 +117,8 @@ function filters(count) {
     domains.length > 1 || filter.domain ? choice("domain", "any domain", domains) : null,
     choice("end", "any end", values((row) => row.end)),
     at.kind === "step" ? choice("kept", "trained on or not", ["trained on", ...values((row) => row.reject_reason)]) : null,
-    h("span", { className: "range" }, "score", input("low", "from", "num"), input("high", "to", "num")),
-    h("span", { className: "range" }, "tokens", input("shortest", "from", "num"), input("longest", "to", "num")),
+    h("span", { className: "range" }, "score", input("low", "min", "num"), input("high", "max", "num")),
+    h("span", { className: "range" }, "tokens", input("shortest", "min", "num"), input("longest", "max", "num")),
     input("text", "words of prompt, answer or actions"),
     h("p", { className: "count" }, count === rows.length ? `${count} trajectories` : `${count} of ${rows.length} trajectories`,
       count === rows.length ? null : h("button", { type: "button", onclick: () => {
@@ -140,8 +140,9 @@ function filtered() {
 function list(picked) {
   const groups = new Map();
   for (const row of picked.slice(0, limit)) groups.set(row.ticket, [...(groups.get(row.ticket) || []), row]);
+  const alone = new Set(rows.map((row) => row.ticket)).size === rows.length;
   const made = [...groups].map(([ticket, group]) => h("div", { className: "group" },
-    h("button", {
+    alone ? null : h("button", {
       type: "button", className: "group-head", ariaCurrent: at.view === "group" && at.ticket === String(ticket),
       title: "side by side", onclick: () => go({ ticket: String(ticket), answer: String(group[0].answer), view: "group" }),
     }, h("span", {}, `ticket ${ticket}`), h("span", { className: "soft" }, group[0].domain), h("b", {}, number(mean(group.map((row) => row.score))))),

@@ -17,7 +17,7 @@ function background(color, token, scale) {
   if (color === "mask") return token.trained ? tint("var(--c3)", 0.45) : tint("var(--axis)", 0.55);
   if (color === "version") return tint(versionColor(token.version), 0.5);
   if (color === "advantage" && token.advantage) {
-    return tint(token.advantage > 0 ? "var(--c1)" : "var(--c5)", Math.abs(token.advantage) / scale);
+    return tint(token.advantage > 0 ? "var(--c1)" : "var(--c5)", Math.sqrt(Math.abs(token.advantage) / scale));
   }
   return "";
 }
@@ -90,15 +90,15 @@ function trajectory(one, color, scale, narrow) {
   let index = 0;
   for (const segment of one.segments) {
     if (index) turns.push(h("h3", { className: "segment" }, "A new context begins: earlier turns as the template renders them"));
-    segment.turns.forEach((turn, place) => {
+    segment.turns.forEach((turn) => {
       index += 1;
       const about = h("div", { className: "facts" },
         h("b", { className: "turn-number" }, one.turns > 1 ? `Turn ${index}` : "Answer"),
         fact("tokens", turn.token_ids.length),
-        fact("logprob", number(mean(turn.logprobs))),
+        fact("mean logprob", number(mean(turn.logprobs))),
         fact("advantage", turn.advantage === undefined || turn.advantage === null ? null : signed(turn.advantage)),
         turn.finish_reason === "stop" ? null : fact("ended by", turn.finish_reason, "bad"));
-      const policy = h("div", { className: "policy" }, about, given(turn, place === 0 && index === 1, color),
+      const policy = h("div", { className: "policy" }, about, given(turn, index === 1 && !narrow, color),
         tokens(turn, segment, color, scale));
       const classes = ["turn", turn.step ? "with-step" : "", narrow ? "narrow" : ""].join(" ");
       turns.push(h("section", { className: classes, id: narrow ? "" : `turn-${index}` },
