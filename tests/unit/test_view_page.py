@@ -1,50 +1,18 @@
 """The page of the view in a headless Chromium; skipped where there is none."""
 
 import re
-import shutil
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from spmd_rl.track.samples import SampleLog, SampleRow
-from spmd_rl.view.runs import Runs
-from spmd_rl.view.server import Server
 from tests.agent_run import encoder, make_agent_run, write_step
+from tests.browser import CHROMIUM, served, visit
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 EVIL = "</script><img src=x onerror=\"console.error('run by the page')\"><b id=evil>&lt;"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-
-
-@contextmanager
-def served(run_dir: Path) -> Iterator[Server]:
-    with Server(Runs(run_dir)) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def visit(url: str, profile: Path, seconds: float = 6.0) -> str:
-    """The document after some seconds of the page's own clock. AssertionError for a message on the console."""
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--window-size=1300,900",
-    ]
-    command += [f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds:.0f}", "--dump-dom", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert not messages, "\n".join(messages)
-    return done.stdout.partition("<body")[2].partition("<script")[0]
 
 
 def texts(page: str, classes: str) -> list[str]:
