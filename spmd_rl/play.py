@@ -27,6 +27,8 @@ from spmd_rl.types import AgentStep, Environments, EnvReply, Message, Prompt, Sa
 
 OWN = {"play.policy": "false", "play.env": ""}
 """Words of the command line that are no settings of a run, and what they are by default."""
+WIDTH = 132
+"""Columns where the output is no terminal."""
 
 
 async def person(
@@ -45,7 +47,9 @@ async def person(
             turn += 1
             numbers = {"turn": turn, "max_tokens": cfg.rollout.max_new_tokens}
             numbers |= {} if limit is None else {"turns_left": limit - turn + 1}
-            told = (first_messages if turn == 1 else next_messages)(env, start, session.reply, numbers)
+            told = (
+                next_messages(env, start, session.reply, numbers) if turn > 1 else first_messages(env, start, numbers)
+            )
             show_turn(console, told, session.reply)
             action = ask(f"action {turn}{'' if limit is None else f' of {limit}'}> ")
             if action is None:
@@ -151,7 +155,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
 def run(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code: 2 for a mistake in it, 1 for an environment that fails."""
     own = OWN | dict(word.split("=", 1) for word in argv if word.partition("=")[0] in OWN and "=" in word)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     try:
         if not {"-h", "--help"}.isdisjoint(argv):
             print(__doc__)
