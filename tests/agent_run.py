@@ -130,7 +130,9 @@ def trained(group: Group, rows: list[SampleRow]) -> list[SampleRow]:
         if group.ticket % 2 and row.advantage is not None:
             for turn in row.turns:
                 turn.advantage = row.advantage * (0.4 if turn.step.metrics["action_is_effective"] else -0.6)
-            row.advantage = None
+            lengths = [len(turn.token_ids) for turn in row.turns]
+            total = sum(turn.advantage * length for turn, length in zip(row.turns, lengths, strict=True))
+            row.advantage = total / sum(lengths)
     return rows
 
 

@@ -31,7 +31,6 @@ class _Turn(msgspec.Struct):
     token_ids: list[int]
     versions: list[int]
     finish_reason: str
-    advantage: float | None = None
     step: _Step | None = None
 
 
@@ -75,7 +74,7 @@ class Row(msgspec.Struct, frozen=True):
     """That the policy sampled."""
     segments: int
     advantage: float | None
-    """Of the whole; of several, for each turn, the mean."""
+    """Of the whole; of several, for each turn, the mean over its tokens."""
     kept: bool
     reject_reason: str | None
     greedy: bool
@@ -151,9 +150,10 @@ def _end(parts: Mapping[str, float], turns: Sequence[_Turn]) -> str:
 
 
 def _advantage(segments: Sequence[tuple[int, _Line]]) -> float | None:
-    of_turns = [turn.advantage for _, line in segments for turn in line.turns if turn.advantage is not None]
-    whole = segments[-1][1].advantage
-    return whole if whole is not None or not of_turns else sum(of_turns) / len(of_turns)
+    known = [line for _, line in segments if line.advantage is not None]
+    tokens = [sum(len(turn.token_ids) for turn in line.turns) for line in known]
+    total = sum(line.advantage * count for line, count in zip(known, tokens, strict=True) if line.advantage is not None)
+    return total / sum(tokens) if sum(tokens) else None
 
 
 def _prompt(line: _Line) -> str:

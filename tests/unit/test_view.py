@@ -13,6 +13,7 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 import pytest
 
+from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.errors import UserError
 from spmd_rl.learn import sample_log
 from spmd_rl.track.samples import SampleLog, SampleRow, StepRow
@@ -22,8 +23,10 @@ from spmd_rl.view.runs import Runs
 from spmd_rl.view.server import Server
 from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import rows, whole
+from tests import agents
 from tests.agent_run import bytes_tokenizer, encoder, make_agent_run, write_step
 from tests.synthetic import make_run
+from tests.unit.test_prepare import plan_of
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,37 @@ def test_the_log_tells_what_the_environment_returned(tmp_path: Path) -> None:
     assert row.turns[0].step == StepRow("seen", -0.1, "f" * 16, "Up", "P_", {"action_is_valid": 1.0})
     assert (row.unit, row.last, row.turns[0].advantage) == (None, True, None)
     assert b'"unit"' not in path.read_bytes() and b'"last"' not in path.read_bytes()
+
+
+@pytest.mark.parametrize(("advantage", "own"), [("step_reinforce", True), ("grpo", False)])
+def test_each_turn_has_the_advantage_of_its_tokens(advantage: str, own: bool, tmp_path: Path) -> None:
+    """Credit per turn, in two segments; a turn without a sampled token has none."""
+    steps = [
+        agents.Step(reward, index, tokens) for index, (reward, tokens) in enumerate([(1, 2), (0, 1), (0, 0), (4, 3)])
+    ]
+    other = [agents.Step(2.0, 9, 1), agents.Step(0.0, 8, 1)]
+    made = agents.group(5, [agents.trajectory(5, 0, steps, cuts=(1,)), agents.trajectory(5, 1, other)])
+    harvest = agents.collected([made])
+    plan = plan_of(harvest, AlgorithmConfig(advantage=advantage, step_reward_gamma=0.5))
+    told = {row.answer: row for row in sample_log.rows(harvest, plan)}
+    runs = iter(plan.advantages.tolist())
+    for _, row in sorted(told.items()):
+        mine = [turn for turn in row.turns if turn.token_ids]
+        if own and len(mine) > 1:
+            assert [turn.advantage for turn in mine] == pytest.approx([next(runs) for _ in mine])
+            total = sum(turn.advantage * len(turn.token_ids) for turn in mine)
+            assert row.advantage == pytest.approx(total / sum(len(turn.token_ids) for turn in mine))
+        else:
+            assert {turn.advantage for turn in row.turns} == {None} and row.advantage == pytest.approx(next(runs))
+    assert next(runs, None) is None
+    assert own == (told[1].turns[0].advantage is not None) and told[agents.SEGMENTS].turns[1].advantage is None
+    log = SampleLog(tmp_path, 0, 1)
+    log.write(1, told.values())
+    log.merge(1)
+    first, second = rows(log.path(1))
+    assert (first.segments, first.turns, first.tokens, second.advantage) == (2, 4, 6, told[1].advantage)
+    wanted = (2 * told[0].advantage + 4 * told[agents.SEGMENTS].advantage) / 6
+    assert first.advantage == pytest.approx(wanted)
 
 
 def test_segments_are_one_trajectory_and_a_pair_is_two(tmp_path: Path) -> None:
@@ -159,9 +193,7 @@ def test_a_trajectory_comes_with_texts_and_steps(server: Server, root: Path) -> 
             written["logprobs"]
         )
     assert "FrozenLake" in segment["turns"][0]["prompt"]
-    assert [one["advantage"] is None for one in group] == [
-        all("advantage" not in t for t in one["segments"][0]["turns"]) for one in group
-    ]
+    assert all("advantage" in turn for turn in segment["turns"])
 
 
 def test_an_answer_of_one_turn(server: Server) -> None:
