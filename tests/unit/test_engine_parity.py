@@ -15,7 +15,7 @@ from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import KINDS, tiny
 
 STARTED = [("vllm", kind) for kind in ("qwen2", "qwen3", "tied")]
-"""Slow, since each starts vLLM; of its tied Llama and its Qwen2, a publish's probe compares logprobs with the trainer's."""
+"""Slow, since each starts vLLM; a publish's probe compares a tied Llama's and a Qwen2's logprobs with the trainer's."""
 LENGTHS = (1, 2, 16, 17, 18, 40, 33, 5)
 """prompt lengths around the block size, and a prompt of one token"""
 
