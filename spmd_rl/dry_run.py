@@ -122,6 +122,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
 
 
 def dtype(name: str) -> str:
+    """Say what `policy.dtype` stands for."""
     return "auto: bfloat16 where the hardware of all ranks multiplies it, else float32" if name == "auto" else name
 
 
@@ -221,6 +222,7 @@ def short(text: str) -> str:
 
 
 def table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> None:
+    """Print a title, and below it names and texts in two columns."""
     console.print()
     console.print(Text(title, "bold"))
     width = max(len(name) for name, _ in lines)
