@@ -138,5 +138,9 @@ class WarmupConfig:
     episodes: int = 32
     """Demonstrations in each of these steps, all of different seeds."""
 
+    lr: float | None = None
+    """Learning rate of these steps. Default: `policy.lr`."""
+
     def __post_init__(self) -> None:
         at_least(self, steps=0, episodes=1)
+        above(self, lr=0)
