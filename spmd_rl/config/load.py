@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
 from spmd_rl.config.run_identity import fill_run
+from spmd_rl.config.schema import PIPELINES
 from spmd_rl.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -45,8 +46,28 @@ def load(
     config_name: str | None = None,
 ) -> T:
     """Load the settings of a run, check each value, and fill in `run.name` and `run.dir`."""
+    check_experiment(pipeline, overrides)
     values = compose(config_name or pipeline, overrides, config_dir)
     return fill_run(build(schema, values), pipeline)
+
+
+def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
+    """Raise a `UserError` for a shipped experiment of another pipeline, which has sections that this one lacks."""
+    for line in overrides:
+        key, _, name = line.lstrip("+").partition("=")
+        path = CONFIGS / GROUP_WITHOUT_DEFAULT / f"{name}.yaml"
+        if key == GROUP_WITHOUT_DEFAULT and path.is_file():
+            doors = experiment_doors(path)
+            if pipeline not in doors:
+                raise UserError(f"{key}={name}: it is one of python -m spmd_rl.{doors[0]}")
+
+
+def experiment_doors(path: Path) -> list[str]:
+    """Return the pipelines that have all sections and groups of a shipped experiment."""
+    values = yaml.safe_load(path.read_text())
+    groups = [key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry]
+    named = {*values, *groups}
+    return [name for name, schema in PIPELINES.items() if named <= {field.name for field in fields(schema)}]
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
