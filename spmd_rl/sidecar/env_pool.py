@@ -31,8 +31,8 @@ END_SECONDS = 2.0
 class Holder(Protocol):
     """What a pool asks of a session, and tells it."""
 
-    held_out: bool
-    seed: int
+    reset: wire.ResetRequest
+    """What it asks for; `session` is its own affair."""
 
     def on_seat(self, seat: "Seat") -> None:
         """Its reset begins."""
@@ -78,7 +78,6 @@ class EnvPool(Crew[_Worker]):
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, loop: EventLoop) -> None:
         super().__init__(f"env.{tag}", spec, wire.FROM_ENV_WORKER, loop)
-        self._tag = tag
         self._queue: deque[Holder] = deque()
         self._num_seats = 0
         self._num_running = 0
@@ -213,8 +212,7 @@ class EnvPool(Crew[_Worker]):
         if self._spec.recycle_after and worker.episodes >= self._spec.recycle_after:
             worker.retiring = True
         holder.on_seat(seat)
-        request = wire.ResetRequest(slot, self._tag, holder.seed, holder.held_out)
-        self._give(seat, request, 0, self._spec.reset_timeout)
+        self._give(seat, msgspec.structs.replace(holder.reset, session=slot), 0, self._spec.reset_timeout)
 
     def _give(self, seat: Seat, request: wire.ResetRequest | wire.StepRequest, number: int, seconds: float) -> None:
         seat.number, seat.deadline = number, self._loop.now + seconds

@@ -107,12 +107,12 @@ class _Player:
     def play(self, call: Call) -> None:
         """Play a call to its end."""
         outcome = self._outcome(call)
+        if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
+            self._say(wire.Goodbye())  # first, so that no reset comes between
         try:
             self._say(wire.SessionReplies([outcome]))
         except wire.WireError as error:  # of a failure's text
             self._say(wire.SessionReplies([failure(call.session, outcome.number, error)]))
-        if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
-            self._say(wire.Goodbye())
 
     def play_soon(self, call: Call) -> None:
         """Play a call in a thread of the slot's own."""

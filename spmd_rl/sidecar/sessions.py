@@ -41,11 +41,9 @@ class _Client:
 
 @dataclass(eq=False, slots=True)
 class _Session:
-    id: int
+    reset: wire.ResetRequest
     client: _Client
     pool: EnvPool
-    seed: int
-    held_out: bool
     used: float
     """When a call came or was answered last, by the client's clock."""
     number: int = 0
@@ -56,6 +54,11 @@ class _Session:
     began: float = 0.0
     failure: tuple[LostReason, str, str] | None = None
     """Why it is over, if the client has not been told."""
+
+    @property
+    def id(self) -> int:
+        """The client's own number."""
+        return self.reset.session
 
     def on_seat(self, seat: Seat) -> None:
         """Its reset begins."""
@@ -152,7 +155,7 @@ class Sessions:
             detail = f"this host has no env.{item.env}"
             client.replies.append(wire.SessionFailure(item.session, 0, "error", detail))
             return
-        session = _Session(item.session, client, pool, item.seed, item.held_out, client.clock)
+        session = _Session(item, client, pool, client.clock)
         client.sessions[item.session] = session
         pool.submit(session)
 
