@@ -58,6 +58,7 @@ class Moody:
                 pass
         if word == "stop":  # the process as a whole
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)  # threads run on for a moment
         if word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "exit":
