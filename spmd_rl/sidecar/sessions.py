@@ -26,7 +26,7 @@ GONE_SECONDS = 5.0
 """The sessions of a client without a connection for this long are closed."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Client:
     last_heard: float
     last_written: float = 0.0
@@ -39,7 +39,7 @@ class _Client:
     """Those that are not sent yet."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Session:
     reset: wire.ResetRequest
     client: _Client
