@@ -6,6 +6,7 @@ gets one that is built afresh. The host ends a worker that takes too long.
 """
 
 import asyncio
+import bdb
 import contextlib
 import inspect
 import os
@@ -78,6 +79,8 @@ class Slot:
         number = call.number if isinstance(call, wire.StepRequest) else 0
         try:
             return wire.SessionReply(call.session, number, packed(await self.play(call)))
+        except bdb.BdbQuit:
+            raise  # the user left the debugger
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code, at its boundary
             self.close()
             return failure(call.session, number, error)

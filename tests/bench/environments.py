@@ -3,10 +3,10 @@
     python -m tests.bench.environments --envs 2000 --workers 20 --json environments.json [--mode process]
 
 Environments nap (log-normal), a few hang and a few kill their process. The engine decodes one token of each request
-under way in `--decode` seconds. Three runs over the same episodes. In *lock step*, all environments act, then the engine
-answers all; *asynchronously*, each episode goes on as soon as it can; and again asynchronously while workers, and once
-the host, are killed (SIGKILL). An episode that is lost is played again, and its result is compared with what its seed
-says. The engine idles while it has no request. CPU milliseconds a step are those of the host and of this process.
+under way in `--decode` seconds. Three runs over the same episodes: in *lock step*, all environments act, then the
+engine answers all; *asynchronously*, each episode goes on as soon as it can; and again asynchronously while workers,
+and once the host, are killed (SIGKILL). An episode that is lost is played again, and its result is compared with what
+its seed says. The engine idles while it has no request. CPU milliseconds a step are those of the host and this process.
 """
 
 import argparse

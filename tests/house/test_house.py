@@ -14,6 +14,7 @@ from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, function
 MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 150, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
+    "spmd_rl/sidecar/env_worker.py": "the sidecar worker of environments",
     "spmd_rl/targets.py": "the sidecar worker again: a plug-in's import and constructor, which the checks run first",
     "spmd_rl/config/main.py": "the rank's main",
     "spmd_rl/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",

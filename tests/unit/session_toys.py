@@ -137,3 +137,19 @@ class Slow:
         self.nap()
         self.total = (31 * self.total + len(action)) % 1_000_003
         return f"at {self.total}", float(self.total % 2), False, False, {"metrics": {"success": 1.0}}
+
+
+class Gone:
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reset(self, seed):
+        return "", {}
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+def not_one():
+    """A function that makes no environment."""
+    return object()

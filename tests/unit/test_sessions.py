@@ -13,9 +13,9 @@ from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardsConfig
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.status import fetch_status
+from spmd_rl.sidecar.status import fetch_status, to_table
 from spmd_rl.types import Node, SessionLost
-from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, rewards
+from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, rewards, workers_of
 
 MODES = ("thread", "process")
 
@@ -61,16 +61,17 @@ def expected(seeds) -> list[list[str]]:
 # -- what it does -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("mode", "workers"), [("thread", 1), ("thread", 3), ("process", 2)])
 def test_hundreds_of_episodes(node, mode, workers):
-    seeds = [7 * i for i in range(300)]
+    seeds, woken = [7 * i for i in range(300)], []
     with sidecar.connect_environments(envs("Counts", mode=mode, workers=workers), node) as environments:
+        environments.on_reply = lambda: woken.append(environments.outstanding)
         assert asyncio.run(play_all(environments, seeds)) == expected(seeds)
         assert asyncio.run(play_all(environments, seeds[:5])) == expected(seeds[:5])  # another loop
-        assert environments.outstanding == 0
+        assert environments.outstanding == 0 and woken
         status = fetch_status(node.address, None).envs["toy"]
         assert (status.running, status.queued, status.deaths) == (0, 0, 0) and status.verdicts == 4 * 305
+        assert "session_toys:Counts" in to_table(fetch_status(node.address, None))
         processes = [host_of(environments), *host_of(environments).children(recursive=True)]
         assert len(processes) == 3 + workers * (4 if mode == "process" else 1)  # host, keeper, fork server, workers
     assert gone_within(processes, 2.0)
@@ -168,14 +169,6 @@ def test_resets_beyond_the_slots_wait_and_their_clock_does_not_run(node):
         assert asyncio.run(play_all(environments, range(6))) == expected(range(6))
 
 
-def test_a_loop_can_be_woken(node):
-    with sidecar.connect_environments(envs("Counts"), node) as environments:
-        woken = []
-        environments.on_reply = lambda: woken.append(environments.outstanding)
-        asyncio.run(play_all(environments, [1]))
-        assert len(woken) == 4
-
-
 # -- an environment's mistakes cost its episode alone -----------------------------------------------------------------
 
 
@@ -265,8 +258,9 @@ def test_a_thread_that_spins_costs_its_own_episode(node):
             others = [play(environments, seed, ["sleep 0.2"] * 6) for seed in range(3)]
             return await asyncio.gather(play(environments, 1, ["spin 60"]), *others)
 
+        worker = workers_of(environments)
         assert reasons(asyncio.run(run())) == ["timeout", "ok", "ok", "ok"]
-        assert gone_within([p for p in host_of(environments).children(recursive=True) if p.cpu_percent(0.2) > 30], 5)
+        assert len(worker) == 1 and gone_within(worker, 5)
 
 
 def test_a_worker_that_is_stuck_as_a_whole_is_ended(node):

@@ -146,6 +146,14 @@ def test_a_forkserver_that_is_killed_is_replaced(node):
         assert asyncio.run(play_all(environments, range(4))) == expected(range(4))
 
 
+def test_many_that_are_lost_while_many_wait(node):
+    with sidecar.connect_environments(envs("Moody"), node) as environments:
+        start = time.monotonic()
+        assert reasons(asyncio.run(play_all(environments, range(600), ["raise"]))) == ["error"] * 600
+        assert time.monotonic() - start < 20
+        assert reaches(node, 0)
+
+
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
