@@ -53,12 +53,19 @@ model: $(BIN)/.setup
 demo: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr +experiment=demo $(ARGS)
 
-# Two halves at once: the parts in one process, and beside it what starts processes of its own and often waits for them.
+# Four parts at once, though there may be two cores: each waits much of its time for processes that it started.
+PARTS := units walls runs rest
+TESTS_units := tests/unit --ignore tests/unit/sandbox --ignore-glob '*/test_sidecar*'
+TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
+TESTS_runs := tests/e2e tests/house
+TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house
+
 test: $(BIN)/.setup-test model
-	@mkdir -p runs
-	@$(QUICK) tests/unit tests/house > runs/test-unit.log 2>&1 & parts=$$!; trap "kill $$parts 2> /dev/null" EXIT INT TERM; \
-	$(QUICK) --ignore tests/unit --ignore tests/house; rest=$$?; \
-	wait $$parts; unit=$$?; cat runs/test-unit.log; exit $$(( rest | unit ))
+	@$(MAKE) --no-print-directory --jobs 4 --keep-going --output-sync=target $(PARTS:%=test-%)
+
+.PHONY: $(PARTS:%=test-%)
+$(PARTS:%=test-%): test-%: $(BIN)/.setup-test
+	@$(QUICK) $(TESTS_$*)
 
 # One GPU, and an environment that runs on it (README): what cannot be proven without one, the most valuable first.
 test-gpu: model

@@ -6,8 +6,10 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-OBSERVATIONS = ("grid", "spaced", "coordinates")
-"""How a state can be shown: rows of letters, the same with blanks between the letters, or a list of positions."""
+OBSERVATIONS = ("grid", "spaced", "coordinates", "changes")
+"""How a state can be shown: rows of letters, the same with blanks between the letters, a list of positions, or such a
+list that after the first has only what can move: the fewest tokens, for a policy that sees the whole conversation."""
+MOVING = ("player", "boxes")
 
 
 def generator(seed: int, purpose: str) -> Random:
@@ -23,18 +25,24 @@ def spellings(actions: Mapping[str, int]) -> dict[str, str]:
     }
 
 
-def rules(observation: str, cells: str, actions: Mapping[str, int]) -> str:
-    """Say in an instruction what an observation shows and which actions there are; `cells` explains the letters."""
-    shown = (
-        "Positions are (row, column), counted from (0, 0) at the top left." if observation == "coordinates" else cells
-    )
-    return f"{shown}\nActions: {', '.join(actions)}."
+def rules(observation: str, cells: str, size: tuple[int, int], actions: Mapping[str, int]) -> str:
+    """Say in an instruction what an observation shows and which actions there are.
+
+    `cells` explains the letters; `size` is (rows, columns).
+    """
+    if observation in ("coordinates", "changes"):
+        rows, columns = size
+        cells = f"Positions are (row, column), from (0, 0) at the top left to ({rows - 1}, {columns - 1})."
+    return f"{cells}\nActions: {', '.join(actions)}."
 
 
-def show(observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]]) -> tuple[str, str]:
+def show(
+    observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]], first: bool
+) -> tuple[str, str]:
     """Return a state as an observation, and as rows of letters (the same if `observation` is `grid`).
 
     `letters` holds one letter for each cell, row by row, and a cell is its place there; `things` are cells by name.
+    `first`: the episode begins.
     """
     rows = ["".join(letters[at : at + width]) for at in range(0, len(letters), width)]
     board = "\n".join(rows)
@@ -44,6 +52,8 @@ def show(observation: str, letters: Sequence[str], width: int, things: Mapping[s
         return "\n".join(map(" ".join, rows)), board
     lines = []
     for name, cells in things.items():
+        if observation == "changes" and not first and name not in MOVING:
+            continue
         where = " ".join(f"({cell // width}, {cell % width})" for cell in cells)
         lines.append(f"{name}: {where or 'none'}")
     return "\n".join(lines), board
@@ -55,21 +65,14 @@ def check_observation(observation: str) -> None:
         raise ValueError(f"observation={observation}: known are {', '.join(OBSERVATIONS)}")
 
 
-def step_info(board: str, valid: bool, effective: bool, success: bool, **metrics: float) -> dict[str, Any]:
-    """Return the `info` of a step, metrics under ROLL's names; further `metrics` count as they are at the end."""
-    values = {
-        "action_is_valid": valid,
-        "action_is_effective": effective,
-        "num_actions": 1,
-        "success": success,
-        **metrics,
-    }
-    ways = {"num_actions": "sum", "success": "last", **dict.fromkeys(metrics, "last")}
+def step_info(board: str, valid: bool, effective: bool, success: bool) -> dict[str, Any]:
+    """Return the `info` of a step, with ROLL's metrics."""
+    values = {"action_is_valid": valid, "action_is_effective": effective, "num_actions": 1, "success": success}
     return {
         "state_key": board,
         "board": board,
         "metrics": {name: float(value) for name, value in values.items()},
-        "metrics_agg_mode": {name: ways.get(name, "mean") for name in values},
+        "metrics_agg_mode": {**dict.fromkeys(values, "mean"), "num_actions": "sum", "success": "last"},
     }
 
 
@@ -80,14 +83,10 @@ class Oracle:
         """Play the best episode of a seed and return its actions; where chance plays too, it may still be lost."""
         self.reset(seed)
         played: list[str] = []
-        over = False
-        while not over and (plan := self.solution()):
+        while plan := self.solution():
             for action in plan:
-                _, _, terminated, truncated, _ = self.step(action)
-                played.append(action)
-                over = terminated or truncated
-                if over:
-                    break
+                self.step(action)
+            played += plan
         return played
 
     def upper_bound(self, seeds: Iterable[int]) -> float:

@@ -52,15 +52,15 @@ class McpClient:
             raise ValueError(text)
         return text
 
-    def close(self) -> None:
-        """End the server: its stdin is closed, and what does not go then is killed."""
+    def close(self, grace: float = 1.0) -> None:
+        """End the server: its stdin is closed, and after `grace` seconds it is killed."""
         process, self._process = self._process, None
         if process is None:
             return
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(1.0)
+            process.wait(grace)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -71,7 +71,7 @@ class McpClient:
         try:
             return self._request(method, params)
         except (TimeoutError, ConnectionError):
-            self.close()
+            self.close(grace=0.0)
             raise
 
     def _start(self) -> None:
@@ -86,7 +86,7 @@ class McpClient:
             self._request("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": about})
             self._send({"method": "notifications/initialized"})
         except (TimeoutError, ConnectionError, ValueError):
-            self.close()
+            self.close(grace=0.0)
             raise
 
     def _send(self, message: Mapping[str, Any]) -> None:

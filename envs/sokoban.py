@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from envs.grids import Oracle, check_observation, generator, rules, show, spellings, step_info
-from envs.sokoban_levels import LevelMaker, cells, read_levels, shift
+from envs.sokoban_levels import TRIALS, LevelMaker, cells, read_levels, shift
 from envs.sokoban_solver import solve
 
 ACTIONS = {"Up": 1, "Down": 2, "Left": 3, "Right": 4}
@@ -30,7 +30,7 @@ class Sokoban(Oracle):
 
     def __init__(
         self,
-        size: Sequence[int] = (6, 6),
+        size: int | Sequence[int] = (6, 6),
         num_boxes: int = 1,
         search_depth: int = 30,
         min_pushes: int = 1,
@@ -60,10 +60,10 @@ class Sokoban(Oracle):
             if not self._levels:
                 raise ValueError(f"{levels}: has no levels from {first_level} on")
         else:
-            height, width = size
+            height, width = (size, size) if isinstance(size, int) else size
             walk = int(1.7 * (height + width)) if walk is None else walk
             self._maker = LevelMaker(height, width, num_boxes, min_pushes, search_depth, walk, turn)
-            self._maker.make(generator(0, "level"))  # tells impossible settings at once
+            self._maker.make(generator(0, "level"), TRIALS)  # tells impossible settings at once
         self._max_steps, self._letters, self._observation = max_steps, letters, observation
         self._spellings = spellings(ACTIONS)
         self._over = True
@@ -78,7 +78,8 @@ class Sokoban(Oracle):
         self._draw_room()
         named = ", ".join(f"{letter} {meaning}" for letter, meaning in zip(self._letters, MEANINGS, strict=True))
         instruction = "Push all boxes onto targets. You walk up to a box and push it; you cannot pull. Walls stop you."
-        instruction = f"{instruction}\n{rules(self._observation, f'The letters: {named}.', ACTIONS)}"
+        size = self._level.height, self._level.width
+        instruction = f"{instruction}\n{rules(self._observation, f'The letters: {named}.', size, ACTIONS)}"
         observation, board = self._shown()
         return observation, {"instruction": instruction, "state_key": board, "board": board}
 
@@ -165,8 +166,8 @@ class Sokoban(Oracle):
         for cell in boxes:
             letters[cell] = box_on_target if letters[cell] == target else box
         letters[at] = player_on_target if letters[at] == target else player
-        things = {"player": [at], "boxes": boxes, "targets": self._targets, "walls": self._walls}
-        return show(self._observation, letters, self._level.width, things)
+        things = {"player": [at], "boxes": boxes, "targets": self._targets, "inner walls": self._walls}
+        return show(self._observation, letters, self._level.width, things, self._steps == 0)
 
 
 def _numbers(mask: int) -> list[int]:
@@ -177,7 +178,7 @@ class LargerSokoban(Sokoban):
     """ROLL's LargerSokoban: 10 * 10 cells and two boxes."""
 
     def __init__(
-        self, size: Sequence[int] = (10, 10), num_boxes: int = 2, search_depth: int = 10, **settings: Any
+        self, size: int | Sequence[int] = (10, 10), num_boxes: int = 2, search_depth: int = 10, **settings: Any
     ) -> None:
         """The other settings are those of `Sokoban`."""
         super().__init__(size, num_boxes, search_depth, **settings)

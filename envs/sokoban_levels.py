@@ -11,8 +11,8 @@ from random import Random
 
 LAYER = 64
 """So many states of each number of pulls are followed, which bounds the time that a large room takes."""
-MAX_ROOMS = 1000
-"""So many rooms are tried before the settings count as impossible."""
+TRIALS, MAX_ROOMS = 100, 10_000
+"""Settings must give a level in so few rooms when they are checked, so that so many are always enough at a reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,10 @@ def parse_level(rows: list[str], name: str = "level") -> Level:
     if floor & ~inside:
         raise ValueError(f"{name}: its walls do not enclose the player")
     targets, boxes = targets & floor, boxes & floor
-    if boxes.bit_count() != targets.bit_count() or boxes == targets:
-        raise ValueError(f"{name}: {boxes.bit_count()} boxes and {targets.bit_count()} targets, solved or not to be")
+    if boxes.bit_count() != targets.bit_count():
+        raise ValueError(f"{name}: {boxes.bit_count()} boxes and {targets.bit_count()} targets")
+    if boxes == targets:
+        raise ValueError(f"{name}: nothing to push, every box is on a target")
     return Level(height, width, floor, targets, boxes, player)
 
 
@@ -120,9 +122,9 @@ class LevelMaker:
                 "numbers from 1, and min_pushes up to search_depth"
             )
 
-    def make(self, random: Random) -> Level:
-        """Return a level. ValueError if the settings have none, as far as many rooms tell."""
-        for _ in range(MAX_ROOMS):
+    def make(self, random: Random, rooms: int = MAX_ROOMS) -> Level:
+        """Return a level. ValueError if none of so many rooms has one."""
+        for _ in range(rooms):
             floor = self._carve(random)
             if floor.bit_count() < 2 * self.num_boxes + 1:
                 continue
@@ -131,10 +133,10 @@ class LevelMaker:
                 boxes, region = random.choice(random.choice(starts))
                 player = random.choice(list(cells(region)))
                 return Level(self.height, self.width, floor, targets, boxes, player)
-        raise ValueError(f"none of {MAX_ROOMS} rooms gave a level for {self}")
+        raise ValueError(f"none of {rooms} rooms gave a level for {self}")
 
     def _carve(self, random: Random) -> int:
-        """The floor of a room: where a random walk went, and beside it."""
+        """The floor of a room: where a random walk went, and two cells beside each step."""
         row, column = random.randrange(1, self.height - 1), random.randrange(1, self.width - 1)
         ways = ((-1, 0), (1, 0), (0, -1), (0, 1))
         way, floor = random.choice(ways), 0
@@ -142,8 +144,8 @@ class LevelMaker:
             if random.random() < self.turn:
                 way = random.choice(ways)
             row, column = self._inside(row + way[0], column + way[1])
-            aside = random.choice(ways)
-            for at_row, at_column in ((row, column), self._inside(row + aside[0], column + aside[1])):
+            for down, right in ((0, 0), *random.sample(ways, 2)):
+                at_row, at_column = self._inside(row + down, column + right)
                 floor |= 1 << at_row * self.width + at_column
         return floor
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from envs.sokoban_levels import Level, cells, reach, shift, spread
+from envs.sokoban_levels import Level, cells, shift, spread
 
 State = tuple[int, int]
 """Masks of the boxes and of the player."""
@@ -62,7 +62,7 @@ class _Search:
         """What can be pushed after a walk: (state after it, where the box was, direction, steps)."""
         free = self._floor & ~boxes
         walk = self._walk(player, free)
-        region = reach(player, free, self._width)
+        region = sum(walk)
         for word, by in self._ways.items():
             for box in cells(boxes & shift(region, by) & shift(free, -by)):
                 stand = shift(box, -by)

@@ -24,6 +24,16 @@ _SECTION = re.compile(r"^[ \t]*(?:Returns|Raises|Yields|Examples?|Notes?|Attribu
 _PARAMETER = re.compile(r"^[ \t]*\*{0,2}(\w+)[ \t]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\))?[ \t]*:[ \t]*(.*)$")
 
 
+def without_thoughts(text: str) -> str:
+    """Return what follows the last `</think>`, up to a `<think>` that is never closed, without blanks around it."""
+    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
+
+
+def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call as an action."""
+    return json.dumps({"name": name, "arguments": dict(arguments)})
+
+
 class BadCall(ValueError):
     """A call that cannot be made: it is no JSON, there is no such tool, or the arguments do not fit."""
 
@@ -126,6 +136,8 @@ class ToolReply:
 
     text: str
     """The tools' results, a line or more each, or what is wrong; empty if the action called none."""
+    said: str = ""
+    """The action without thoughts, if it called none: an answer, or words to somebody."""
     calls: int = 0
     failures: int = 0
     """Calls that raised."""
@@ -165,12 +177,15 @@ class Toolbox:
 
     def play(self, action: str) -> ToolReply:
         """Make the calls of an action. Nothing is raised: a failure is a tool's reply, and the model reads it."""
-        if not action.strip():
+        said = without_thoughts(action)
+        if not said:
             return ToolReply("error: the turn has neither a tool call nor an answer", valid=False)
         try:
-            calls = read_calls(action)
+            calls = read_calls(said)
         except BadCall as error:
             return ToolReply(f"error: {error}", valid=False)
+        if not calls:
+            return ToolReply("", said)
         texts, failures, valid = [], 0, True
         for call in calls:
             try:
@@ -179,7 +194,7 @@ class Toolbox:
                 valid = valid and not isinstance(error, BadCall)
                 failures += 1
                 texts.append(f"error: {error if isinstance(error, ValueError) else repr(error)}")
-        return ToolReply("\n".join(texts), len(calls), failures, valid)
+        return ToolReply("\n".join(texts), "", len(calls), failures, valid)
 
 
 def as_text(result: Any) -> str:

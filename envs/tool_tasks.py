@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from envs.calculator import calculate
 from envs.retrieval import phrases
+from envs.tool_calls import tool_call
 
 TOWNS = 80
 _STARTS = phrases(
@@ -26,6 +28,8 @@ _LAST = phrases(
 )
 _RIVERS = phrases("Ashe, Brint, Corra, Delm, Emra, Fesk, Gull, Harn, Ivel, Jorn")
 _CRAFTS = phrases("glassmaker, weaver, surveyor, printer, clockmaker, botanist, shipwright, baker")
+OPERATIONS = {"Add": "+", "Subtract": "-", "Multiply by": "*", "Divide by": "//"}
+"""Of a chain: what it says, and Python's sign for it."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -36,6 +40,8 @@ class Task:
 
     question: str
     answer: str
+    calls: tuple[str, ...] = ()
+    """Tool calls by which the answer becomes known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +84,41 @@ def make_corpus(towns: Sequence[Town]) -> list[str]:
 def chain(rng: random.Random, towns: Sequence[Town]) -> Task:
     """Draw a chain of three to six operations on integers."""
     value = rng.randrange(100, 1000)
-    steps = [f"Start with {value}."]
+    steps, calls = [f"Start with {value}."], []
     for _ in range(rng.randrange(3, 7)):
         number = rng.randrange(12, 100)
-        verb = rng.choice(("Add", "Subtract", "Multiply by", "Divide by"))
-        steps.append(f"{verb} {number}" + (" and drop the remainder." if verb == "Divide by" else "."))
-        value = {"Add": value + number, "Subtract": value - number, "Multiply by": value * number}.get(
-            verb, abs(value) // number * (1 if value >= 0 else -1)
-        )
-    return Task(" ".join([*steps, "What is the result?"]), str(value))
+        verb, sign = rng.choice(list(OPERATIONS.items()))
+        steps.append(f"{verb} {number}" + (" and drop the remainder." if sign == "//" else "."))
+        lost = sign == "//" and value < 0  # the floor of a negative number lies below it
+        calls.append(f"-({-value} // {number})" if lost else f"{value} {sign} {number}")
+        value = int(calculate(calls[-1]))
+    made = tuple(tool_call("calculator", {"expression": call}) for call in calls)
+    return Task(" ".join([*steps, "What is the result?"]), str(value), made)
 
 
 def lookup(rng: random.Random, towns: Sequence[Town]) -> Task:
     """Draw a question about one or two towns; some need two searches, some a calculation."""
     one, two = rng.sample(towns, 2)
+    total, age = f"{one.people} + {two.people}", f"{one.founded} - {one.born}"
+    first, second, founder = (tool_call("search", {"query": q}) for q in (one.name, two.name, one.founder))
+    add, subtract = (tool_call("calculator", {"expression": text}) for text in (total, age))
     return rng.choice(
         (
-            Task(f"Who founded {one.name}?", one.founder),
-            Task(f"On which river does {one.name} lie?", one.river),
-            Task(f"How many inhabitants has {one.name}?", str(one.people)),
-            Task(f"In which year was the founder of {one.name} born?", str(one.born)),
-            Task(f"What was the craft of the founder of {one.name}?", one.craft),
-            Task(f"How many inhabitants have {one.name} and {two.name} together?", str(one.people + two.people)),
-            Task(f"How old was the founder of {one.name} in the year of its founding?", str(one.founded - one.born)),
+            Task(f"Who founded {one.name}?", one.founder, (first,)),
+            Task(f"On which river does {one.name} lie?", one.river, (first,)),
+            Task(f"How many inhabitants has {one.name}?", str(one.people), (first,)),
+            Task(f"In which year was the founder of {one.name} born?", str(one.born), (first, founder)),
+            Task(f"What was the craft of the founder of {one.name}?", one.craft, (first, founder)),
+            Task(
+                f"How many inhabitants have {one.name} and {two.name} together?",
+                calculate(total),
+                (first, second, add),
+            ),
+            Task(
+                f"How old was the founder of {one.name} in the year of its founding?",
+                calculate(age),
+                (first, founder, subtract),
+            ),
         )
     )
 
@@ -109,11 +127,14 @@ def count(rng: random.Random, towns: Sequence[Town]) -> Task:
     """Draw a question that a short program answers."""
     low, modulus = rng.randrange(1, 1000), rng.randrange(3, 12)
     high, digits = low + rng.randrange(500, 5000), rng.randrange(2, 6)
+    wanted = f"n % {modulus} == 0 and sum(map(int, str(n))) % {digits} == 0"
+    code = f"print(sum({wanted} for n in range({low}, {high + 1})))"
     answer = sum(n % modulus == 0 and sum(map(int, str(n))) % digits == 0 for n in range(low, high + 1))
     return Task(
         f"How many integers from {low} to {high}, both included, are divisible by {modulus} and have a digit sum that "
         f"is divisible by {digits}?",
         str(answer),
+        (tool_call("python", {"code": code}),),
     )
 
 

@@ -10,22 +10,21 @@ text: the answer, which ends the episode. What goes wrong in a tool is its reply
 A corpus of your own is JSONL with `text` (and `title`), questions are JSONL with `question` and `answer`.
 """
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from envs.calculator import calculate
 from envs.mcp import McpClient
 from envs.retrieval import Bm25
+from envs.rows import read_rows
 from envs.tool_calls import Toolbox
 from envs.tool_tasks import KINDS, Task, Town, is_right, make_corpus, make_towns
 from spmd_rl.types import RunLimits, Sandbox
 
 INSTRUCTION = """Answer the question. You have tools: call one, read its result, and go on until you know the answer.
-A call is JSON: {"name": "<tool>", "arguments": {...}}. A turn that is no call is your answer: give it alone."""
+A turn that calls no tool is your answer: give it alone."""
 AGGREGATION = {"success": "last", "answered": "last", "tool_calls": "sum", "tool_failures": "sum"}
 
 
@@ -60,11 +59,13 @@ class ToolsEnv:
         self._mcp = McpClient(mcp) if mcp else None
         self._tools: Toolbox | None = None
         self._task = Task("", "")
+        self._called, self._answered = 0, False
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Draw a question. At the first reset the MCP server starts and says what tools it has."""
         if self._tools is None:
             self._tools = self._build_toolbox()
+        self._called, self._answered = 0, False
         if self._questions:
             self._task = self._questions[seed % len(self._questions)]
         else:
@@ -76,8 +77,9 @@ class ToolsEnv:
         """Call tools, or judge the answer."""
         assert self._tools is not None, "reset comes first"
         reply = self._tools.play(action)
-        answered = reply.valid and not reply.calls
-        success = float(answered and is_right(action, self._task.answer))
+        answered = self._answered = bool(reply.said)
+        self._called += reply.calls
+        success = float(answered and is_right(reply.said, self._task.answer))
         metrics = {
             "success": success,
             "answered": float(answered),
@@ -88,6 +90,10 @@ class ToolsEnv:
         }
         text = reply.text if len(reply.text) <= self._most else f"{reply.text[: self._most]}\n[cut]"
         return text, success, answered, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
+
+    def solution(self) -> list[str]:
+        """Return the calls that are left and the answer: an oracle for demonstrations of generated questions."""
+        return [] if self._answered else [*self._task.calls[self._called :], self._task.answer]
 
     def close(self) -> None:
         """End the MCP server."""
@@ -142,19 +148,11 @@ def _library(path: str, seed: int) -> tuple[list[str], Bm25, list[Town]]:
     towns = make_towns(seed)
     texts = make_corpus(towns)
     if path:
-        rows = _rows(path)
+        rows = read_rows(path)
         texts = [f"{row['title']}: {row['text']}" if row.get("title") else str(row["text"]) for row in rows]
     return texts, Bm25(texts), towns
 
 
 @cache
 def _questions(path: str) -> tuple[Task, ...]:
-    return tuple(Task(str(row["question"]), str(row["answer"])) for row in _rows(path))
-
-
-def _rows(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file. ValueError if it has none."""
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not rows:
-        raise ValueError(f"{path}: the file has no rows")
-    return rows
+    return tuple(Task(str(row["question"]), str(row["answer"])) for row in read_rows(path))

@@ -89,6 +89,35 @@ class WebShopEnv:
         info = {"metrics": metrics, "metrics_agg_mode": AGGREGATION, "state_key": self._state_key()}
         return self._observation(), success if self._strict else worth, self._page.name == "end", False, info
 
+    def solution(self) -> list[str] | None:
+        """Return the actions from the present page to a perfect purchase: an oracle for demonstrations.
+
+        It searches for what the instruction says, as a customer would; None if that does not find the product.
+        """
+        page, goal = self._page, self._goal
+        if page.name == "end":
+            return []
+        here = page.asin == goal.product.asin
+        way = ["click[< prev]"] * (page.name in DETAILS) if here else self._way(goal)
+        if way is None:
+            return None
+        chosen = page.options if here else {}
+        options = [f"click[{value}]" for name, value in goal.options.items() if chosen.get(name) != value]
+        return [*way, *options, "click[buy now]"]
+
+    def _way(self, goal: Goal) -> list[str] | None:
+        """Return the actions to the product's page; None if a search for what is wanted does not find it."""
+        words = f"{' '.join(goal.attributes)} {goal.product.query}"
+        found, at, way = self._results, self._page.number, list[str]()
+        if self._page.name != "results" or goal.product not in found:
+            found, at = [self._shop.products[i] for i in self._shop.index.search(words, MOST_RESULTS)], 1
+            way = ["click[back to search]"] * (self._page.name != "search") + [f"search[{words}]"]
+        if goal.product not in found:
+            return None
+        pages = found.index(goal.product) // PER_PAGE + 1 - at
+        way += ["click[next >]" if pages > 0 else "click[< prev]"] * abs(pages)
+        return [*way, f"click[{goal.product.asin.lower()}]"]
+
     def _clicked(self, value: str) -> Page:
         """Return the page behind a value that can be clicked."""
         page = self._page

@@ -18,6 +18,7 @@ def _prepare_environment() -> None:
     defaults = {
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning ranks that share cores run ten times slower
         "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks_per_node)),  # torchrun sets 1 before we are asked
+        "MKL_CBWR": "AUTO,STRICT",  # a float32 product's rows have the same bits whatever rows stand beside them
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_FR_BUFFER_SIZE": "0",  # a traceback kept of each collective: the journal names one that hangs
     }

@@ -44,7 +44,7 @@ def run(cfg: AgenticConfig) -> None:
             roles = train.build_roles(cfg, train_world)  # [all]
             generator = engine.build(cfg, generate_world)  # [all]
         publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
-        agent = Agent(cfg.env)
+        agent = None if cfg.rollout.target else Agent(cfg.env)
         rollouts = stack.enter_context(  # [all]
             closing(Rollouts(cfg, generator, tasks, scorer, tokenizer, world, agent, environments))
         )
@@ -75,4 +75,4 @@ def run(cfg: AgenticConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("agentic", AgenticConfig, run)
+    main("agentic", AgenticConfig, run, preview="spmd_rl.dry_run_agent:show")

@@ -135,6 +135,11 @@ class Batch(_Remembered):
     """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: what the critic should have predicted; None without one"""
+    turns: Tensor | None = field(default=None, metadata=per_token(torch.int64))
+    """int64 [T]: equal numbers mark the sampled tokens that are credited as one turn; None where each sample is one"""
+    trajectories: Tensor | None = field(default=None, metadata=per_sample(torch.int64))
+    """int64 [S]: equal numbers mark samples that are the segments of one trajectory, in order; None where each sample
+    is one"""
     marked: Tensor | None = field(default=None, metadata=per_token(torch.bool))
     """bool [T]: tokens chosen over the global batch (clip-cov, kl-cov); None where nothing needs them"""
 

@@ -42,7 +42,7 @@ def show(cfg: RlvrConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
     prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
-    with _without_torch():
+    with without_torch():
         policy = cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -53,21 +53,21 @@ def show(cfg: RlvrConfig) -> None:
             f"rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}: {len(lengths) - len(fitting)} of "
             f"{len(lengths)} prompts are longer, the longest has {max(lengths)} tokens"
         )
-    _table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
+    table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
     rewarders = {domain: build_rewarder(domain, reward) for domain, reward in cfg.reward.domains.items()}
     for prompt in _spread(prompts.train):
         others = (p.ground_truth for p in prompts.train if p.domain == prompt.domain)
         wrong = next((truth for truth in others if truth not in ("", prompt.ground_truth)), WRONG)
         _show_prompt(console, prompt, wrong, tokenizer, rewarders[prompt.domain], cfg.rollout.max_new_tokens)
     domains = sorted({prompt.domain for prompt in prompts.train})
-    _table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
+    table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
     own = {domain: [prompt for prompt in prompts.train if prompt.domain == domain] for domain in domains}
-    _table(console, "Audit", [(domain, _audit(rewarders[domain], own[domain])) for domain in domains])
-    _table(console, "Would be written", _outputs(cfg))
+    table(console, "Audit", [(domain, _audit(rewarders[domain], own[domain])) for domain in domains])
+    table(console, "Would be written", outputs(cfg))
 
 
 @contextmanager
-def _without_torch() -> Iterator[None]:
+def without_torch() -> Iterator[None]:
     """Hide torch from transformers, which takes seconds to import it and does not need it for a tokenizer."""
     if "torch" in sys.modules:
         yield
@@ -99,7 +99,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     asked = min(cfg.eval.prompts, len(prompts.eval))
     return [
         ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
-        ("dtype", f"{_dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
+        ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
         *((role, str(getattr(cfg, role).model)) for role in loaded_roles(cfg) if role != "policy"),
         ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x tp {cfg.train.tp}; "
                   f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
@@ -121,7 +121,8 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     ]  # fmt: skip
 
 
-def _dtype(name: str) -> str:
+def dtype(name: str) -> str:
+    """Say what `policy.dtype` stands for."""
     return "auto: bfloat16 where the hardware of all ranks multiplies it, else float32" if name == "auto" else name
 
 
@@ -145,9 +146,9 @@ def _show_prompt(
     console.print()
     console.print(Text(f"Prompt {prompt.id}, domain {prompt.domain}", "bold"))
     console.print(Text(f"[{len(ids)} tokens, no loss]", "bold"))
-    console.print(Text(_short(tokenizer.visible(ids)), "bright_black"))
+    console.print(Text(short(tokenizer.visible(ids)), "bright_black"))
     console.print(Text(f"[{len(answer_ids)} tokens, trained: the ground truth, as an example]", "bold"))
-    console.print(Text(_short(tokenizer.visible(answer_ids)), "green"))
+    console.print(Text(short(tokenizer.visible(answer_ids)), "green"))
     for line in lines:
         console.print(Text(line, "bold yellow" if line.startswith("!") else ""))
 
@@ -199,7 +200,7 @@ def _audit(rewarder: Rewarder | str, prompts: Sequence[Prompt]) -> str:
     return f"none of {sum(name != GOLD for name in kinds)} answers that solve nothing is paid"
 
 
-def _outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
+def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     """Return what the run would write, and where."""
     folder, c = Path(cfg.run.dir), cfg.checkpoint
     steps = sorted({*(range(c.every, cfg.steps + 1, c.every) if c.every else ()), cfg.steps})
@@ -214,13 +215,14 @@ def _outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """Cut the middle out of a long text."""
     half, cut = MAX_CHARACTERS // 2, len(text) - MAX_CHARACTERS
     return text if cut <= 0 else f"{text[:half]}\n... {cut} characters ...\n{text[-half:]}"
 
 
-def _table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> None:
+def table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> None:
+    """Print a title, and below it names and texts in two columns."""
     console.print()
     console.print(Text(title, "bold"))
     width = max(len(name) for name, _ in lines)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from spmd_rl.engine.base import Capacity
 from spmd_rl.model.bridge import Bridge
-from spmd_rl.rollout.outcomes import Outcomes, SliceReport, answer_row, gather_outcomes
+from spmd_rl.rollout.outcomes import Outcomes, SliceReport, answer_row, gather_outcomes, step_rows
 from spmd_rl.types import AnswerInfo, Completion, Group, Message, Prompt, Request, Sample, Verdict
 
 
@@ -16,7 +16,7 @@ def outcomes_of(groups: Iterable[Group], rank_of: Callable[[Sample], int], versi
     reports = []
     for g in groups:
         rows = [answer_row(sample, rank_of(sample), version) for sample in g.samples]
-        reports.append(SliceReport(g.ticket, 0, g.prompt.domain, rows))
+        reports.append(SliceReport(g.ticket, 0, g.prompt.domain, rows, steps=step_rows(g.samples)))
     return gather_outcomes(reports, {report.ticket for report in reports}, 1)
 
 

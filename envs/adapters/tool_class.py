@@ -28,11 +28,10 @@ succeeds with a reward of 1. `close` is optional.
 
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from envs.rows import read_rows, split_prompt
 from envs.tool_calls import Toolbox
 
 RESERVED = frozenset({"reset", "close", "reward", "done", "success"})
@@ -51,14 +50,11 @@ class ToolClassEnv:
             raise ValueError(f"target={target}: {module} has no class {name}")
         self._played = found()
         names = [name for name in dir(found) if not name.startswith("_") and name not in RESERVED]
-        methods = {name: getattr(self._played, name) for name in names if callable(getattr(found, name))}
+        methods = {name: getattr(self._played, name) for name in names if inspect.isroutine(getattr(found, name))}
         if not methods:
             raise ValueError(f"target={target}: it has no public methods, which would be its tools")
         self._tools = Toolbox.of(methods)
-        lines = Path(rows).read_text(encoding="utf-8").splitlines() if rows else []
-        self._rows = [json.loads(line) for line in lines if line.strip()]
-        if rows and not self._rows:
-            raise ValueError(f"rows={rows}: the file has no rows")
+        self._rows = read_rows(rows) if rows else []
         self._earned = 0.0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
@@ -66,7 +62,7 @@ class ToolClassEnv:
         row = self._rows[seed % len(self._rows)] if self._rows else {}
         given = {"seed": seed} | row
         said = self._played.reset(**_accepted(self._played.reset, given))
-        system, asked = _prompt(row.get("prompt"))
+        system, asked = split_prompt(row.get("prompt"))
         self._earned = self._total()
         info = {"tools": self._tools.schemas} | ({"instruction": system} if system else {})
         return "\n\n".join(text for text in (asked, said) if text), info
@@ -82,7 +78,7 @@ class ToolClassEnv:
             "tool_calls": float(reply.calls),
             "tool_failures": float(reply.failures),
         }
-        ended = (reply.valid and not reply.calls) or bool(_value(self._played, "done", False))
+        ended = bool(reply.said) or bool(_value(self._played, "done", False))
         return reply.text, gained, ended, False, {"metrics": metrics, "metrics_agg_mode": AGGREGATION}
 
     def close(self) -> None:
@@ -106,13 +102,3 @@ def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[st
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(given)
     return {name: value for name, value in given.items() if name in parameters}
-
-
-def _prompt(prompt: Any) -> tuple[str, str]:
-    """Return (system text, the rest) of a row's prompt: a text, messages or nothing."""
-    if not isinstance(prompt, list):
-        return "", str(prompt or "")
-    texts = {True: [], False: []}
-    for message in prompt:
-        texts[message["role"] == "system"].append(str(message["content"]))
-    return "\n\n".join(texts[True]), "\n\n".join(texts[False])

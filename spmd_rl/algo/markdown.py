@@ -129,7 +129,9 @@ SECTIONS = (
         _named(*MASKS, *WEIGHTS),
     ),
     Section(
-        "The critic", "These need `algorithm.advantage=gae`.", _named(values.value_loss, values.explained_variance)
+        "The critic",
+        "These need `algorithm.advantage=gae` or `turn_gae`.",
+        _named(values.value_loss, values.explained_variance),
     ),
 )
 

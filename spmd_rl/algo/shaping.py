@@ -70,19 +70,32 @@ def repetition_penalty(token_ids: Tensor, *, repetition_ngram: int, repetition_c
     return -repetition_coef * (1 - len(torch.unique(ngrams, dim=0)) / len(ngrams))
 
 
-def normalise(scores: Tensor, groups: Tensor, running: Moments, *, norm_mean_type: str, norm_std_type: str) -> Tensor:
-    """Subtract a mean from the scores and divide by a standard deviation, each over the batch, the group or the run.
+def normalise(
+    scores: Tensor,
+    groups: Tensor,
+    running: Moments,
+    domains: Tensor | None = None,
+    *,
+    norm_mean_type: str,
+    norm_std_type: str,
+) -> Tensor:
+    """Subtract a mean from the scores and divide by a standard deviation, each over the batch, the group, the domain or
+    the run.
 
         r' = (r - mean) / (std + 1e-6)
 
     Source: none; ROLL's reward normalisation. std with Bessel's correction.
-    Keys: `norm_mean_type`, `norm_std_type`: `none`, `batch`, `group` or `running`.
-    Use: before `reinforce` and the token-level estimators. Group and group is GRPO, group and batch Lite PPO.
+    Keys: `norm_mean_type`, `norm_std_type`: `none`, `batch`, `group`, `domain` or `running`.
+    Use: before `reinforce` and the token-level estimators. Group and group is GRPO, group and batch Lite PPO; domain
+    where rewards of different tasks or environments differ in size. With `step_reinforce` it is the returns of steps
+    that are normalised.
 
-    scores: float64 [n]; groups: int64 [n]; running: the moments of all scores so far, with these. Returns
+    scores: float64 [n]; groups, domains: int64 [n]; running: the moments of all scores so far, with these. Returns
     float64 [n]. Where the deviation is 0, scores are not divided.
     """
     over = {"group": groups, "batch": torch.zeros_like(groups)}
+    if domains is not None:
+        over["domain"] = domains
     means = {"none": 0.0, "running": running.mean}
     stds = {"none": 0.0, "running": running.std}
     mean = group_mean(scores, over[norm_mean_type]) if norm_mean_type in over else means[norm_mean_type]

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     *("*.lr", "*.schedule", "*.warmup_steps", "*.max_grad_norm", "*.weight_decay", "*.betas", "*.eps"),
     *("*.max_skipped_updates", "rollout.max_new_tokens", "rollout.max_context_tokens", "rollout.max_turns"),
     *("rollout.over_sample", "rollout.max_prompts_per_step", "rollout.claim", "reward.*.timeout"),
+    *("env.*.*_timeout", "env.*.retries", "env.*.on_error"),
 )
 """Settings that people tune while a run goes on, or move to another machine with. Patterns as of a shell."""
 

@@ -36,14 +36,16 @@ T = TypeVar("T")
 def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a tree that change samples or gradients, by dotted key.
 
-    These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders run, and `steps`. `steps`
-    is among them unless every `schedule` is `constant`: it is the horizon of a decaying learning rate.
+    These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
+    `steps`. `steps` is among them unless every `schedule` is `constant`: it is the horizon of a decaying learning rate.
     """
     settings = dict(flatten(tree))
 
     def changes_results(key: str) -> bool:
-        endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox")
-        runs_where = key.startswith("reward.") and key.endswith(endings) and ".args." not in key
+        endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox", ".mode", ".envs_per_worker")
+        endings += (".memory_mb", ".recycle_after")
+        of_sidecar = key.startswith(("reward.", "env.")) and not {"args", "eval_args"} & set(key.split("."))
+        runs_where = of_sidecar and key.endswith(endings)
         return key != "steps" and key.split(".")[0] not in WITHOUT_EFFECT_ON_RESULTS and not runs_where
 
     kept = {key: value for key, value in settings.items() if changes_results(key)}

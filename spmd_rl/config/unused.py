@@ -38,7 +38,7 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
     evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
     idle = [
         (a.uses_reference, "algorithm.kl_coef and algorithm.kl_reward_coef are 0", "reference"),
-        (a.uses_critic, "algorithm.advantage is not gae", "critic"),
+        (a.uses_critic, "algorithm.advantage is not gae or turn_gae", "critic"),
         (a.kl_coef, "algorithm.kl_coef is 0", "algorithm.kl_estimator"),
         (a.kl_reward_coef, "algorithm.kl_reward_coef is 0", "algorithm.kl_reward_estimator"),
         (a.target_kl, "algorithm.target_kl is null", "algorithm.kl_horizon"),

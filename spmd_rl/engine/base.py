@@ -25,6 +25,21 @@ class Capacity:
     """Tokens of one request, prompt and answer together."""
 
 
+@dataclass(slots=True)
+class PromptTokens:
+    """How many prompt tokens an engine was given, and how many of them it did not have to compute."""
+
+    asked: int = 0
+    """Tokens of the prompts of all requests begun; the caller may set both to 0."""
+    cached: int = 0
+    """Those whose keys and values were there: of an earlier turn, or of another answer to the same prompt."""
+
+    def count(self, asked: int, cached: int) -> None:
+        """Add the prompt of one request."""
+        self.asked += asked
+        self.cached += cached
+
+
 class Engine(Protocol):
     """The engine of one replica, in the rank's own process, request by request.
 
@@ -36,6 +51,8 @@ class Engine(Protocol):
     """Fixed at construction."""
     leads: bool
     """Whether this rank is the first of its replica."""
+    prompt_tokens: PromptTokens
+    """Of all requests since the construction, or since the caller set them to 0."""
 
     def driven(self) -> AbstractContextManager[None]:
         """[all ranks of the replica] Inside, the first rank's requests and steps are those of all.

@@ -48,7 +48,7 @@ class ReplicatedEngine:
     def __init__(self, engine: Engine, world: World, num_ranks: int) -> None:
         """[all] Replica r is ranks [r * num_ranks, (r + 1) * num_ranks) of `world`, the ranks that generate."""
         assert world.size % num_ranks == 0, "checked with the settings"
-        self.capacity = engine.capacity
+        self.capacity, self.prompt_tokens = engine.capacity, engine.prompt_tokens
         self.leads = world.rank % num_ranks == 0
         self._engine, self._world = engine, world
         index = world.rank // num_ranks

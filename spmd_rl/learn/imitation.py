@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import AlgorithmConfig, PipelineConfig
+from spmd_rl.config.schema import AgenticConfig, AlgorithmConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.learner import Learner
 from spmd_rl.train.base import Metrics, TrainBackend
@@ -22,11 +22,14 @@ SUPERVISED = AlgorithmConfig(
 class Imitation(Learner):
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
 
-    def __init__(self, cfg: PipelineConfig, policy: TrainBackend, world: World) -> None:
+    def __init__(self, cfg: AgenticConfig, policy: TrainBackend, world: World) -> None:
         super().__init__(replace(cfg, algorithm=SUPERVISED), policy, None, None, world)
+        self._lr_factor = (cfg.warmup.lr or cfg.policy.lr) / cfg.policy.lr
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""
+        self._policy.lr_factor = self._lr_factor
         metrics = super().update(batches)  # [all]
+        self._policy.lr_factor = 1.0
         kept = ("actor/lr", "actor/grad_norm", "actor/backward_steps", "publish/changed_share")
         return {"warmup/loss": metrics["actor/pg_loss"]} | {key: metrics[key] for key in kept if key in metrics}

@@ -33,8 +33,8 @@ class Learner:
         world: World,
     ) -> None:
         self._policy, self._reference, self._critic, self._world = policy, reference, critic, world
-        self._seed, self._max_tokens = cfg.seed, cfg.rollout.max_new_tokens
-        limit = cfg.rollout.max_new_tokens
+        self._seed, self._max_tokens = cfg.seed, cfg.rollout.max_answer_tokens
+        limit = cfg.rollout.max_answer_tokens
         self._settings = replace(
             cfg.algorithm,
             loss_agg_length=cfg.algorithm.loss_agg_length or limit,
@@ -133,16 +133,16 @@ class Learner:
         own: Metrics = {
             "actor/empty_steps": self._num_empty_steps,
             "actor/balance": plan.balance,
-            "actor/left_out": len(plan.masked) / max(1, len(plan.masked) + len(plan.keys)),
+            "actor/left_out": plan.left_out,
         }
         if len(plan.keys):
             own["critic/rewards/mean"] = plan.mean_reward
         if "critic/kl" in mean:
             own["critic/kl_coef"] = self._kl_factor * (settings.kl_reward_coef or settings.kl_coef)
             if settings.target_kl is not None:
-                kl_per_answer = mean["critic/kl"] * int(plan.num_sampled.sum()) / len(plan.keys)
+                kl_per_answer = mean["critic/kl"] * int(plan.num_sampled.sum()) / plan.num_answers
                 adapt = bind(adaptive_coef, settings)
-                self._kl_factor = adapt(self._kl_factor, kl_per_answer, len(plan.keys))
+                self._kl_factor = adapt(self._kl_factor, kl_per_answer, plan.num_answers)
         return own
 
 

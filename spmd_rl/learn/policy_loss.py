@@ -8,6 +8,7 @@ Left out: the weight of the token in the batch (`prepare.py`), which multiplies 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from spmd_rl.algo import KL_ESTIMATORS, POLICY_TERMS
@@ -17,6 +18,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.own import policy_loss
+from spmd_rl.learn.trajectories import by_trajectory
 from spmd_rl.train.base import Loss
 
 PerToken = tuple[Tensor, Mapping[str, Tensor]]
@@ -35,23 +37,28 @@ def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> Loss:
     )
 
 
-def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> Tokens:
-    """The sampled tokens of a batch of whole samples, as `algo` takes them.
+def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, Tensor | None]:
+    """The sampled tokens of a batch of whole trajectories, as `algo` takes them; and their order, if it is another.
 
-    Without old logprobs the current ones stand in: in the first update on fresh samples they are the same numbers.
+    A trajectory of several segments is one sample to `algo`. Without old logprobs the current ones stand in: in the
+    first update on fresh samples they are the same numbers.
     """
-    mask = batch.sampled.index
-    return Tokens(
+    order, trajectories = by_trajectory(batch)
+    mask, runs = batch.sampled.index, batch.sampled.runs
+    if order is not None:
+        mask, runs, logprobs, entropy = mask[order], runs[order], logprobs[order], entropy[order]
+    tokens = Tokens(
         logprobs=logprobs,
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask],
         rollout_logprobs=batch.rollout_logprobs[mask],
         advantages=batch.advantages[mask],
         entropy=entropy,
-        samples=batch.sampled.samples,
-        segments=batch.sampled.runs,
+        samples=trajectories,
+        segments=runs,
         ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
         marked=None if batch.marked is None else batch.marked[mask],
     )
+    return tokens, order
 
 
 def _loss(
@@ -66,10 +73,10 @@ def _loss(
     kl_coef: float,
 ) -> PerToken:
     """See `train.base.Loss`."""
-    tokens = tokens_of(batch, logprobs, entropy)
+    tokens, order = tokens_of(batch, logprobs, entropy)
     loss, quantities = surrogate(tokens)
     quantities = dict(quantities) | {
-        "actor/entropy": entropy.detach(),
+        "actor/entropy": tokens.entropy.detach(),
         "actor/abs_advantage": tokens.advantages.abs(),
         "train_infer/abs_diff/mean": (tokens.old_logprobs - tokens.rollout_logprobs).abs(),
         "train_infer/lag/mean": batch.lags[batch.sampled.index].float(),
@@ -83,9 +90,9 @@ def _loss(
         loss, quantities = loss + extra, quantities | more
     if kl_coef:
         assert tokens.ref_logprobs is not None, "the KL penalty needs reference logprobs"
-        kl = divergence(logprobs, tokens.ref_logprobs)
+        kl = divergence(tokens.logprobs, tokens.ref_logprobs)
         loss = loss + kl_coef * kl
         quantities["actor/kl_loss"] = kl.detach()
     if tokens.ref_logprobs is not None:
         quantities["critic/kl"] = tokens.old_logprobs - tokens.ref_logprobs
-    return loss, quantities
+    return loss if order is None else torch.empty_like(loss).index_copy(0, order, loss), quantities

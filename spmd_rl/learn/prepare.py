@@ -1,5 +1,7 @@
 """The plan of a step: every cross-sample number, computed over the global batch.
 
+An answer, or trajectory, has one sample or several segments; counts and means are over answers, never over segments.
+
 All ranks hold the metadata of all samples (`outcomes.ANSWER`), so each computes the same advantages, token weights and
 distribution of the samples over the data shards, in (ticket, answer) order. Nothing here meets other ranks;
 `redistribute.py` carries the plan out.
@@ -7,6 +9,7 @@ distribution of the samples over the data shards, in (ticket, answer) order. Not
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,9 +22,9 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.learn.binding import bind
+from spmd_rl.learn.credit import credit
 from spmd_rl.learn.masking import mask
-from spmd_rl.learn.own import answer_advantage
-from spmd_rl.learn.scores import Key, Metadata, keys, shape
+from spmd_rl.learn.scores import Key, Metadata, keys
 from spmd_rl.learn.transfer import Route
 from spmd_rl.rollout import Collected
 
@@ -41,24 +44,39 @@ class Plan:
     """int64 [n]: tokens before the first sampled one"""
     num_sampled: np.ndarray
     """int64 [n]: tokens that the policy sampled"""
+    trajectories: np.ndarray
+    """int64 [n]: equal numbers mark the segments of an answer"""
     src_rank: np.ndarray
     """int64 [n]: rank that generated the sample"""
     data_rank: np.ndarray
     """int64 [n]: data shard of the policy that trains it"""
+    num_runs: np.ndarray
+    """int64 [n]: runs of sampled tokens that are credited as one: the whole sample, or each turn of an agent"""
+    turns: np.ndarray
+    """int64 [r]: of these runs, sample by sample; equal numbers mark one turn, or one answer"""
+    run_lengths: np.ndarray
+    """int64 [r]: sampled tokens"""
     advantages: np.ndarray
-    """float64 [n]: advantage of the whole answer; before a token-level estimator, its shaped score"""
+    """float64 [r]: advantage of each of its tokens; before a token-level estimator, the reward of its turn"""
     weights: np.ndarray
     """float64 [n]: weight of each token of the sample in its mini-batch"""
     minibatches: np.ndarray
     """int64 [n]: number of the optimizer step that uses the sample; ascending"""
     masked: tuple[tuple[Key, str], ...]
-    """samples that have a score and do not train, each with the reason"""
+    """samples of answers that have a score and do not train, each with the reason"""
+    left_out: float
+    """the share of the scored answers that do not train"""
     stale: bool
     """some sample holds tokens of an older policy version"""
     balance: float
     """work of the slowest rank over the mean, summed over the optimizer steps; 1 is perfect"""
     mean_reward: float
     """of the shaped scores; 0 without any"""
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers train."""
+        return len(np.unique(self.trajectories))
 
     def columns(self) -> tuple[Any, ...]:
         """Everything: what ranks compare."""
@@ -96,34 +114,48 @@ def plan(
     """
     data = Metadata.of(collected, greedy_answer)
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
-    scored, running = shape(data, settings, running, max_tokens, extra)
-    estimator = answer_advantage(settings)
-    advantages = estimator(scored) if estimator else scored.scores  # a token-level estimator starts from these
+    found = credit(data, settings, running, max_tokens, extra)
     masked, weights = mask(data, settings)
-    kept = np.delete(np.arange(len(data.answers)), list(masked)) if masked else slice(None)
-    answers, sampled = data.answers[kept], data.lengths[kept]
-    minibatches = divide(answers["ticket"], num_updates)
-    bounds = minibatches.searchsorted(np.arange(num_updates + 1)).tolist()
+    trains = np.ones(len(data.answers), np.bool_)
+    trains[list(masked)] = False
+    minibatches = divide(data.answers["ticket"][trains], num_updates)
     aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-    for begin, end in pairwise(bounds):
-        weights[begin:end] *= aggregate(sampled[begin:end])
-    samples = np.stack([answers[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
-    data_rank, imbalance = assign(samples, bounds, num_shards, hidden_size)
+    bounds_in = partial(np.searchsorted, v=np.arange(num_updates + 1))
+    for begin, end in pairwise(bounds_in(minibatches).tolist()):
+        weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
+    kept = trains[data.owners]
+    samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
+    runs, kept_runs = found.runs, kept.repeat(found.runs.counts)
+    rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
+    data_rank, imbalance = assign(rows, bounds_in(minibatches[owners]).tolist(), num_shards, hidden_size)
+    left_out = data.num_excluded + len(masked)
     made = Plan(
         step=collected.step,
-        keys=np.stack((answers["ticket"], answers["answer"]), axis=1),
-        units=answers["unit"].astype(np.int64),
-        lengths=answers["num_tokens"].astype(np.int64),
-        num_prompt_tokens=answers["num_prompt_tokens"].astype(np.int64),
-        num_sampled=sampled.numpy(),
-        src_rank=answers["rank"].astype(np.int64),
+        keys=np.stack((samples["ticket"], samples["answer"]), axis=1),
+        units=samples["unit"].astype(np.int64),
+        lengths=samples["num_tokens"].astype(np.int64),
+        num_prompt_tokens=samples["num_prompt_tokens"].astype(np.int64),
+        num_sampled=samples["num_answer_tokens"].astype(np.int64),
+        trajectories=owners,
+        src_rank=samples["rank"].astype(np.int64),
         data_rank=data_rank,
-        advantages=advantages[kept].numpy(),
-        weights=weights.numpy(),
-        minibatches=minibatches,
-        masked=data.excluded + tuple(zip(keys(data.answers[list(masked)]), masked.values(), strict=True)),
-        stale=bool((answers["lag"] > 0).any()),
+        num_runs=runs.counts[kept],
+        turns=runs.turns[kept_runs],
+        run_lengths=runs.lengths[kept_runs],
+        advantages=found.advantages[runs.turns[kept_runs]],
+        weights=weights.numpy()[owners],
+        minibatches=minibatches[owners],
+        masked=data.excluded + _reasons(data, masked),
+        left_out=left_out / max(1, data.num_excluded + len(trains)),
+        stale=bool((samples["lag"] > 0).any()),
         balance=imbalance,
-        mean_reward=float(scored.scores.mean()) if len(scored.scores) else 0.0,
+        mean_reward=float(found.scores.mean()) if len(found.scores) else 0.0,
     )
-    return made, running
+    return made, found.running
+
+
+def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:
+    """Why the samples of these answers do not train."""
+    rows = np.flatnonzero(np.isin(data.owners, list(masked))) if masked else np.empty(0, np.int64)
+    reasons = [masked[owner] for owner in data.owners[rows].tolist()]
+    return tuple(zip(keys(data.samples[rows]), reasons, strict=True))

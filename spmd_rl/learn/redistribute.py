@@ -31,14 +31,19 @@ def redistribute(
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, plan.route(data), world, plan.columns())  # [all]
     mine = plan.data_rank == data.rank
-    batch.advantages = _at_sampled(plan.advantages[mine], batch)
-    batch.weights = _at_sampled(plan.weights[mine], batch)
+    runs = mine.repeat(plan.num_runs)
+    batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
+    batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
+    if len(plan.turns) != plan.num_answers:  # on all ranks alike
+        batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
+        batch.trajectories = torch.from_numpy(plan.trajectories[mine])
     if num_updates == 1:
         return [batch]
     numbers = plan.minibatches[mine]
     return [batch.select(np.flatnonzero(numbers == number)) for number in range(num_updates)]
 
 
-def _at_sampled(values: np.ndarray, batch: Batch) -> Tensor:
-    """The value of each sample at its sampled tokens, 0 elsewhere. float32 [T]."""
-    return torch.from_numpy(values.astype(np.float32)).repeat_interleave(batch.starts.diff()) * batch.loss_mask
+def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor:
+    """The value of each run of sampled tokens of these lengths, sample by sample, 0 elsewhere. [T]"""
+    at_sampled = torch.from_numpy(values.repeat(lengths))
+    return torch.zeros(batch.num_tokens, dtype=at_sampled.dtype).masked_scatter(batch.loss_mask, at_sampled)

@@ -8,16 +8,20 @@ from spmd_rl.distributed import World
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.scores import Key
 from spmd_rl.rollout import Collected
+from spmd_rl.rollout.outcomes import trajectories_of
 from spmd_rl.types import concat
 
 
 def penalties(collected: Collected, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
-    """[all] What each sample of the groups that train loses for repeating itself, counted over all its turns."""
+    """[all] What each answer of the groups that train loses for repeating itself, counted over all its turns.
+
+    An answer of several samples goes by the key of its last one.
+    """
     penalty = bind(repetition_penalty, settings)
     mine = []
-    for sample in (sample for group in collected.groups for sample in group.samples):
-        ids = torch.tensor(concat([turn.token_ids for turn in sample.turns], "i"), dtype=torch.int64)
-        mine.append([*sample.key, penalty(ids)])
+    for samples in (samples for group in collected.groups for samples in trajectories_of(group.samples)):
+        turns = [turn.token_ids for sample in samples for turn in sample.turns]
+        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
     with world.phase("coordination"):
         records = world.gather("prepare: repetition", mine)
     return {(ticket, answer): value for record in records for ticket, answer, value in record}

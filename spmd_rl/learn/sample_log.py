@@ -11,8 +11,8 @@ from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
 from spmd_rl.track.run import Run
-from spmd_rl.track.samples import SampleRow, TurnRow
-from spmd_rl.types import Group, Prompt, Sample, Verdict, concat
+from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
+from spmd_rl.types import AgentStep, Group, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
 """Of a logprob."""
@@ -41,17 +41,35 @@ def rows(collected: Collected, plan: Plan | None) -> Iterator[SampleRow]:
     masked = {} if unplanned else dict(plan.masked)
     # The plan holds the samples of all ranks, and those of one ticket side by side.
     tickets, answers = np.empty((2, 0), np.int64) if unplanned else plan.keys.T
-    own, advantages = [group.ticket for group, _ in groups], np.empty(0) if unplanned else plan.advantages
+    own, advantages = [group.ticket for group, _ in groups], np.empty(0) if unplanned else _mean_advantages(plan)
+    ends_of_runs = [] if unplanned else plan.num_runs.cumsum().tolist()
     begins, ends = (np.searchsorted(tickets, own, side).tolist() for side in ("left", "right"))
     for (group, reason), begin, end in zip(groups, begins, ends, strict=True):
-        planned = dict(zip(answers[begin:end].tolist(), advantages[begin:end].tolist(), strict=True))
+        planned = dict(zip(answers[begin:end].tolist(), range(begin, end), strict=True))
         messages = msgspec.Raw(_encode(group.prompt.messages))
         for sample, turns in zip(group.samples, _turns(group), strict=True):
-            advantage = planned.get(sample.answer)
+            place = planned.get(sample.answer)
+            advantage = None if place is None else float(advantages[place])
+            if place is not None and plan.num_runs[place] > 1:
+                _credit(turns, plan.advantages[ends_of_runs[place] - plan.num_runs[place] : ends_of_runs[place]])
             reject_reason = reason or masked.get(sample.key)
             if reject_reason is None and advantage is None:
                 reject_reason = "the run ended" if sample.verdict.scored else "no score"
             yield _row(group.prompt, messages, sample, turns, advantage, reject_reason)
+
+
+def _mean_advantages(plan: Plan) -> np.ndarray:
+    """The mean advantage of each sample's tokens, float64 [n]; of its turns' rewards before a token-level estimator."""
+    if len(plan.advantages) == len(plan.keys):
+        return plan.advantages
+    owners = np.arange(len(plan.keys)).repeat(plan.num_runs)
+    return np.bincount(owners, plan.advantages * plan.run_lengths, len(plan.keys)) / plan.num_sampled
+
+
+def _credit(turns: list[TurnRow], advantages: np.ndarray) -> None:
+    """Write the advantages of an agent's turns, float64 [r], to those that have a sampled token."""
+    for turn, advantage in zip((turn for turn in turns if turn.token_ids), advantages.tolist(), strict=True):
+        turn.advantage = advantage
 
 
 def held_out(groups: Iterable[Group]) -> Iterator[SampleRow]:
@@ -83,6 +101,8 @@ def _row(
         kept=reject_reason is None,
         reject_reason=reject_reason,
         greedy=sample.greedy,
+        unit=sample.unit,
+        last=sample.last,
     )
 
 
@@ -103,10 +123,22 @@ def _turns(group: Group) -> Iterator[list[TurnRow]]:
                 logprobs=logprobs[begin:end],
                 versions=turn.versions.tolist(),
                 finish_reason=turn.finish_reason,
+                step=_step(turn.step) if turn.step else None,
             )
             rows.append(row)
             begin = end
         yield rows
+
+
+def _step(step: AgentStep) -> StepRow:
+    return StepRow(
+        observation=step.observation,
+        reward=step.reward,
+        state=f"{step.state % (1 << 64):016x}",
+        action=step.action,
+        board=step.board,
+        metrics=step.metrics,
+    )
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

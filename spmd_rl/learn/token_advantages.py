@@ -9,6 +9,7 @@ needs sums over all data shards. Three numbers travel; never tokens.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from spmd_rl.algo import KL_ESTIMATORS, TOKEN_ADVANTAGES
 from spmd_rl.algo.advantages.tokens import token_rewards
@@ -23,6 +24,7 @@ from spmd_rl.learn.own import token_advantage
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.statistics import moments_of
 from spmd_rl.learn.token_selection import SHARES, mark
+from spmd_rl.learn.trajectories import by_trajectory
 
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
@@ -60,25 +62,44 @@ def finish(
 
 
 def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> None:
-    """Advantages and returns of each token, from the number that its sample has so far and the KL to the reference.
+    """Advantages and returns of each token, from the number that its turn has so far and the KL to the reference.
 
-    An estimator of whole answers leaves their advantage at the last token, from where it flows back undiscounted if
-    `gamma` is 1.
+    A turn is what is credited as one: a turn of an agent, or the whole answer. What lies between turns is in no sum and
+    discounts nothing. An estimator of answers or of steps leaves the advantage of a turn at its last token, from where
+    it flows back to the turn's beginning, undiscounted if `gamma` is 1; the KL of what is to come counts to the end.
     """
-    mask = batch.loss_mask
-    samples = batch.sampled.samples
-    given = batch.advantages[mask].double()
-    scores = torch.zeros(int(samples.max()) + 1 if len(samples) else 0, dtype=given.dtype)
-    scores[samples] = given  # the same at each token of a sample
+    order, samples = by_trajectory(batch)
+    index = batch.sampled.index if order is None else batch.sampled.index[order]
+    turns = samples
+    if batch.turns is not None:
+        turns = torch.unique_consecutive(batch.turns[index], return_inverse=True)[1]
+    given = batch.advantages[index].double()
+    scores = torch.zeros(int(turns.max()) + 1 if len(turns) else 0, dtype=given.dtype)
+    scores[turns] = given  # the same at each token of a turn
     kl = None
     if kl_reward_coef:
         assert batch.old_logprobs is not None and batch.ref_logprobs is not None
         divergence = KL_ESTIMATORS[settings.kl_reward_estimator]
-        kl = divergence(batch.old_logprobs[mask].double(), batch.ref_logprobs[mask].double())
-    rewards = token_rewards(scores, samples, kl, kl_reward_coef)
-    estimator = token_advantage(settings) or bind(TOKEN_ADVANTAGES["reinforce_returns"], settings)
-    values = None if batch.values is None else batch.values[mask].double()
-    advantages, returns = estimator(rewards, values, samples)
-    batch.advantages = torch.zeros(batch.num_tokens).masked_scatter(mask, advantages.float())
+        kl = divergence(batch.old_logprobs[index].double(), batch.ref_logprobs[index].double())
+    rewards = token_rewards(scores, turns, kl, kl_reward_coef)
+    values = None if batch.values is None else batch.values[index].double()
+    estimator = token_advantage(settings)
+    if estimator is None:
+        advantages = _flow_back(rewards, scores, turns, samples, settings)
+        returns = advantages
+    elif settings.advantage == "turn_gae":
+        advantages, returns = estimator(rewards, values, samples, turns)
+    else:
+        advantages, returns = estimator(rewards, values, samples)
+    batch.advantages = torch.zeros(batch.num_tokens).index_copy(0, index, advantages.float())
     if values is not None:
-        batch.returns = torch.zeros(batch.num_tokens).masked_scatter(mask, returns.float())
+        batch.returns = torch.zeros(batch.num_tokens).index_copy(0, index, returns.float())
+
+
+def _flow_back(rewards: Tensor, scores: Tensor, turns: Tensor, samples: Tensor, settings: AlgorithmConfig) -> Tensor:
+    """Advantages of tokens from those of their turns, `scores`, and the KL penalties in `rewards`."""
+    back = bind(TOKEN_ADVANTAGES["reinforce_returns"], settings)
+    if turns is samples:
+        return back(rewards, None, samples)[0]
+    own = token_rewards(scores, turns)
+    return back(own, None, turns)[0] + back(rewards - own, None, samples)[0]

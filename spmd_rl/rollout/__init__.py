@@ -3,9 +3,10 @@
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.collection import Rollouts
-from spmd_rl.rollout.demonstrations import Demonstrations
+from spmd_rl.rollout.demonstrations import Demonstrations, demonstrate
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
-from spmd_rl.rollout.outcomes import Outcome, mean_parts, sum_parts
+from spmd_rl.rollout.outcomes import Outcome
+from spmd_rl.rollout.parts import mean_parts, sum_parts
 
 __all__ = [
     "Agent",
@@ -16,6 +17,7 @@ __all__ = [
     "Outcome",
     "Rollouts",
     "Sampling",
+    "demonstrate",
     "mean_parts",
     "single_turn",
     "sum_parts",

@@ -16,7 +16,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
+from spmd_rl.config.sections.env import PATTERNS, EnvConfig, EnvsConfig
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import BudgetSpent, Context, abandoned
 from spmd_rl.rollout.prompt_text import first_messages, fresh_messages, next_messages
@@ -65,24 +65,23 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
         reason = await _turns(ctx, env, session, modes)
     finally:
         await session.close()
-    if not ctx.num_turns:
-        why = f"its first prompt leaves no room to answer in rollout.max_context_tokens={ctx.budget.max_context_tokens}"
-        return abandoned(ctx, Verdict("error", detail=f"env.{ctx.prompt.domain}: {why}"))
     return abandoned(ctx, _verdict(ctx, reason, modes))
 
 
 async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str, str]) -> str:
     """Take turns until one of both sides ends the episode. Returns why it ended; fills in `metrics_agg_mode`."""
-    story = _Story(ctx, env, session.reply)
+    story, pattern = _Story(ctx, env, session.reply), env.pattern_for(bool(session.reply.info.get("tools")))
     while not session.reply.done:
         before = session.reply
         try:
             turn = await ctx.generate(story.prompt_ids(before))
         except BudgetSpent:
+            if not ctx.num_turns:
+                raise
             if ctx.turns:
                 ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
             return "max_context"
-        action = find_action(env, turn.text)
+        action = find_action(pattern, turn.text)
         reply = await session.step(action or "")
         valid = action is not None and reply.info.get("metrics", {}).get("action_is_valid", 1)
         ctx.record(_step(before, reply, action, 0.0 if valid else env.format_penalty))
@@ -122,9 +121,9 @@ class _Story:
         return ctx.render(self._messages)
 
 
-def find_action(env: EnvConfig, text: str) -> str | None:
-    """Return the action of an answer without blanks around it; None unless the pattern finds exactly one."""
-    found = re.findall(env.regex, text, re.DOTALL)
+def find_action(pattern: str, text: str) -> str | None:
+    """Return the action of an answer without blanks around it; None unless `env.<tag>.pattern` finds exactly one."""
+    found = re.findall(PATTERNS.get(pattern, pattern), text, re.DOTALL)
     return found[0].strip() or None if len(found) == 1 else None
 
 

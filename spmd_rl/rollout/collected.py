@@ -18,7 +18,7 @@ from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.coordinator import Coordinator
-from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes
+from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes, last_segments
 from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.types import Group
 
@@ -71,9 +71,10 @@ class Collected:
         """
         answers = self.outcomes.answers
         domains = self.outcomes.by_domain()
+        sampled = ~answers["greedy"]
+        last = answers["last"] & sampled
         scores = {domain: values for domain, rows in domains.items() if (values := _scores(rows))}
         num_accepted = self.outcomes.num_accepted
-        sampled = ~answers["greedy"]
         metrics = {
             "rollout/accepted": num_accepted,
             "rollout/filtered": len(self.outcomes) - num_accepted,
@@ -82,12 +83,14 @@ class Collected:
             "rollout/carried": self.num_carried,
             "rollout/bubble": self.bubble,
             "rollout/error_share": self.outcomes.error_share,
+            "rollout/zero_variance": self.outcomes.zero_variance_share,
             "tokens": int(answers["num_tokens"][sampled].sum()),
         }
-        if num_sampled := int(np.count_nonzero(sampled)):
+        if num_sampled := int(np.count_nonzero(last)):
+            stale = last_segments(answers)[(answers["lag"] > 0) & sampled]
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled
-            metrics["rollout/truncated"] = int(np.count_nonzero(answers["truncated"] & sampled)) / num_sampled
-            metrics["rollout/stale"] = int(np.count_nonzero((answers["lag"] > 0) & sampled)) / num_sampled
+            metrics["rollout/truncated"] = int(np.count_nonzero(answers["truncated"] & last)) / num_sampled
+            metrics["rollout/stale"] = len(np.unique(stale)) / num_sampled
         for tag, parts in self.outcomes.parts.items():
             metrics |= {f"env/{tag}/{name}": value for name, value in parts.items()}
         if missing := sum(self.outcomes.missing.values()):
@@ -136,7 +139,7 @@ class StepResult:
             used=used,
             outcomes=gather_outcomes(finished, used, coordinator.round.slices),
             carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
-            num_carried=settings.slice_size * len(running) + sum(len(r.answers) for r in kept),
+            num_carried=settings.slice_size * len(running) + sum(r.num_answers for r in kept),
             bubble=fmean(idle) / seconds,
             num_aborted=sum(r.num_aborted for r in reports),
         )
@@ -179,8 +182,7 @@ def review(collected: Collected, cfg: RlvrConfig, world: World) -> Collected:
             line = f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers {first}"
             return replace(collected, failure=RunFailed(line, report))
         if rank == 0:
-            count = int(np.count_nonzero(~outcomes.answers["scored"]))
-            print(f"{count} of {len(outcomes.answers)} answers {first}", file=sys.stderr, flush=True)
+            print(f"{outcomes.num_unscored} of {outcomes.num_answers} answers {first}", file=sys.stderr, flush=True)
     if rank == 0:
         _tell_missing(step, outcomes)
     if rank == 0 and outcomes.num_accepted < wanted:
@@ -212,7 +214,11 @@ def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
     """The first answer without a score among this rank's, for `error.txt`: its prompt, its answer, what was raised."""
     groups = [*collected.groups, *(group for group, _ in collected.dropped)]
     failed = [
-        (s, g) for g in groups if g.ticket in collected.outcomes.details for s in g.samples if not s.verdict.scored
+        (s, g)
+        for g in groups
+        if g.ticket in collected.outcomes.details
+        for s in g.samples
+        if s.last and not s.verdict.scored
     ]
     if not failed:
         return None

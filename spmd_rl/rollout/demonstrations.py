@@ -20,7 +20,7 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling
+from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
 from spmd_rl.rollout.outcomes import SliceReport, gather_outcomes
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
@@ -41,9 +41,9 @@ class Demonstrations:
     ) -> None:
         """UserError for an environment whose pattern is the user's own: nobody knows how to fill it in."""
         self._cfg, self._tasks, self._environments = cfg, tasks, environments
-        self._tokenizer, self._world, self._agent = tokenizer, world, Agent(cfg.env)
+        self._tokenizer, self._world = tokenizer, world
         for tag, env in cfg.env.tags.items():
-            if cfg.warmup.steps and env.pattern not in FORMS:
+            if cfg.warmup.steps and env.pattern_for(False) not in FORMS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
 
     def collect(self, step: int) -> Collected:
@@ -61,15 +61,20 @@ class Demonstrations:
 
     async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
         tasks = [(self._tasks.demonstration(number, self._cfg.seed), ticket) for number, ticket in numbers]
-        return await asyncio.gather(*[self._demonstrate(task, ticket) for task, ticket in tasks])
+        fixed = self._cfg, self._environments, self._tokenizer
+        return await asyncio.gather(*[demonstrate(task, ticket, *fixed) for task, ticket in tasks])
 
-    async def _demonstrate(self, task: Prompt, ticket: int) -> Group:
-        rollout, env = self._cfg.rollout, self._cfg.env.tags[task.domain]
-        sampling = Sampling(self._cfg.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
-        budget = Budget(rollout.max_context_tokens or self._cfg.engine.kv_tokens, rollout.max_turns)
-        shown = _Shown(self._environments)
-        ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, self._tokenizer, None, None, shown, env=env)
-        return Group(task, ticket, tuple(await self._agent(ctx)))
+
+async def demonstrate(
+    task: Prompt, ticket: int, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
+) -> Group:
+    """Play a task as its environment's own solution does: a group of one trajectory, without a score if it cannot."""
+    env, rollout = cfg.env.tags[task.domain], cfg.rollout
+    sampling = Sampling(cfg.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
+    budget = Budget(rollout.max_context_tokens or cfg.engine.kv_tokens, rollout.max_turns)
+    shown = _Shown(environments)
+    ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, tokenizer, None, None, shown, env=env)
+    return Group(task, ticket, tuple(await play(Agent(cfg.env), ctx)))
 
 
 class _Shown:
@@ -78,10 +83,12 @@ class _Shown:
     def __init__(self, environments: Environments) -> None:
         self._environments = environments
         self.session: Session | None = None
+        self.tools: list | None = None
 
     async def reset(self, tag: str, seed: int, held_out: bool = False) -> Session:
         """See `Environments`."""
         self.session = await self._environments.reset(tag, seed, held_out, solve=True)
+        self.tools = self.session.reply.info.get("tools")
         return self.session
 
 
@@ -96,7 +103,7 @@ class Script(Context):
         solution = self.environments.session.reply.info.get("solution")
         if not solution:
             raise BudgetSpent("the environment shows no way on")
-        text = FORMS[self.env.pattern].format(solution[0])
+        text = FORMS[self.env.pattern_for(bool(self.environments.tools))].format(solution[0])
         ids = self.tokenizer.encode(text)
         if not any(text.endswith(stop) for stop in self.sampling.stop):
             end = self.tokenizer.bridge([Message("user", "")]).token_ids[:1]

@@ -1,11 +1,12 @@
-"""What became of a step's tickets, as metadata: one row for each answer, which its rank reports to all others.
+"""What became of a step's tickets, as metadata: one row for each sample, which its rank reports to all others.
 
 Samples stay on the rank that made them. Every rank holds the rows of all, in ticket order, and so finds alike what
-trains and how (`learn/`).
+trains and how (`learn/`). An answer, or trajectory, is one sample or several segments, of which the last one stands for
+it in every count of answers and scores. An agent's turns have rows of their own, `STEP`.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from spmd_rl.data import counter_seed
+from spmd_rl.rollout.parts import mean_parts, sum_parts
 from spmd_rl.types import MISSING_PACKAGE, SCORED, SUSPECT, Group, Sample
 
 ANSWER = np.dtype(
@@ -27,6 +30,7 @@ ANSWER = np.dtype(
         ("truncated", "?"),  # ended by a token limit
         ("lag", "<i4"),  # policy versions between the one that sampled its oldest token and the step's
         ("greedy", "?"),  # a baseline, see `Sample.greedy`
+        ("last", "?"),  # see `Sample.last`
         ("num_answer_tokens", "<i4"),
         ("num_prompt_tokens", "<i4"),  # before the first sampled one, which the group's samples have in common
         ("num_tokens", "<i4"),
@@ -34,8 +38,26 @@ ANSWER = np.dtype(
 )
 """The metadata of one sample: all that ranks report to each other of it."""
 
-AnswerRow = tuple[int, int, int, int, float, bool, bool, bool, int, bool, int, int, int]
+AnswerRow = tuple[int, int, int, int, float, bool, bool, bool, int, bool, bool, int, int, int]
 """A row of `ANSWER`, as it travels."""
+
+_LAST = ANSWER.names.index("last")
+
+STEP = np.dtype(
+    [
+        ("ticket", "<i8"),
+        ("answer", "<i4"),  # of the sample, a segment of the trajectory
+        ("unit", "<i4"),  # see `Sample.unit`
+        ("step", "<i4"),  # number of the turn in the trajectory, over all its segments
+        ("reward", "<f8"),
+        ("state", "<u8"),  # see `AgentStep.state`
+        ("num_tokens", "<i4"),  # sampled ones
+    ]
+)
+"""The metadata of one turn of an agent that has a sampled token."""
+
+StepRow = tuple[int, int, int, int, float, int, int]
+"""A row of `STEP`, as it travels."""
 
 
 def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
@@ -55,6 +77,7 @@ def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
         turns[-1].finish_reason == "length",
         lag,
         sample.greedy,
+        sample.last,
         num_sampled,
         len(turns[0].prompt_ids),
         num_given + num_sampled,
@@ -64,6 +87,55 @@ def answer_row(sample: Sample, rank: int, version: int) -> AnswerRow:
 def answer_rows(rows: Iterable[AnswerRow]) -> np.ndarray:
     """Return `ANSWER` [n]."""
     return np.array([tuple(row) for row in rows], ANSWER)
+
+
+def trajectories_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples of each trajectory, in order: one, or the segments that end with `Sample.last`."""
+    begun: dict[int, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.key):
+        begun.setdefault(sample.unit_number, []).append(sample)
+        if sample.last:
+            yield begun.pop(sample.unit_number)
+    assert not begun, "a trajectory without its last segment"
+
+
+def last_segments(answers: np.ndarray) -> np.ndarray:
+    """Return for each row of `ANSWER` [n] the row of the last segment of its trajectory. int64 [n]."""
+    if answers["last"].all():
+        return np.arange(len(answers))
+    order = np.lexsort((answers["answer"], answers["unit"], answers["ticket"]))
+    ends = np.flatnonzero(answers["last"][order])
+    found = np.empty(len(answers), np.int64)
+    found[order] = order[ends[ends.searchsorted(np.arange(len(answers)))]]
+    return found
+
+
+def step_rows(samples: Iterable[Sample]) -> list[StepRow]:
+    """Return a `STEP` row for each turn with a sampled token, of the samples of a slice; none if it has no agent.
+
+    A turn to which no environment replied has no reward and a state of its own. The reward of a turn without a sampled
+    token counts as the previous one's of its trajectory, or the next one's where there is none.
+    """
+    samples = list(samples)
+    if not any(turn.step for sample in samples for turn in sample.turns):
+        return []
+    rows: list[StepRow] = []
+    for trajectory in trajectories_of(samples):
+        own: list[StepRow] = []
+        before = 0.0  # rewards that no row has
+        for number, (sample, turn) in enumerate((s, turn) for s in trajectory for turn in s.turns):
+            reward = turn.step.reward if turn.step else 0.0
+            if turn.token_ids:
+                state = turn.step.state if turn.step else counter_seed("no state", *sample.key, number)
+                places = (sample.ticket, sample.answer, sample.unit_number, number)
+                own.append((*places, reward + before, state % 2**64, len(turn.token_ids)))
+                before = 0.0
+            elif own:
+                own[-1] = (*own[-1][:4], own[-1][4] + reward, *own[-1][5:])
+            else:
+                before += reward
+        rows += own
+    return rows
 
 
 class SliceReport(msgspec.Struct, array_like=True):
@@ -83,44 +155,30 @@ class SliceReport(msgspec.Struct, array_like=True):
     """Paid answers that look like cheats."""
     parts: dict[str, tuple[float, int]] = {}
     """Of episodes of an environment: the sum of each of the verdicts' parts, and how many have it."""
+    steps: list[StepRow] = []
+    """Of an agent."""
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers there are; see `Sample.last`."""
+        return sum(row[_LAST] for row in self.answers)
 
     @classmethod
     def of(cls, group: Group, number: int, rank: int, version: int) -> "SliceReport":
         """Report slice `number` of a group, whose samples are `group`; see `answer_row` for the others."""
-        failed = next((s.verdict for s in group.samples if s.verdict.status not in SCORED), None)
-        detail = f"{failed.status}: {failed.detail}" if failed else ""
-        rows = [answer_row(sample, rank, version) for sample in group.samples]
-        missing = [s.verdict.detail for s in group.samples if s.verdict.parts.get(MISSING_PACKAGE)]
-        suspect = sum(SUSPECT in s.verdict.parts for s in group.samples)
+        verdicts = [sample.verdict for sample in group.samples if sample.last]
+        failed = next((verdict for verdict in verdicts if verdict.status not in SCORED), None)
         return cls(
-            group.ticket,
-            number,
-            group.prompt.domain,
-            rows,
-            detail,
-            missing=missing,
-            num_suspect=suspect,
+            ticket=group.ticket,
+            number=number,
+            domain=group.prompt.domain,
+            answers=[answer_row(sample, rank, version) for sample in group.samples],
+            detail=f"{failed.status}: {failed.detail}" if failed else "",
+            missing=[verdict.detail for verdict in verdicts if verdict.parts.get(MISSING_PACKAGE)],
+            num_suspect=sum(SUSPECT in verdict.parts for verdict in verdicts),
+            steps=step_rows(group.samples),
             parts=sum_parts(group.samples),
         )
-
-
-def sum_parts(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
-    """Return the sum of each part of the verdicts of an environment's episodes, and how many have it."""
-    sums: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        if sample.last and not sample.greedy and sample.verdict.scored and sample.turns[-1].step is not None:
-            for name, value in sample.verdict.parts.items():
-                sums[name].append(value)
-    return {name: (sum(values), len(values)) for name, values in sorted(sums.items())}
-
-
-def mean_parts(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the mean of each part, by name."""
-    pairs: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for some in parts:
-        for name, pair in some.items():
-            pairs[name].append(pair)
-    return {name: sum(v for v, _ in found) / sum(n for _, n in found) for name, found in sorted(pairs.items())}
 
 
 class Outcome(NamedTuple):
@@ -138,12 +196,12 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcomes:
-    """The resolved tickets of a step in order, m of them, and the n answers of them all. Iterates over `Outcome`s."""
+    """The resolved tickets of a step in order, m of them, and the n samples of them all. Iterates over `Outcome`s."""
 
     tickets: np.ndarray
     """int64 [m]"""
     bounds: np.ndarray
-    """int64 [m + 1]: the answers of ticket i are rows bounds[i] : bounds[i + 1]"""
+    """int64 [m + 1]: the samples of ticket i are rows bounds[i] : bounds[i + 1]"""
     answers: np.ndarray
     """`ANSWER` [n]"""
     domains: np.ndarray
@@ -160,6 +218,8 @@ class Outcomes:
     """Domain -> the number of its paid answers that look like cheats, where there are some."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     """Tag of an environment -> the mean of each part of its episodes' verdicts."""
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0, STEP))
+    """`STEP` [k], of agents' turns"""
 
     def __len__(self) -> int:
         return len(self.tickets)
@@ -184,14 +244,36 @@ class Outcomes:
         return self.answers[trains.repeat(np.diff(self.bounds))]
 
     @property
+    def num_answers(self) -> int:
+        """The number of answers; see `Sample.last`."""
+        return int(np.count_nonzero(self.answers["last"]))
+
+    @property
+    def num_unscored(self) -> int:
+        """The number of answers whose verdict is no score."""
+        return int(np.count_nonzero(self.answers["last"] & ~self.answers["scored"]))
+
+    @property
     def error_share(self) -> float:
         """The share of the answers whose verdict is no score."""
-        return int(np.count_nonzero(~self.answers["scored"])) / max(1, len(self.answers))
+        return self.num_unscored / max(1, self.num_answers)
+
+    @property
+    def zero_variance_share(self) -> float:
+        """The share of the groups of several scored answers, baselines apart, in which all scores are equal; 0 without
+        any."""
+        rows = self.answers[self.answers["last"] & self.answers["scored"] & ~self.answers["greedy"]]
+        begins = np.flatnonzero(np.diff(rows["ticket"], prepend=-1))
+        several = np.diff(begins, append=len(rows)) > 1
+        if not several.any():
+            return 0.0
+        flat = np.minimum.reduceat(rows["score"], begins) == np.maximum.reduceat(rows["score"], begins)
+        return float(flat[several].mean())
 
     def by_domain(self) -> dict[str, np.ndarray]:
-        """Return the `ANSWER` rows of each domain; domains in the order in which they come."""
-        domains = self.domains.repeat(np.diff(self.bounds))
-        return {name: self.answers[domains == index] for index, name in enumerate(self.names)}
+        """Return the `ANSWER` rows of the answers of each domain; domains in the order in which they come."""
+        domains, last = self.domains.repeat(np.diff(self.bounds)), self.answers["last"]
+        return {name: self.answers[(domains == index) & last] for index, name in enumerate(self.names)}
 
 
 def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_slices: int) -> Outcomes:
@@ -220,4 +302,5 @@ def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_sli
         missing=Counter((r.domain, package) for r in mine for package in r.missing),
         suspects={name: n for name in names if (n := sum(r.num_suspect for r in mine if r.domain == name))},
         parts={name: mean_parts(r.parts for r in mine if r.domain == name) for name in names},
+        steps=np.array([tuple(row) for r in mine for row in r.steps], STEP),
     )

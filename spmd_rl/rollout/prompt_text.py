@@ -34,9 +34,10 @@ def fresh_messages(
 
 
 def next_messages(env: EnvConfig, start: EnvReply, reply: EnvReply, numbers: Mapping[str, int]) -> list[Message]:
-    """Return the message that goes on with a conversation. Where the actions are calls of tools, it is their reply."""
-    if start.info.get("tools"):
-        return [Message("tool", reply.observation)]
+    """Return the message that goes on with a conversation: a tool's reply where there are tools, or as it says."""
+    role = reply.info.get("role", "tool" if start.info.get("tools") else "user")
+    if role != "user" or start.info.get("tools"):
+        return [Message(role, reply.observation)]
     return [Message("user", _filled(env.next_template, env, start, reply, (), numbers))]
 
 
@@ -58,7 +59,7 @@ def _filled(
         "instruction": start.info.get("instruction", ""),
         "history": history,
         "suffix": start.info.get("suffix", "") if first else "",
-        "reminder": "" if start.info.get("tools") else REMINDERS.get(env.pattern, ""),
+        "reminder": "" if start.info.get("tools") else REMINDERS.get(env.pattern_for(False), ""),
         **numbers,
         "observation": reply.observation,
     }

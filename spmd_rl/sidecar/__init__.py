@@ -24,6 +24,7 @@
 | `status`, `__main__` | the command line |
 """
 
+from spmd_rl.sidecar.local import LocalEnvironments
 from spmd_rl.sidecar.scorer import check_domains, connect, connect_both, connect_environments
 
-__all__ = ["check_domains", "connect", "connect_both", "connect_environments"]
+__all__ = ["LocalEnvironments", "check_domains", "connect", "connect_both", "connect_environments"]

@@ -5,6 +5,14 @@
 `python -m spmd_rl.track.curve RUN_DIR... --out curve.svg` draws learning curves for a README.
 """
 
-from spmd_rl.track.run import Run
+import importlib
+from typing import Any
 
 __all__ = ["Run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `Run`, and torch with it, where it is asked for: those who only read a run directory do without."""
+    if name != "Run":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("spmd_rl.track.run").Run

@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from html import escape
 
-STYLE = """
+PALETTE = """
 :root{color-scheme:light dark;--bg:#f7f7f5;--card:#fff;--ink:#22262b;--soft:#6a727d;--rule:#e6e6e2;--axis:#b9bdc2;
 --c1:#2f6db3;--c2:#d07a2d;--c3:#3f8f63;--c4:#8560a8;--c5:#b94e48;--c6:#2f8f9d;--c7:#b3942f;--c8:#7a6a58;--other:#b9bdc2}
 @media(prefers-color-scheme:dark){:root{--bg:#16181b;--card:#1d2024;--ink:#e4e6e8;--soft:#98a0a9;--rule:#2c3035;
 --axis:#565c63;--c1:#6ea3e0;--c2:#e09a58;--c3:#6bb98d;--c4:#b08fd0;--c5:#d97a74;--c6:#5fb8c5;--c7:#d1b452;--c8:#a99883;
 --other:#5c636b}}
+"""
+"""The colours of our pages, light and dark, as variables."""
+
+STYLE = (
+    PALETTE
+    + """
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Inter,Roboto,
 "Helvetica Neue",Arial,sans-serif;-webkit-font-smoothing:antialiased}
@@ -55,6 +61,7 @@ details pre{margin-top:10px;padding:14px 16px;background:var(--card);border:1px 
 footer{margin-top:44px;color:var(--soft);font-size:12.5px}
 @media print{body{background:#fff}.card,.tile,.sample{break-inside:avoid}}
 """
+)
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

@@ -1,8 +1,11 @@
 """`samples/step-000001.jsonl`: every sample of a step, one JSON object a line, in (ticket, answer) order.
 
-`samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. Each rank writes its own samples
-into a hidden part file, and rank 0 merges the parts once every rank has written. Each of these files appears whole or
-not at all: what a killed run left is merged by the next start (`recover`) or removed.
+`samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. An agent's trajectory is one
+line with all its turns and what the environment returned after each; where its turns do not continue each other, it is
+several lines (segments), of which the last bears the verdict that counts. `python -m spmd_rl.view` shows them.
+
+Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
+of these files appears whole or not at all: what a killed run left is merged by the next start (`recover`) or removed.
 """
 
 import heapq
@@ -23,8 +26,25 @@ FILES_AT_ONCE = 256
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
-class TurnRow(msgspec.Struct):
-    """One turn of a `SampleRow`: what the engine was given and what it sampled, as token ids and as text."""
+class StepRow(msgspec.Struct, omit_defaults=True):
+    """What an environment made of one answer of an agent, see `AgentStep`."""
+
+    observation: str
+    reward: float
+    state: str
+    """Hash of the state in which the answer was given, as 16 hex digits."""
+    action: str | None
+    """What was handed to the environment; None where the answer held no action, or more than one."""
+    board: str = ""
+    """A drawing of the state after the action, for people alone."""
+    metrics: Mapping[str, float] = {}
+
+
+class TurnRow(msgspec.Struct, omit_defaults=True):
+    """One turn of a `SampleRow`: what the engine was given and what it sampled, as token ids and as text.
+
+    The tokens that it was given are never trained on, and all that it sampled are, where the sample is kept.
+    """
 
     text: str
     prompt_ids: Sequence[int] | msgspec.Raw
@@ -36,6 +56,10 @@ class TurnRow(msgspec.Struct):
     versions: list[int]
     """The policy version that sampled each token."""
     finish_reason: FinishReason
+    step: StepRow | None = None
+    """What the environment returned; None where there is none."""
+    advantage: float | None = None
+    """Of this turn's tokens, where the turns have advantages of their own; None where that of the sample is theirs."""
 
 
 class SampleRow(msgspec.Struct, omit_defaults=True):
@@ -52,12 +76,17 @@ class SampleRow(msgspec.Struct, omit_defaults=True):
     turns: list[TurnRow]
     verdict: Mapping[str, Any]
     advantage: float | None
+    """Of the whole answer; of several, for each turn, the mean over its tokens; None for a sample that has none."""
     kept: bool
     """Whether the sample was trained on."""
     reject_reason: str | None
     """Why it was not; None for a kept sample."""
     greedy: bool = False
     """Whether it was drawn at temperature 0; written only where it was."""
+    unit: int | None = None
+    """See `Sample.unit`; written only where it is not the answer's own number."""
+    last: bool = True
+    """Written only for a segment of a trajectory that goes on in another line."""
 
 
 class _Key(msgspec.Struct, order=True):

@@ -48,6 +48,8 @@ class Role(Protocol):
     """Width of the residual stream: from it follows what a sequence of a given length costs."""
     size: ModelSize
     """Counts of the model's weights: from them follows the least time that a step can take."""
+    lr_factor: float
+    """By which the learning rate of the schedule is multiplied: 1, unless a phase of the run has a rate of its own."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""

@@ -99,6 +99,8 @@ class Environment(Protocol):
       OpenAI's schema, whose calls are then the actions; `suffix`, shown with the observation once and not kept;
     * at each step: `metrics` by name (`success`, `action_is_valid`, `action_is_effective`), and `metrics_agg_mode`, how
       each becomes one number of the episode (`mean`, `last`, `sum`, `max`; default `mean`);
+    * at each step too: `role`, of the message that shows the observation (default: `tool` where there are tools, else
+      `user`);
     * at both: `state_key`, equal for equal states (default: the observation), and `board`, a text for people alone.
     """
 

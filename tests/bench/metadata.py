@@ -41,6 +41,7 @@ def records(ranks: int, seed: int) -> list[bytes]:
     for rank, mine in enumerate(draw.permutation(ranks * TICKETS).reshape(ranks, TICKETS).tolist()):
         rows = np.zeros((TICKETS, ANSWERS), ANSWER)
         rows["ticket"], rows["answer"] = np.array(mine)[:, None], np.arange(ANSWERS)
+        rows["unit"], rows["last"] = rows["answer"], True
         rows["rank"], rows["scored"], rows["score"] = rank, True, draw.random(rows.shape)
         rows["num_answer_tokens"] = draw.integers(1, MOST_TOKENS, rows.shape)
         rows["num_prompt_tokens"] = PROMPT_TOKENS

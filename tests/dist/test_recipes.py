@@ -1,10 +1,11 @@
-"""Every recipe from collected samples to the gradient, with a real backend: the same at 1, 2 and 4 ranks.
+"""Every recipe from collected samples to the gradient, with a real backend: the same at 1 and 2 ranks, and at 4.
 
 Two updates a step, micro-batches smaller than a rank's share, and old logprobs moved away from the current ones, so
 that ratios are not 1.
 """
 
 from array import array
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from tests.fakes import outcomes_of
 from tests.models import tiny
 from tests.unit.test_config_load import DOORS
 
-pytestmark = pytest.mark.timeout(900)  # three worlds train every recipe in the first test's setup
+pytestmark = pytest.mark.timeout(900)  # a world trains every recipe in the first test that asks for it
 RECIPES = [path.stem for path in sorted((CONFIGS / "algorithm").glob("*.yaml"))]
 SAMPLING = {"grpo_dynamic"}
 """Recipes that differ from another one in what they sample, not in what they make of it."""
@@ -46,6 +47,8 @@ TAME = [
     for key in ("pass_k=2", "dual_clip=1.2", "clip_cov_ratio=0.1", "clip_cov_low=0", "kl_cov_ratio=0.1")
 ]
 """Defaults are for larger batches."""
+SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+"""Every loss and aggregation has its gradient on 4 ranks in `test_invariance`."""
 CASES = {name: [f"algorithm={name}"] for name in HERE} | OPTIONS
 
 
@@ -124,39 +127,40 @@ def tensors(role) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def by_size(tmp_path_factory):
-    """Metrics of each case and the directory of the moments, at each world size."""
+def trained(tmp_path_factory):
+    """The directory of the moments, and a function: the metrics of each rank of a world of so many."""
     path = tmp_path_factory.mktemp("recipes")
     tiny("qwen2", path / "model")
     tiny("qwen2", path / "other", seed=1)
     cases = {name: msgspec.to_builtins(settings(str(path), *overrides)) for name, overrides in CASES.items()}
-    return path, {size: run_ranks(size, train, str(path), cases, timeout=280) for size in (1, 2, 4)}
+    return path, cache(lambda size: run_ranks(size, train, str(path), cases, timeout=280))
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_the_same_at_every_world_size(by_size, name: str) -> None:
-    path, results = by_size
-    wanted = torch.load(path / f"{name}-1.pt")
-    assert all(float(m.norm()) > 0 for m in wanted.values())
-    for size in (2, 4):
-        got = torch.load(path / f"{name}-{size}.pt")
-        errors = {key: float((got[key] - m).norm() / m.norm()) for key, m in wanted.items()}
-        assert max(errors.values()) < 1e-5, (size, max(errors.items(), key=lambda item: item[1]))
+def test_the_gradient_is_the_same_at_every_world_size(trained, name: str, size: int) -> None:
+    path, metrics = trained
+    assert metrics(1) and metrics(size)
+    wanted, got = (torch.load(path / f"{name}-{ranks}.pt") for ranks in (1, size))
+    assert wanted.keys() == got.keys() and all(float(m.norm()) > 0 for m in wanted.values())
+    errors = {key: float((got[key] - m).norm() / m.norm()) for key, m in wanted.items()}
+    assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_report_the_same(by_size, name: str) -> None:
-    _, results = by_size
-    reference = results[1][0][name]
-    for size in (2, 4):
-        ranks = [metrics[name] for metrics in results[size]]
-        assert all(metrics == ranks[0] for metrics in ranks)
-        for key in set(reference) - {"actor/balance", "actor/backward_steps", "critic/backward_steps"}:
-            assert ranks[0][key] == pytest.approx(reference[key], rel=1e-4, abs=1e-6), key
+def test_ranks_report_the_same(trained, name: str, size: int) -> None:
+    _, metrics = trained
+    reference = metrics(1)[0][name]
+    ranks = [of_all[name] for of_all in metrics(size)]
+    assert all(of_one == ranks[0] for of_one in ranks)
+    for key in set(reference) - {"actor/balance", "actor/backward_steps", "critic/backward_steps"}:
+        assert ranks[0][key] == pytest.approx(reference[key], rel=1e-4, abs=1e-6), key
 
 
-def test_each_recipe_is_another_one(by_size) -> None:
-    path, _ = by_size
+def test_each_recipe_is_another_one(trained) -> None:
+    path, metrics = trained
+    assert metrics(1)
     prints = {name: float(torch.cat([m.flatten() for m in torch.load(path / f"{name}-1.pt").values()]).norm())
               for name in CASES}  # fmt: skip
     for a in CASES:

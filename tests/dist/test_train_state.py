@@ -88,7 +88,10 @@ def continued(world: World, other, folder, tp: int) -> list[float]:
     return weights(mine).tolist()
 
 
-@pytest.mark.parametrize(("saver", "loader"), [((2, 1), (1, 1)), ((1, 1), (3, 1)), ((4, 2), (1, 1)), ((1, 1), (2, 2))])
+MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 1), (1, 1)), ((1, 1), (2, 2)))]
+
+
+@pytest.mark.parametrize(("saver", "loader"), [((1, 1), (3, 1)), ((4, 2), (1, 1)), *MORE])
 def test_a_checkpoint_loads_in_another_layout(saver, loader, tmp_path):
     """Ranks, and how many of them tensor parallelism takes."""
     (size, tp), (later, later_tp) = saver, loader
@@ -125,7 +128,10 @@ def loaded(world: World, other, folder, tp: int) -> list[str]:
     return [digest(mine), before]
 
 
-@pytest.mark.parametrize(("size", "tp", "later", "later_tp"), [(2, 2, 2, 1), (4, 2, 1, 1), (1, 1, 2, 2)])
+LARGEST = pytest.param(4, 2, 1, 1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("size", "tp", "later", "later_tp"), [(2, 2, 2, 1), (1, 1, 2, 2), LARGEST])
 def test_a_checkpoint_loads_in_another_layout_to_the_bit(size, tp, later, later_tp, tmp_path):
     path, other = tiny("qwen2", tmp_path / "a"), tiny("qwen2", tmp_path / "b", seed=1)
     folder = str(tmp_path / "policy")

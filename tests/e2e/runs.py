@@ -31,6 +31,8 @@ MARK = "SPMD_RL_TEST_RUN"
 class Toy:
     """A tiny model, a toy data set and settings that make a step take well under a second."""
 
+    door = "spmd_rl.rlvr"
+
     def __init__(self, path: Path, kind: str = "llama", rows: int = 40, **sizes: object) -> None:
         """`sizes` of the model: see `tiny`."""
         self.path = path
@@ -83,7 +85,7 @@ class Toy:
         run_dir = self.path / name
         mark = secrets.token_hex(8)
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark, **(env or {})}
-        door = str(script) if script else "spmd_rl.rlvr"
+        door = str(script) if script else self.door
         arguments = [*self.settings(), f"run.dir={run_dir}", *overrides]
         output = self.path / f"{name}.out"
         if torchrun:

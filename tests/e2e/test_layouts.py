@@ -1,5 +1,8 @@
 """Tensor parallelism through the real door: same tokens, and the same gradient as one rank without it."""
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 
 from tests.e2e.runs import EXACT, Running, Toy
@@ -11,19 +14,28 @@ SIZES = {
 }
 
 
+MORE = [("smollm2", 3, 3), ("qwen2", 2, 2)]
+CASES = [("qwen2", 4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+"""`tests/dist/test_train_parity` has every model in every layout."""
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> dict[str, tuple[Toy, Running]]:
-    """Each model's toy, and its run on one rank."""
-    runs = {}
-    for name, (kind, sizes) in SIZES.items():
-        toy = Toy(tmp_path_factory.mktemp(name), kind, head_dim=8, intermediate_size=96, **sizes)
-        runs[name] = toy, toy.run(*SETTINGS, ranks=0, name="alone")
-    return runs
+def toys(tmp_path_factory) -> dict[str, Toy]:
+    return {
+        name: Toy(tmp_path_factory.mktemp(name), kind, head_dim=8, intermediate_size=96, **sizes)
+        for name, (kind, sizes) in SIZES.items()
+    }
 
 
-@pytest.mark.parametrize(("model", "ranks", "tp"), [("smollm2", 3, 3), ("qwen2", 2, 2), ("qwen2", 4, 2)])
-def test_tensor_parallelism_changes_no_gradient(alone, model: str, ranks: int, tp: int) -> None:
-    toy, expected = alone[model]
+@pytest.fixture(scope="module")
+def alone(toys) -> Callable[[str], Running]:
+    """A model's run on one rank."""
+    return cache(lambda model: toys[model].run(*SETTINGS, ranks=0, name="alone"))
+
+
+@pytest.mark.parametrize(("model", "ranks", "tp"), CASES)
+def test_tensor_parallelism_changes_no_gradient(toys, alone, model: str, ranks: int, tp: int) -> None:
+    toy, expected = toys[model], alone(model)
     run = toy.run(*SETTINGS, f"train.tp={tp}", ranks=ranks, name=f"{ranks} ranks")
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
@@ -36,8 +48,7 @@ def test_tensor_parallelism_changes_no_gradient(alone, model: str, ranks: int, t
         assert float((weights[name] - tensor).norm() / tensor.norm()) < 1e-4, name
 
 
-def test_heads_that_cannot_be_shared_are_one_line(alone) -> None:
-    toy, _ = alone["smollm2"]
-    run = toy.start(*SETTINGS, "train.tp=2", ranks=2, name="refused")
+def test_heads_that_cannot_be_shared_are_one_line(toys) -> None:
+    run = toys["smollm2"].start(*SETTINGS, "train.tp=2", ranks=2, name="refused")
     assert run.wait() != 0
     assert "train.tp: 2 ranks cannot share the 9 heads and 3 key-value heads" in run.text()

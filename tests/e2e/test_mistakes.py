@@ -140,6 +140,7 @@ def test_torchrun_prints_the_line_once_and_does_not_try_again(toy: Toy, override
     reported = [text.partition(":")[2].strip() for text in printed if text.strip().startswith("traceback :")]
     if not restarts:  # an agent that forgoes its restarts ends without a report
         assert told[0] in reported and not any("To enable traceback" in text for text in reported)
+        assert any(text.strip().startswith("exitcode  : 2 ") for text in printed)
 
 
 def test_debug_runs_the_whole_loop_in_one_process_with_breakpoints(toy: Toy, tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, function
 MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 150, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
-    "spmd_rl/sidecar/env_worker.py": "the sidecar worker of environments",
     "spmd_rl/targets.py": "the sidecar worker again: a plug-in's import and constructor, which the checks run first",
     "spmd_rl/config/main.py": "the rank's main",
     "spmd_rl/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",
+    "spmd_rl/sidecar/env_worker.py": "an environment may raise anything: it becomes the end of its session",
     "envs/tool_calls.py": "a tool may raise anything: the model reads it as the tool's reply",
+    "spmd_rl/view/tokens.py": "the tokenizers library raises Exception itself: it becomes a line of the page",
     "spmd_rl/sandbox/guest/program.py": "inside the sandbox: untrusted code may raise anything",
     "spmd_rl/sandbox/guest/exam.py": "inside the sandbox: code and tests may raise anything, and it is reported",
     "spmd_rl/sandbox/guest/main.py": "inside the sandbox: untrusted code, or tests, may raise anything",

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +26,13 @@ def private_node(monkeypatch) -> Iterator[Node]:
 
 def rewards(target: str, domain: str = "toy", **settings) -> RewardsConfig:
     return RewardsConfig(domains={domain: RewardConfig(target=f"sidecar_toys:{target}", **settings)})
+
+
+def judged(notes: Path, mode: str = "serves", **settings) -> RewardsConfig:
+    """A judge whose server is `judge_server.py`, which writes what it is into `notes`."""
+    command = f"{sys.executable} {HERE / 'judge_server.py'} {mode} {{port}} {{model}} {notes}"
+    given = {"devices": "cpu", "args": {"model": "a model"}, "timeout": 30.0} | settings
+    return RewardsConfig(domains={"toy": RewardConfig("rewards.judge:JudgeReward", server=command, **given)})
 
 
 def prompt(domain: str = "toy") -> Prompt:

@@ -78,7 +78,7 @@ def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
         assert row["num_prompt_tokens"] == len(s.turns[0].prompt_ids)
         assert row["truncated"] == (s.turns[-1].finish_reason == "length")
         assert row["lag"] == max(VERSION - v for t in s.turns for v in t.versions)
-        assert row["greedy"] == s.greedy
+        assert row["greedy"] == s.greedy and row["last"]
     assert any(rows["lag"]) and not all(rows["lag"])
 
 
@@ -151,6 +151,7 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
         "rollout/carried": 4,
         "rollout/bubble": 0.25,
         "rollout/error_share": failed / len(everything),
+        "rollout/zero_variance": 0.0,
         "tokens": sum(map(num_tokens, samples)),
         "rollout/response_length/mean": fmean(map(num_sampled, samples)),
         "rollout/truncated": fmean(s.turns[-1].finish_reason == "length" for s in samples),
@@ -187,6 +188,7 @@ def test_a_group_is_judged_by_its_sampled_answers(settings: dict, reason: str | 
     """Three scored answers of 0.3, one that failed, and a baseline that would change every mean."""
     rows = np.zeros(5, ANSWER)
     rows["score"], rows["scored"], rows["num_answer_tokens"] = 0.3, True, (1, 2, 3, 4, 99)
+    rows["unit"], rows["last"] = np.arange(5), True
     rows["scored"][3], rows["score"][3] = False, np.nan
     rows["greedy"][4], rows["score"][4], rows["truncated"][[0, 4]] = True, 9.0, True
     assert reject_reason(rows, 3, FilterConfig(**({"zero_variance": False} | settings))) == reason

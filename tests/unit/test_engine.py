@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from spmd_rl import engine as engines
 from spmd_rl.config.schema import EngineConfig, RlvrConfig
 from spmd_rl.engine.native import NativeEngine, empty_module
-from spmd_rl.engine.native.kv import BLOCK
+from spmd_rl.engine.native.kv import BLOCK, blocks_for
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.types import Completion, Request
 from tests.models import tiny
@@ -56,7 +56,7 @@ def run(engine: NativeEngine, *requests: Request) -> dict[str, Completion]:
 
 
 def test_kv_budget_below_demand_waits_and_is_never_exceeded(make):
-    engine = make(max_running=16, kv_tokens=8 * BLOCK)
+    engine = make(max_running=16, kv_tokens=128)
     requests = [ask(f"{i}", prompt=range(i, i + 20), new=15, seed=i) for i in range(12)]
     for request in requests:
         engine.add(request)
@@ -64,8 +64,7 @@ def test_kv_budget_below_demand_waits_and_is_never_exceeded(make):
     while engine.num_unfinished:
         done |= {completion.id: completion for completion in engine.step()}
         most = max(most, engine.pool.num_used)
-        assert engine.pool.num_used <= 8
-    assert len(done) == 12 and 0 < most <= engine.pool.peak <= 8
+    assert len(done) == 12 and 0 < most <= engine.pool.peak <= engine.pool.num_blocks == 128 // BLOCK
     assert engine.pool.num_used == 0
     roomy = run(make(max_running=16, kv_tokens=2048), *requests)
     assert {id: c.token_ids for id, c in done.items()} == {id: c.token_ids for id, c in roomy.items()}
@@ -79,13 +78,13 @@ def test_max_running_is_the_bound(make):
 
 
 def test_a_group_stores_its_prompt_once(make):
-    prompt = range(4 * BLOCK + 6)
+    prompt = range(4 * BLOCK + 3)
     engine = make(max_running=8, kv_tokens=1024)
     for i in range(8):
         engine.add(ask(f"{i}", prompt=prompt, new=BLOCK, seed=i))
     engine.step()
-    # four full blocks shared, one partial block of the prefix, two own blocks for each answer
-    assert engine.pool.num_used == 4 + 1 + 8 * 2
+    # four full blocks shared, the rest of the prompt and the answer in blocks of each one's own
+    assert engine.pool.num_used == 4 + 8 * blocks_for(2 + BLOCK)
     drain(engine)
     assert engine.pool.num_used == 0
 
@@ -251,7 +250,7 @@ def test_not_a_number_stops_the_run(make, weights):
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (ask("long", prompt=range(200), new=400), "600 tokens exceed 496"),
+        (ask("long", prompt=range(200), new=400), "600 tokens exceed 512"),
         (ask("empty", prompt=()), "at least one"),
         (ask("none", new=0), "at least one"),
         (ask("hot", temperature=-1.0), "negative temperature"),
@@ -265,24 +264,25 @@ def test_bad_requests_are_refused(make, request_, words):
 
 
 def test_the_longest_request_fits_alone(make):
-    engine = make(kv_tokens=8 * BLOCK)
+    engine = make(kv_tokens=128)
     longest = engine.capacity.max_tokens
-    for length in (1, 2, BLOCK, BLOCK + 1, longest - 1):
+    assert longest == 128
+    for length in (1, 2, BLOCK, BLOCK + 1, 16, 17, longest - 1):
         done = run(engine, ask("a", prompt=[i % 200 for i in range(length)], new=longest - length))
         assert len(done["a"].token_ids) == longest - length
-    assert engine.pool.peak <= 8
+    assert engine.pool.peak == engine.pool.num_blocks
 
 
 def test_many_prompts_are_computed_in_bounded_forwards(make, monkeypatch):
     requests = [ask(f"{i}", prompt=range(i, 3 * i + 10), new=5, seed=i) for i in range(6)]
     whole = run(make(max_running=6, kv_tokens=1024), *requests)
-    monkeypatch.setattr("spmd_rl.engine.native.engine.PREFILL_TOKENS", 20)
-    monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_PREFILL", 1)
-    monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_DECODE", 1)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.BATCH_TOKENS", 20)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_FEW", 1)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_MANY", 1)
     engine, sizes = make(max_running=6, kv_tokens=1024), []
     engine._module.model.embed_tokens.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
     assert {id: c.token_ids for id, c in run(engine, *requests).items()} == {id: c.token_ids for id, c in whole.items()}
-    assert sizes[:6] == [20, 13, 15, 17, 19, 6]  # prompts of 9 + 11, 13, ..., 19 tokens; then one token of each
+    assert sizes[:7] == [10, 12, 14, 16, 18, 20, 6]  # each prompt alone; then one token of each
 
 
 def test_long_and_short_rows_side_by_side(make):
@@ -328,8 +328,8 @@ def test_build_by_name(path):
 
 
 def test_a_pool_too_small_for_anything(path):
-    with pytest.raises(UserError, match="kv_tokens=16"):
-        NativeEngine(empty_module(path, torch.float32), 4, 16)
+    with pytest.raises(UserError, match="kv_tokens=3"):
+        NativeEngine(empty_module(path, torch.float32), 4, 3)
 
 
 def test_sliding_windows_are_refused_by_name(tmp_path):

@@ -14,6 +14,8 @@ from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import KINDS, tiny
 
+STARTED = [("vllm", kind) for kind in ("qwen2", "qwen3", "tied")]
+"""Slow, since each starts vLLM; a publish's probe compares a tied Llama's and a Qwen2's logprobs with the trainer's."""
 LENGTHS = (1, 2, 16, 17, 18, 40, 33, 5)
 """prompt lengths around the block size, and a prompt of one token"""
 
@@ -30,8 +32,9 @@ BUILDERS = {
 }
 """name -> a context with the engine of a model directory, sizes it needs"""
 
+MARKS = {"native": [], "vllm": [needs_vllm]}
 PAIRS = [
-    pytest.param((name, kind), marks=[needs_vllm] if name == "vllm" else [], id=f"{name}-{kind}")
+    pytest.param((name, kind), marks=MARKS[name] + [pytest.mark.slow] * ((name, kind) in STARTED), id=f"{name}-{kind}")
     for name in BUILDERS
     for kind in (*KINDS, "tied")
 ]

@@ -18,7 +18,6 @@ from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import balance, prepare
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.redistribute import redistribute
-from spmd_rl.learn.scores import shape
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import outcomes_of
@@ -92,15 +91,10 @@ SHAPED = {"norm_mean_type": "batch", "norm_std_type": "running", "difficulty_los
 
 @pytest.mark.parametrize("shaping", [{}, SHAPED], ids=["plain", "shaped"])
 @pytest.mark.parametrize("advantage", [*ADVANTAGES, *TOKEN_ADVANTAGES])
-def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: dict, monkeypatch) -> None:
+def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: dict) -> None:
     """The plan is the one without those samples: no advantage for them, no place in a baseline, moment or divisor."""
 
-    def with_states(*args):  # only an agent's steps have them
-        scored, running = shape(*args)
-        return replace(scored, states=scored.groups), running
-
-    monkeypatch.setattr(prepare, "shape", with_states)
-    if advantage in ("remax", "pass_at_k"):  # they refuse the norms
+    if advantage in ("remax", "pass_at_k", "starpo", "gigpo"):  # they refuse the norms
         shaping = {"difficulty_loss_weight": True} if shaping else {}
     algorithm = AlgorithmConfig(advantage=advantage, pass_k=2, **shaping)
     greedy = 3 if algorithm.uses_greedy else None

@@ -58,7 +58,7 @@ class Moody(FakeScorer):
         return Verdict("timeout") if mood < 0.1 else Verdict("ok", float(mood < 0.6))
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_ticket_is_lost_and_none_is_used_twice(count: int) -> None:
     histories = given(
         mode=st.sampled_from(MODES),

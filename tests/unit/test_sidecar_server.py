@@ -21,7 +21,7 @@ from spmd_rl.sidecar.reward_server import free_port
 from spmd_rl.types import Verdict
 from tests.engines import VLLM_SIZES
 from tests.models import tiny
-from tests.unit.sidecar_helpers import ask, gone_within, host_of, private_node
+from tests.unit.sidecar_helpers import ask, gone_within, host_of, judged, private_node
 
 HERE = Path(__file__).parent
 SERVING = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
@@ -31,12 +31,6 @@ YES = Verdict("ok", 1.0, {"judge": 1.0})
 @pytest.fixture
 def node(monkeypatch):
     yield from private_node(monkeypatch)
-
-
-def judged(notes: Path, mode: str = "serves", **settings) -> RewardsConfig:
-    command = f"{sys.executable} {HERE / 'judge_server.py'} {mode} {{port}} {{model}} {notes}"
-    given = {"devices": "cpu", "args": {"model": "a model"}, "timeout": 30.0} | settings
-    return RewardsConfig(domains={"toy": RewardConfig("rewards.judge:JudgeReward", server=command, **given)})
 
 
 def told(notes: Path) -> list[dict]:
@@ -171,7 +165,7 @@ RANK = """
     import sys, time
     from spmd_rl import sidecar
     from spmd_rl.types import Node
-    from tests.unit.test_sidecar_server import Path, judged
+    from tests.unit.sidecar_helpers import Path, judged  # and no torch
 
     with sidecar.connect(judged(Path(sys.argv[2])), Node(0, 0, sys.argv[1])):
         print("ready", flush=True)

@@ -67,7 +67,7 @@ async def ask_while(scorer, answers, disturb) -> list:
 
 
 SLOW = rewards("Number", workers=1, args={"seconds": 0.02})
-ANSWERS = [str(i) for i in range(300)]  # six seconds of work for one worker
+ANSWERS = [str(i) for i in range(150)]  # three seconds of work for one worker
 
 
 def test_a_node_takes_its_share(node, keys):
@@ -78,8 +78,8 @@ def test_a_node_takes_its_share(node, keys):
         assert len(family) == 5  # node, keeper, fork server, two workers
         assert asyncio.run(ask(scorer, ANSWERS)) == numbers(ANSWERS)
         report = fetch_status(bind, ClientKeys.load(keys))
-        assert report.pools["toy"].verdicts == 300 and report.in_flight == 0 == report.held_bytes
-        assert report.nodes[0].verdicts > 100 and report.nodes[0].running == 0
+        assert report.pools["toy"].verdicts == len(ANSWERS) and report.in_flight == 0 == report.held_bytes
+        assert report.nodes[0].verdicts > len(ANSWERS) / 3 and report.nodes[0].running == 0
     assert remote.returncode == 0 or gone_within(family, 2.0)
 
 
@@ -106,7 +106,7 @@ def test_a_node_that_is_lost_loses_nothing(node, keys, how):
         print(f"\n{how.name}: {time.monotonic() - start:.1f} s")
         assert time.monotonic() - start < 20
         report = fetch_status(bind, ClientKeys.load(keys))
-        assert report.pools["toy"].verdicts >= 300 and report.nodes == []
+        assert report.pools["toy"].verdicts >= len(ANSWERS) and report.nodes == []
         assert host_of(scorer) == host
         if how == signal.SIGTERM:
             assert remote.wait(5.0) == 0
@@ -119,7 +119,7 @@ def test_a_node_joins_the_host_that_follows(node, keys):
         assert asyncio.run(ask_while(scorer, ANSWERS, host_of(scorer).kill)) == numbers(ANSWERS)
         until_serving(bind, keys)
         assert asyncio.run(ask(scorer, ANSWERS)) == numbers(ANSWERS)
-        assert fetch_status(bind, ClientKeys.load(keys)).nodes[0].verdicts > 50
+        assert fetch_status(bind, ClientKeys.load(keys)).nodes[0].verdicts > len(ANSWERS) / 6
         assert remote.poll() is None
 
 

@@ -12,7 +12,7 @@ from spmd_rl.algo.advantages.group import (
     rloo,
 )
 from spmd_rl.algo.advantages.steps import gigpo, starpo, step_reinforce
-from spmd_rl.algo.advantages.tokens import gae, reinforce_returns
+from spmd_rl.algo.advantages.tokens import gae, reinforce_returns, turn_gae
 
 ADVANTAGES = {
     "grpo": grpo,
@@ -28,4 +28,4 @@ ADVANTAGES = {
     "step_reinforce": step_reinforce,
     "gigpo": gigpo,
 }
-TOKEN_ADVANTAGES = {"gae": gae, "reinforce_returns": reinforce_returns}
+TOKEN_ADVANTAGES = {"gae": gae, "turn_gae": turn_gae, "reinforce_returns": reinforce_returns}

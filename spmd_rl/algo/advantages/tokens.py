@@ -44,6 +44,35 @@ def gae(rewards: Tensor, values: Tensor, samples: Tensor, *, gamma: float, lam: 
     return advantages, advantages + values
 
 
+def turn_gae(
+    rewards: Tensor,
+    values: Tensor,
+    samples: Tensor,
+    turns: Tensor | None = None,
+    *,
+    step_reward_gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Estimate generalised advantages over the turns of an agent, with a critic: one for all tokens of a turn.
+
+        d_k = r_k + gamma V_{k+1} - V_k;   A_k = d_k + gamma lam A_{k+1};   R_k = A_k + V_k
+        (r_k: the sum over the turn's tokens; V_k: the value before its first token; V and A are 0 past the end)
+
+    Source: VAGEN (arXiv 2510.16907), the turn level of its bi-level advantages; over tokens: arXiv 1506.02438, eq. 16.
+    Keys: `step_reward_gamma`: the discount from one turn to the next; `lam`: the weight of the longer estimates.
+    Use: PPO for agents of many turns, whose length in tokens should neither discount nor blur what a turn is worth.
+
+    rewards, values: float [N]; samples, turns: int64 [N], non-decreasing; turns: default, each sample is one. Returns
+    advantages [N] and returns [N], the critic's targets, the same at all tokens of a turn.
+    """
+    number = torch.unique_consecutive(samples if turns is None else turns, return_inverse=True)[1]
+    first = torch.ones_like(number, dtype=torch.bool)
+    first[1:] = number[1:] != number[:-1]
+    sums = torch.zeros_like(values[first]).index_add(0, number, rewards)
+    advantages, returns = gae(sums, values[first], samples[first], gamma=step_reward_gamma, lam=lam)
+    return advantages[number], returns[number]
+
+
 def reinforce_returns(
     rewards: Tensor, values: Tensor | None, samples: Tensor, *, gamma: float
 ) -> tuple[Tensor, Tensor]:

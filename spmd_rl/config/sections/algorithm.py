@@ -26,10 +26,16 @@ SAMPLE_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "step_reinforce": ("step_reward_gamma",),
     "gigpo": ("norm_std", "step_reward_gamma", "episode_reward_weight", "step_reward_weight"),
 }
-TOKEN_ADVANTAGES: Mapping[str, tuple[str, ...]] = {"gae": ("gamma", "lam"), "reinforce_returns": ("gamma",)}
+TOKEN_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam"),
+    "turn_gae": ("step_reward_gamma", "lam"),
+    "reinforce_returns": ("gamma",),
+}
 ADVANTAGES = {**SAMPLE_ADVANTAGES, **TOKEN_ADVANTAGES}
-AGENTIC_ADVANTAGES = ("starpo", "step_reinforce", "gigpo")
-"""Estimators that compare the steps of trajectories, which only an agent has"""
+STEP_ADVANTAGES = ("starpo", "step_reinforce", "gigpo")
+"""Estimators that credit each step of a trajectory"""
+AGENTIC_ADVANTAGES = (*STEP_ADVANTAGES, "turn_gae")
+"""Estimators for the steps of trajectories, which only an agent has"""
 CLIP = ("clip_low", "clip_high")
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "ppo_clip": CLIP,
@@ -59,7 +65,7 @@ LOSS_AGGS: Mapping[str, tuple[str, ...]] = {
     "seq-mean-token-sum-norm": ("loss_agg_length",),
 }
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
-NORMS = ("none", "batch", "group", "running")
+NORMS = ("none", "batch", "group", "domain", "running")
 LEVELS = ("off", "token", "segment", "sequence", "geometric")
 
 
@@ -98,8 +104,9 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
-    `opo`, `lite_ppo`, `pass_at_k`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`; for tokens: `gae`
-    (with a critic), `reinforce_returns`. Or a function of your own, as `module:function`: docs/ALGORITHMS.md."""
+    `opo`, `lite_ppo`, `pass_at_k`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`, `turn_gae` (with a
+    critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or a function of your own, as `module:function`:
+    docs/ALGORITHMS.md."""
     norm_std: bool = True
     """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
@@ -132,14 +139,17 @@ class AlgorithmConfig:
     repetition_ngram: int = 3
     """Length in tokens of the n-grams whose repetition is penalised."""
     overlong_coef: float = 0.0
-    """DAPO's soft overlong penalty: what answers at the token limit `rollout.max_new_tokens` lose."""
+    """DAPO's soft overlong penalty: what answers at the token limit lose: `rollout.max_new_tokens`, times
+    `rollout.max_turns` where that is given."""
     overlong_tokens: int | None = None
     """Tokens before the limit over which the overlong penalty rises. Default: a quarter of the limit."""
     norm_mean_type: str = "none"
-    """Subtract from scores their mean over the `batch`, the `group` or the run so far (`running`), or `none`."""
+    """Subtract from scores their mean over the `batch`, the `group`, the `domain` (an agent's: the tag of the
+    environment) or the run so far (`running`), or `none`. With `step_reinforce` it is the returns of steps that are
+    normalised."""
     norm_std_type: str = "none"
-    """Divide scores by their standard deviation in the `batch`, the `group` or the run so far (`running`), or
-    `none`."""
+    """Divide scores by their standard deviation in the `batch`, the `group`, the `domain` or the run so far
+    (`running`), or `none`."""
     reward_clip: float | None = None
     """Clip scores to plus and minus this, after normalisation (null: not at all)."""
 
@@ -170,7 +180,8 @@ class AlgorithmConfig:
     """Loss aggregation: `token-mean`, `seq-mean-token-mean`, `seq-mean-token-sum` or `seq-mean-token-sum-norm` (divided
     by `loss_agg_length`). Counts are those of the global batch."""
     loss_agg_length: int | None = None
-    """Constant divisor of `seq-mean-token-sum-norm`. Default: `rollout.max_new_tokens`."""
+    """Constant divisor of `seq-mean-token-sum-norm`. Default: `rollout.max_new_tokens`, times `rollout.max_turns` where
+    that is given: the most tokens that an answer can have."""
     clip_low: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
@@ -239,12 +250,27 @@ class AlgorithmConfig:
         log_band = self.loss == "gmpo"  # it clips the logarithm of the ratio
         require(log_band or self.clip_low <= 1, f"clip_low: must be between 0 and 1, not {self.clip_low}")
         require(self.target_kl is None or self.uses_reference, "target_kl: needs kl_coef or kl_reward_coef above 0")
-        plain = self.norm_mean_type == self.norm_std_type == "none"
-        require(plain or not self.uses_greedy, "norm_mean_type: remax has its baseline, leave both norms at none")
+        plain = not self.normalises
+        own_baseline = self.advantage in ("remax", "starpo", "gigpo")
+        require(
+            plain or not own_baseline, f"norm_mean_type: {self.advantage} has its baseline, leave both norms at none"
+        )
         counts = self.advantage == "pass_at_k"  # normalised, no score would reach `pass_score`
         require(plain or not counts, "norm_mean_type: pass_at_k counts right answers, leave both norms at none")
         for key, given in (("value_clip", self.value_clip is not None), ("critic_warmup", self.critic_warmup > 0)):
-            require(self.uses_critic or not given, f"{key}: there is no critic; only advantage=gae has one")
+            require(
+                self.uses_critic or not given, f"{key}: there is no critic; only advantage=gae and turn_gae have one"
+            )
+
+    @property
+    def normalises(self) -> bool:
+        """Whether scores are normalised before the advantages."""
+        return (self.norm_mean_type, self.norm_std_type) != ("none", "none")
+
+    @property
+    def credits_steps(self) -> bool:
+        """Whether each step of an agent has an advantage of its own, before those of tokens."""
+        return self.advantage in STEP_ADVANTAGES
 
     @property
     def uses_reference(self) -> bool:
@@ -259,4 +285,4 @@ class AlgorithmConfig:
     @property
     def uses_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.advantage == "gae"
+        return self.advantage in ("gae", "turn_gae")

@@ -6,6 +6,7 @@ from typing import Any
 
 from spmd_rl.config.sections.data import CPUS, SANDBOXES, cpu_numbers
 from spmd_rl.config.values import above, at_least, one_of, require
+from spmd_rl.errors import UserError
 
 MODES = ("process", "thread")
 ON_ERROR = ("mask", "zero", "raise")
@@ -30,10 +31,11 @@ class EnvConfig:
     """Arguments that replace these in held-out episodes, such as a split of its own."""
     share: float = 1.0
     """Relative share of the groups of a step that this environment gets, beside the others."""
-    pattern: str = "action"
+    pattern: str | None = None
     """Where an answer holds its action: `action` (`<answer>...</answer>`), `think` (`<think>...</think>` before it),
     `tool` (`<tool_call>...</tool_call>`), `all` (the answer itself), or a regular expression with one group. An answer
-    in which it is not found exactly once holds none, and the environment gets an empty action."""
+    in which it is not found exactly once holds none, and the environment gets an empty action. Default: `all` where the
+    environment offers tools, whose calls it finds by itself, else `action`."""
     format_penalty: float = 0.0
     """Added to the reward of a step whose action is missing or not valid: a negative number, or 0."""
     system: str = "You are a helpful assistant and good at games. Your goal is to get the highest reward."
@@ -92,18 +94,19 @@ class EnvConfig:
         )
         for name in ("template", "next_template"):
             require("{observation}" in getattr(self, name), f"{name}: must contain {{observation}}")
-        try:
-            groups = re.compile(self.regex).groups
-        except re.error as error:
-            groups = 0
-            require(False, f"pattern: {self.pattern!r} is no regular expression: {error}")
-        known = ", ".join(PATTERNS)
-        require(groups == 1, f"pattern: {self.pattern!r} is neither of {known} nor a regular expression with one group")
+        if self.pattern is not None and self.pattern not in PATTERNS:
+            try:
+                groups = re.compile(self.pattern).groups
+            except re.error as error:
+                raise UserError(f"pattern: {self.pattern!r} is no regular expression: {error}") from None
+            known = ", ".join(PATTERNS)
+            require(
+                groups == 1, f"pattern: {self.pattern!r} is none of {known} and no regular expression with one group"
+            )
 
-    @property
-    def regex(self) -> str:
-        """The regular expression of `pattern`, for `re.DOTALL`."""
-        return PATTERNS.get(self.pattern, self.pattern)
+    def pattern_for(self, tools: bool) -> str:
+        """Return `pattern`, or its default. `tools`: whether the environment offers some."""
+        return self.pattern or ("all" if tools else "action")
 
     @property
     def cpu_numbers(self) -> list[int]:
@@ -135,5 +138,9 @@ class WarmupConfig:
     episodes: int = 32
     """Demonstrations in each of these steps, all of different seeds."""
 
+    lr: float | None = None
+    """Learning rate of these steps. Default: `policy.lr`."""
+
     def __post_init__(self) -> None:
         at_least(self, steps=0, episodes=1)
+        above(self, lr=0)

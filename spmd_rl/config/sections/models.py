@@ -145,7 +145,8 @@ class ReferenceConfig(ModelConfig):
 
 @dataclass
 class CriticConfig(TrainedModelConfig):
-    """The critic of PPO, which predicts scores with a value head; it is trained only with `algorithm.advantage=gae`."""
+    """The critic of PPO, which predicts scores with a value head; it is trained only with `algorithm.advantage=gae` or
+    `turn_gae`."""
 
     lr: float = 1e-5
     """Peak learning rate."""

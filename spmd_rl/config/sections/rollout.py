@@ -1,5 +1,6 @@
 """Generation and scoring of a step, and held-out evaluation: `rollout`, `eval`."""
 
+import sys
 from dataclasses import dataclass, field
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
@@ -118,6 +119,11 @@ class RolloutConfig:
     def truncates(self) -> bool:
         """Whether tokens are cut off from the distribution."""
         return self.truncation["top_k"] > 0
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """The most tokens that an answer can have over all its turns; those of one turn where turns have no limit."""
+        return min(self.max_new_tokens * (self.max_turns or 1), self.max_context_tokens or sys.maxsize)
 
     @property
     def slice_size(self) -> int:

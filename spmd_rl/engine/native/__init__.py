@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching over a Hugging Face module in the rank's own process.
 
 The default, and the reference the other engines are tested against. One token per running request and step, paged KV
-cache, prompts of a group computed once. Left out: tensor parallelism, sliding windows, chunked prefill, preemption.
+cache; what a prompt shares with another one, or with an earlier turn, is computed once. Left out: tensor parallelism,
+sliding windows, chunked prefill, preemption.
 """
 
 from typing import TYPE_CHECKING

@@ -1,16 +1,16 @@
 """Attention over the paged cache, as the module's layers call it.
 
 Registered with transformers under `ATTENTION`; a name without a mask function makes models build no mask. The engine
-hands its batch to `module(..., kv=...)`, which transformers passes down to every layer. Two kinds of batch:
-
-    Prefill    whole prompts end to end; each attends causally to itself; their keys and values are stored
-    Decode     one token per request, which attends to all its request has stored
+hands its batch to `module(..., kv=...)`, which transformers passes down to every layer. A batch has some tokens of each
+request: the rest of a prompt, or the token sampled last. Their keys and values are stored, and each token attends to
+all that its request has stored up to it. One token or many, alone or in company: the same kernel computes the same
+sums, so that in float32 on a CPU (and `MKL_CBWR`, see `spmd_rl/__init__.py`) a token's bits are a function of it and
+the tokens before it.
 
 Left out: sliding windows (`module.py` refuses them), soft caps and sinks (refused at the first forward).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,71 +23,40 @@ from spmd_rl.errors import UserError
 ATTENTION = "spmd_paged"
 
 
-class Packed(Protocol):
-    """What a forward of T packed tokens needs to know of the cache."""
-
-    slots: Tensor
-    """int64 [T]; the forward may be longer: what follows is filling"""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Prompts that start at position 0."""
+class Bucket:
+    """Rows that feed the same number of tokens each, and whose tables are about equally long."""
 
-    pool: KVPool
-    slots: Tensor
-    """int64 [T]: where each token is stored"""
-    spans: tuple[tuple[int, int], ...]
-    """first token and end of each prompt"""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `Packed`."""
-        self.pool.write(layer, self.slots, key, value)
-        groups = query.shape[1] // key.shape[1]
-        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        parts = []
-        for begin, end in self.spans:
-            q, k, v = (x[:, :, begin:end] for x in (query, key, value))
-            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
-        return torch.cat(parts, dim=2)[0].transpose(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthBucket:
-    """Rows of a decode batch whose tables are about equally long."""
-
-    rows: slice
+    tokens: slice
+    """of the forward: R rows of Q tokens each, row by row"""
     tables: Tensor
     """int64 [R, N]: blocks of each row, padded with any block"""
     mask: Tensor
-    """model dtype [R, 1, 1, N * BLOCK]: 0 where the row has a token stored, -inf elsewhere"""
+    """model dtype [R, 1, Q * G, N * BLOCK], or [R, 1, 1, N * BLOCK] for Q = 1: 0 where a token reads, -inf elsewhere.
+    G: query heads per key head"""
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """One token per request."""
+class Paged:
+    """What a forward of T packed tokens needs to know of the cache."""
 
     pool: KVPool
     slots: Tensor
-    """int64 [R]: where each row's token is stored"""
-    buckets: tuple[LengthBucket, ...]
-    """all rows, in order"""
+    """int64 [T]: where each token is stored; the forward may be longer: what follows is filling"""
+    buckets: tuple[Bucket, ...]
+    """all tokens, in order"""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """See `Packed`."""
-        self.pool.write(layer, self.slots, key, value)
+        """Store key and value [T, KVH, D] and return what query [T, H, D] reads: [T, H, D]."""
+        self.pool.write(layer, self.slots, key, value)  # of all rows first: a row may read what another one brings
+        heads = (key.shape[1], query.shape[1] // key.shape[1])
         parts = []
         for bucket in self.buckets:
             keys, values = self.pool.read(layer, bucket.tables)
             # The query heads of one key head stand where queries of one sequence would: no key is repeated.
-            q = query[bucket.rows].unflatten(1, (key.shape[1], -1))
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bucket.mask, scale=scaling)
-            parts.append(out.flatten(1, 2))
+            q = query[bucket.tokens].unflatten(1, heads).unflatten(0, (len(bucket.tables), -1)).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=bucket.mask, scale=scaling)
+            parts.append(out.unflatten(2, q.shape[2:4]).transpose(1, 2).flatten(2, 3).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -98,7 +67,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    kv: Packed,
+    kv: Paged,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: object,

@@ -1,4 +1,4 @@
-"""`NativeEngine`: one step computes the prompts that are new, then one token for every running request.
+"""`NativeEngine`: one step computes a token for every running request, and the prompts of those that are new.
 
     engine = NativeEngine(empty_module(path, torch.bfloat16), max_running=64, kv_tokens=32768)
     engine.load(model.state_dict().items(), version=0)
@@ -10,28 +10,30 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.engine.answer import TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity
-from spmd_rl.engine.native.attention import Decode, LengthBucket, Prefill
+from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.sampling import sample, sample_truncated, uniform
-from spmd_rl.engine.native.scheduler import Prefix, Row, Scheduler
+from spmd_rl.engine.native.scheduler import Row, Scheduler
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.size import head_dim, num_kv_heads
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.types import Completion, FinishReason, Request
 
-PREFILL_TOKENS = 4096
-"""Prompt tokens of one forward (a longer prompt goes alone): the bound of its activations."""
-ROUND_PREFILL, ROUND_DECODE = 64, 8
+BATCH_TOKENS = 4096
+"""Tokens of one forward (a longer prompt goes alone): the bound of its activations."""
+QUERIES = 256
+"""Tokens that attend in one call of the kernel: the bound of its mask."""
+ROUND_FEW, ROUND_MANY = 8, 64
 """Forwards are filled up to multiples of these: kernels are compiled and kept per shape, and would pile up."""
 
 
@@ -60,14 +62,15 @@ class NativeEngine:
         self.pool = KVPool(
             config.num_hidden_layers, kv_tokens, num_kv_heads(config), head_dim(config), self._dtype, self._device
         )
-        # A prompt's partial last block is held twice while its request runs.
-        max_tokens = min((self.pool.num_blocks - 1) * BLOCK, config.max_position_embeddings)
+        self._heads_per_key = config.num_attention_heads // num_kv_heads(config)
+        max_tokens = min(self.pool.num_blocks * BLOCK, config.max_position_embeddings)
         if max_running < 1 or max_tokens < 1:
             raise UserError(
                 f"engine.max_running={max_running}, engine.kv_tokens={kv_tokens}: too small for one request"
             )
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
         self._scheduler = Scheduler(self.pool, max_running)
+        self.prompt_tokens = self._scheduler.prompt_tokens
         self._aborted: list[Completion] = []
         self._version: int | None = None
         self._offload = offload and self._device.type != "cpu"
@@ -96,11 +99,9 @@ class NativeEngine:
     def step(self) -> list[Completion]:
         """Admit what fits, compute one token for each running request, return those that ended."""
         ended, self._aborted = self._aborted, []
-        prefixes, fresh = self._scheduler.admit()
-        self._prefill([prefix for prefix in prefixes if prefix.token_ids])
-        self._fork(fresh)
-        if self._scheduler.rows:
-            ended += self._decode()
+        self._scheduler.admit()
+        for rows in self._batches():
+            ended += self._forward(rows)
         return ended
 
     @torch.no_grad()
@@ -110,7 +111,7 @@ class NativeEngine:
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
-        assert self.pool.num_used == 0, "a cached key would outlive its weights"
+        self.pool.forget()  # a cached key would outlive its weights
         self._version = None
         missing, faults = dict(self._weights), []
         for name, tensor in weights:
@@ -166,40 +167,39 @@ class NativeEngine:
             weight.data = weight.data.to(device)
         self._weights = weights_of(self._module, self._parts)
 
-    def _prefill(self, prefixes: list[Prefix]) -> None:
-        """Compute and store keys and values of whole prefixes; no logits."""
-        while prefixes:
-            batch, room = [], PREFILL_TOKENS
-            while prefixes and (not batch or len(prefixes[0].token_ids) <= room):
-                batch.append(prefixes.pop(0))
-                room -= len(batch[-1].token_ids)
-            ids, positions, slots, spans = [], [], [], []
-            for prefix in batch:
-                length = len(prefix.token_ids)
-                spans.append((len(ids), len(ids) + length))
-                ids += prefix.token_ids
-                positions += range(length)
-                slots += [prefix.blocks[t // BLOCK] * BLOCK + t % BLOCK for t in range(length)]
-            kv = Prefill(self.pool, self._tensor(slots), tuple(spans))
-            self._module.base_model(**self._inputs(ids, positions, ROUND_PREFILL), kv=kv)
+    def _batches(self) -> list[list[Row]]:
+        """The running rows in the order of their admission, in batches of `BATCH_TOKENS` to feed or one row."""
+        batches, room = [], 0
+        for row in self._scheduler.rows:
+            if not batches or row.num_pending > room:
+                batches.append([])
+                room = BATCH_TOKENS
+            batches[-1].append(row)
+            room -= row.num_pending
+        return batches
 
-    def _fork(self, rows: list[Row]) -> None:
-        """Give each new row its own copy of its prefix's partial last block."""
-        partial = [row for row in rows if len(row.prefix.token_ids) % BLOCK]
-        if partial:
-            index = [len(row.prefix.token_ids) // BLOCK for row in partial]
-            targets = [row.table[i] for row, i in zip(partial, index, strict=True)]
-            self.pool.copy([row.prefix.blocks[-1] for row in partial], targets)
-
-    def _decode(self) -> list[Completion]:
-        """One token for every row; returns the completions of those that end with it."""
-        rows = sorted(self._scheduler.rows, key=_bucket)
-        positions = [row.position for row in rows]
-        slots = [row.slot(position) for row, position in zip(rows, positions, strict=True)]
-        kv = Decode(self.pool, self._tensor(slots), self._buckets(rows))
-        inputs = self._inputs([row.last_token for row in rows], positions, ROUND_DECODE)
-        logits = self._module(**inputs, kv=kv).logits[0, : len(rows)]
-        self._sample(rows, logits)
+    def _forward(self, rows: list[Row]) -> list[Completion]:
+        """Feed what is pending and sample a token for every row; returns the completions of those that end with it."""
+        rows = sorted(rows, key=_shape)
+        ids, positions, slots, last = [], [], [], []
+        for row in rows:
+            new = range(row.num_stored, row.num_tokens)
+            ids += row.pending
+            positions += new
+            slots += map(row.slot, new)
+            last.append(len(ids) - 1)
+        kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)))
+        blank = [0] * (-len(ids) % (ROUND_FEW if len(ids) <= ROUND_MANY else ROUND_MANY))
+        output = self._module(
+            input_ids=self._tensor([ids + blank]),
+            position_ids=self._tensor([positions + blank]),
+            use_cache=False,
+            logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
+            kv=kv,
+        )
+        for row in rows:
+            row.num_stored = row.num_tokens
+        self._sample(rows, output.logits[0, : len(rows)])
         ended = []
         for row in rows:
             if reason := self._finish_reason(row):
@@ -233,35 +233,42 @@ class NativeEngine:
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
-    def _buckets(self, rows: list[Row]) -> tuple[LengthBucket, ...]:
-        """Rows (sorted by `_bucket`) in runs of about equal length, so that one long row does not pad them all."""
-        buckets, begin = [], 0
-        for end in range(1, len(rows) + 1):
-            if end < len(rows) and _bucket(rows[end]) == _bucket(rows[begin]):
-                continue
-            part = rows[begin:end]
-            width = max(row.position for row in part) // BLOCK + 1
-            tables = self._tensor([(row.table + row.table[:1] * width)[:width] for row in part])
-            positions = self._tensor([row.position for row in part])[:, None]
-            later = torch.arange(width * BLOCK, device=self._device) > positions
-            mask = torch.zeros(later.shape, dtype=self._dtype, device=self._device).masked_fill_(later, -math.inf)
-            buckets.append(LengthBucket(slice(begin, end), tables, mask[:, None, None]))
-            begin = end
-        return tuple(buckets)
+    def _buckets(self, rows: list[Row]) -> Iterator[Bucket]:
+        """Rows (sorted by `_shape`) in runs of one shape, so that one long row does not pad them all.
 
-    def _inputs(self, ids: list[int], positions: list[int], multiple: int) -> dict[str, Any]:
-        """Arguments of a forward, filled up to a multiple of `multiple` tokens."""
-        blank = [0] * (-len(ids) % multiple)
-        return {
-            "input_ids": self._tensor([ids + blank]),
-            "position_ids": self._tensor([positions + blank]),
-            "use_cache": False,
-        }
+        What a row feeds beyond `QUERIES` tokens is cut into pieces, whose masks stay small.
+        """
+        begin = 0
+        for (num_tokens, _), run in groupby(rows, key=_shape):
+            alike, num_together = list(run), max(1, QUERIES // num_tokens)
+            for i in range(0, len(alike), num_together):
+                part = alike[i : i + num_together]
+                for first in range(0, num_tokens, QUERIES):
+                    num = min(QUERIES, num_tokens - first)
+                    yield self._bucket(part, [row.num_stored + first for row in part], num, begin + first)
+                begin += num_tokens * len(part)
+
+    def _bucket(self, rows: Sequence[Row], positions: list[int], num: int, begin: int) -> Bucket:
+        """Of `num` tokens of each row from these positions on; the first is token `begin` of the forward."""
+        width = _width(max(positions) + num)
+        tables = [(row.table + row.table[:1] * width)[: width // BLOCK] for row in rows]
+        each = self._tensor(positions)[:, None, None] + torch.arange(num, device=self._device)[:, None]
+        later = torch.arange(width, device=self._device) > each
+        mask = torch.zeros(later.shape, dtype=self._dtype, device=self._device).masked_fill_(later, -math.inf)
+        if num > 1:
+            mask = mask.repeat_interleave(self._heads_per_key, dim=1)
+        return Bucket(slice(begin, begin + num * len(rows)), self._tensor(tables), mask[:, None])
 
     def _tensor(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _bucket(row: Row) -> int:
-    """Rows of one bucket differ in length by a factor of two at most (short ones, up to 128 tokens, stand together)."""
-    return max(row.position // 128, 0).bit_length()
+def _shape(row: Row) -> tuple[int, int]:
+    """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so)."""
+    return row.num_pending, (row.num_tokens - 1 >> 7).bit_length()
+
+
+def _width(num_tokens: int) -> int:
+    """To how many tokens a table is padded: beyond these steps, sums over keys would be grouped in another way."""
+    step = 16 if num_tokens <= 256 else 256
+    return -(-num_tokens // step) * step

@@ -1,14 +1,20 @@
 """The paged KV cache: blocks of `BLOCK` tokens, counted references, and never a token beyond the pool.
 
-A request's *table* lists its blocks in order; token t lies in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. Full blocks
-of a shared prompt stand in many tables and are freed with the last. Left out: who gets blocks (`scheduler.py`).
+A request's *table* lists its blocks in order; token t lies in slot `table[t // BLOCK] * BLOCK + t % BLOCK`. A full
+block is kept under a key, which stands for its tokens and all before them. Whoever begins with the same tokens shares
+it: the answers of a group, and an agent's next turn. A block that nobody holds any longer stays until its place is
+needed; the longest unused one goes first. Left out: who gets blocks (`scheduler.py`).
 """
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-BLOCK = 16
-"""Tokens per block: small enough to waste little, large enough to gather a table in few long copies."""
+BLOCK = 4
+"""Tokens per block: what a shared prompt has beyond full blocks is computed again by each who begins with it."""
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -16,8 +22,17 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
+def block_keys(token_ids: array) -> list[bytes]:
+    """Return the key of each block that these tokens ('i') fill: 16 bytes of blake2b over the key before and them."""
+    data, size = token_ids.tobytes(), BLOCK * token_ids.itemsize
+    keys = [b""]
+    for end in range(size, len(data) + 1, size):
+        keys.append(blake2b(keys[-1] + data[end - size : end], digest_size=16).digest())
+    return keys[1:]
+
+
 class KVPool:
-    """Keys and values of all layers, and which blocks are in use."""
+    """Keys and values of all layers, which blocks are in use, and what the others still hold."""
 
     def __init__(
         self, num_layers: int, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -27,58 +42,81 @@ class KVPool:
         """Most blocks ever in use at once."""
         self._shape = (2, num_layers, self.num_blocks, BLOCK, num_heads, head_dim)
         self._dtype, self._device = dtype, device
-        self._free = list(reversed(range(self.num_blocks)))  # a stack, lowest block on top: pages are touched late
         self._references = [0] * self.num_blocks
+        self._free: list[int] = []
+        self._unused: dict[int, None] = {}  # blocks that nobody holds, with a key; the longest unused one first
+        self._keys: dict[int, bytes] = {}
+        self._cached: dict[bytes, int] = {}
         self.wake()
 
     def wake(self) -> None:
         """Allocate the memory, empty."""
         self._data = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._num_clean = 0
+        self.forget()
 
     def sleep(self) -> None:
         """Free the memory. Nothing may be in use."""
-        assert self.num_used == 0, "KV blocks in use"
+        self.forget()
         self._data = torch.empty(0, dtype=self._dtype, device=self._device)
+
+    def forget(self) -> None:
+        """Drop all that is cached: it belongs to other weights. Nothing may be in use."""
+        assert not any(self._references), "KV blocks in use"
+        self._free = list(reversed(range(self.num_blocks)))  # a stack, lowest block on top: pages are touched late
+        self._unused.clear()
+        self._keys.clear()
+        self._cached.clear()
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
-        return len(self._free)
+        """Blocks nobody holds, cached ones too."""
+        return len(self._free) + len(self._unused)
 
     @property
     def num_used(self) -> int:
         """Blocks somebody holds."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def take(self, num_blocks: int) -> list[int]:
-        """So many free blocks, each with one reference."""
-        assert num_blocks <= len(self._free), f"{num_blocks} blocks asked for, {len(self._free)} free"
-        blocks = [self._free.pop() for _ in range(num_blocks)]
+        """So many blocks to write into, each with one reference."""
+        assert num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
             self._references[block] = 1
         self._clean(max(blocks, default=-1) + 1)
         self.peak = max(self.peak, self.num_used)
         return blocks
 
-    def share(self, blocks: list[int]) -> list[int]:
-        """One more reference to each of these blocks."""
-        for block in blocks:
-            assert self._references[block] > 0
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the cached blocks of the first keys, up to the first that is missing, each with one reference more."""
+        blocks = []
+        for key in keys:
+            if (block := self._cached.get(key)) is None:
+                break
+            self._unused.pop(block, None)
             self._references[block] += 1
+            blocks.append(block)
+        self.peak = max(self.peak, self.num_used)
         return blocks
 
+    def keep(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Let the first of these blocks be found by these keys; a key that another block has stays with it."""
+        for key, block in zip(keys, blocks, strict=False):
+            if self._cached.setdefault(key, block) == block:
+                self._keys[block] = key
+
     def drop(self, blocks: list[int]) -> None:
-        """One reference less; blocks without any are free again."""
+        """One reference less; blocks without any are free, the last ones to be used again first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0
-            if self._references[block] == 0:
+            if self._references[block] > 0:
+                continue
+            if block in self._keys:
+                self._unused[block] = None
+            else:
                 self._free.append(block)
-
-    def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole blocks, in all layers."""
-        self._data[:, :, targets] = self._data[:, :, sources]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, num_heads, head_dim] at slots int64 [T]."""
@@ -92,6 +130,11 @@ class KVPool:
         keys, values = (part.index_select(0, flat) for part in self._data[:, layer])
         shape = (rows, width * BLOCK, *keys.shape[-2:])
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+
+    def _evict(self) -> int:
+        block = next(iter(self._unused))
+        del self._unused[block], self._cached[self._keys.pop(block)]
+        return block
 
     def _clean(self, end: int) -> None:
         # Slots not written yet are masked, but a NaN in fresh memory would survive the mask (0 * NaN).

@@ -3,9 +3,9 @@
 A request's blocks are taken at once for its prompt and its token limit: nothing is ever preempted, and the pool is the
 bound. Whoever waits first is admitted first, even if a later one would fit: no request starves.
 
-Requests with the same prompt share it while any of them runs. A `Prefix` is the prompt without its last token, stored
-once. Every request enters as one row that feeds the last prompt token and has the prefix in its table: full blocks
-shared, the partial last one copied, because the request will write into it.
+A prompt begins with the blocks that are cached of it; the rest of it is computed. Its own blocks can be found from its
+admission on, so that the answers of a group, admitted together, compute their prompt once; those of its answer can be
+found when it has ended, by the agent's next turn.
 """
 
 import heapq
@@ -14,36 +14,35 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from spmd_rl.engine.answer import Answer
-from spmd_rl.engine.native.kv import BLOCK, KVPool, blocks_for
+from spmd_rl.engine.base import PromptTokens
+from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
 from spmd_rl.types import Completion, Request
-
-
-@dataclass(eq=False, slots=True)
-class Prefix:
-    """A prompt without its last token, stored once for all who start with it."""
-
-    token_ids: array  # 'i'
-    blocks: list[int]
-    num_users: int = 0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Row(Answer):
     """A request that runs."""
 
-    prefix: Prefix
     table: list[int]
     """blocks of all tokens it may come to store"""
+    num_stored: int
+    """tokens whose keys and values are in the pool"""
 
     @property
-    def last_token(self) -> int:
-        """The token to feed next: known, not stored yet."""
-        return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+    def num_tokens(self) -> int:
+        """Of prompt and answer."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
-    def position(self) -> int:
-        """Of `last_token`."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+    def num_pending(self) -> int:
+        """Tokens to feed next: known, not stored yet."""
+        return self.num_tokens - self.num_stored
+
+    @property
+    def pending(self) -> array:
+        """The ids ('i') of these tokens."""
+        begin = self.num_stored - len(self.request.prompt_ids)
+        return self.token_ids[begin:] if begin >= 0 else self.request.prompt_ids[begin:] + self.token_ids
 
     def slot(self, position: int) -> int:
         """Where the token at `position` is stored."""
@@ -58,10 +57,11 @@ class Scheduler:
         """running, in the order of their admission"""
         self.unfinished: set[str] = set()
         """ids of those waiting and running"""
+        self.prompt_tokens = PromptTokens()
+        """of the requests admitted"""
         self._pool, self._max_running = pool, max_running
         self._waiting: list[tuple[tuple[int, ...], int, Request]] = []  # a heap
         self._num_added = 0
-        self._prefixes: dict[bytes, Prefix] = {}
 
     def add(self, request: Request) -> None:
         """Queue a request; equal orders are admitted in the order of `add`."""
@@ -70,37 +70,29 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, self._num_added, request))
         self._num_added += 1
 
-    def admit(self) -> tuple[list[Prefix], list[Row]]:
-        """Admit what fits; returns the prefixes to be computed and the rows that are new."""
-        prefixes, rows = [], []
+    def admit(self) -> None:
+        """Admit what fits. A row may begin with blocks that a row before it is about to compute."""
         while self._waiting and len(self.rows) < self._max_running:
             request = self._waiting[0][-1]
-            stem = request.prompt_ids[:-1]
-            prefix = self._prefixes.get(stem.tobytes())
-            num_shared = len(stem) // BLOCK
-            num_own = blocks_for(len(stem) + request.max_new_tokens) - num_shared
-            if num_own + (blocks_for(len(stem)) if prefix is None else 0) > self._pool.num_free:
+            num_tokens = len(request.prompt_ids)
+            keys = block_keys(request.prompt_ids)
+            found = self._pool.find(keys[: (num_tokens - 1) // BLOCK])  # the last token's logits are asked for
+            num_own = blocks_for(num_tokens + request.max_new_tokens - 1) - len(found)
+            if num_own > self._pool.num_free:
+                self._pool.drop(found)
                 break
             heapq.heappop(self._waiting)
-            if prefix is None:
-                prefix = Prefix(stem, self._pool.take(blocks_for(len(stem))))
-                self._prefixes[stem.tobytes()] = prefix
-                prefixes.append(prefix)
-            prefix.num_users += 1
-            table = self._pool.share(prefix.blocks[:num_shared]) + self._pool.take(num_own)
-            rows.append(Row(request, prefix=prefix, table=table))
-            self.rows.append(rows[-1])
-        return prefixes, rows
+            table = found + self._pool.take(num_own)
+            self._pool.keep(keys, table)
+            self.rows.append(Row(request, table=table, num_stored=len(found) * BLOCK))
+            self.prompt_tokens.count(num_tokens, len(found) * BLOCK)
 
     def end(self, row: Row) -> None:
-        """Take a row out and give its blocks back."""
+        """Take a row out and give its blocks back; what they hold stays cached."""
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
+        self._pool.keep(block_keys((row.request.prompt_ids + row.token_ids)[: row.num_stored]), row.table)
         self._pool.drop(row.table)
-        row.prefix.num_users -= 1
-        if row.prefix.num_users == 0:
-            self._pool.drop(row.prefix.blocks)
-            del self._prefixes[row.prefix.token_ids.tobytes()]
 
     def abort(self, ids: Set[str]) -> list[Completion]:
         """End these requests, waiting or running; ids that have ended already are passed over."""

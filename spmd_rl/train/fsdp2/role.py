@@ -94,6 +94,7 @@ class FSDP2Role:
         self._dtype, self._total_updates = dtype, total_updates
         self._updates = self._skipped_in_a_row = 0
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
+        self.lr_factor = 1.0
         self._model = model
         if optimizer is None:
             model.requires_grad_(False)
@@ -152,7 +153,7 @@ class FSDP2Role:
         sums["grad_square"] = self._optimizer.local_grad_square()  # [all]
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
-        lr = learning_rate(
+        lr = self.lr_factor * learning_rate(
             self._updates,
             peak=self._settings.lr,
             schedule=self._settings.schedule,

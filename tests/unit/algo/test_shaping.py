@@ -29,6 +29,7 @@ from spmd_rl.config.sections.algorithm import NORMS
 
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 3.0], dtype=torch.float64)
 GROUPS = torch.tensor([4, 4, 4, 9, 9, 7])
+DOMAINS = GROUPS % 2
 
 
 def test_scale_shift_and_clip() -> None:
@@ -76,7 +77,8 @@ def test_normalise_over_each_scope(mean: str, std: str) -> None:
     running = Moments(10.0, 0.25, 36.0)
 
     def members(i: int, scope: str) -> np.ndarray:
-        return SCORES.numpy()[GROUPS.numpy() == GROUPS.numpy()[i]] if scope == "group" else SCORES.numpy()
+        parts = {"group": GROUPS, "domain": DOMAINS}.get(scope, torch.zeros_like(GROUPS)).numpy()
+        return SCORES.numpy()[parts == parts[i]]
 
     expected = []
     for i, score in enumerate(SCORES.tolist()):
@@ -84,7 +86,7 @@ def test_normalise_over_each_scope(mean: str, std: str) -> None:
         over = members(i, std)
         width = {"none": 0.0, "running": 2.0}.get(std, over.std(ddof=1) if len(over) > 1 else 0.0)
         expected.append((score - centre) / (width + 1e-6) if width else score - centre)
-    ours = normalise(SCORES, GROUPS, running, norm_mean_type=mean, norm_std_type=std)
+    ours = normalise(SCORES, GROUPS, running, DOMAINS, norm_mean_type=mean, norm_std_type=std)
     assert ours.tolist() == pytest.approx(expected, rel=1e-9)
 
 
@@ -93,7 +95,7 @@ def test_normalise_over_each_scope(mean: str, std: str) -> None:
 def test_normalise_stays_finite(mean: str, std: str) -> None:
     for scores in (torch.full((4,), 0.1, dtype=torch.float64), SCORES[:1], SCORES[:0]):
         groups = torch.zeros(len(scores), dtype=torch.int64)
-        ours = normalise(scores, groups, Moments.of(scores), norm_mean_type=mean, norm_std_type=std)
+        ours = normalise(scores, groups, Moments.of(scores), groups, norm_mean_type=mean, norm_std_type=std)
         assert ours.isfinite().all()
         assert ours.tolist() == (scores if mean == "none" else torch.zeros_like(scores)).tolist()
 

@@ -11,6 +11,7 @@ from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.moments import Moments, merged, whiten
 from spmd_rl.algo.scan import discounted_sums
 from spmd_rl.algo.values import explained_variance, value_loss
+from spmd_rl.config.sections.algorithm import TOKEN_ADVANTAGES as KEYS
 
 LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=6)
 DISCOUNT = st.sampled_from([0.0, 0.3, 0.95, 0.99, 1.0])
@@ -60,7 +61,7 @@ def test_reinforce_returns_are_gae_without_a_critic(lengths: list[int], gamma: f
 @pytest.mark.parametrize("name", TOKEN_ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sample_does_not_feel_its_neighbours(name: str, dtype: torch.dtype) -> None:
-    lengths, keys = [5, 1, 12, 3], {"gamma": 0.9} | ({"lam": 0.8} if name == "gae" else {})
+    lengths, keys = [5, 1, 12, 3], {key: 0.9 - 0.1 * (key == "lam") for key in KEYS[name]}
     rewards, values, samples = (t.to(dtype) if t.is_floating_point() else t for t in packed(lengths))
     together = TOKEN_ADVANTAGES[name](rewards, values, samples, **keys)[0]
     assert together.dtype == dtype

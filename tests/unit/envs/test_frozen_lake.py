@@ -62,7 +62,7 @@ def gymnasium_rule(board, success_rate):
 def test_transition_frequencies_are_gymnasiums(make_rule, success_rate):
     env, chooser = FrozenLake(size=3, p=0.9, success_rate=success_rate), random.Random(0)
     counts = defaultdict(Counter)  # by the distribution of the step relative to where it began
-    for seed in range(700):
+    for seed in range(400):
         board = env.reset(seed)[0]
         transitions, at, letters = make_rule(board, success_rate), player(board), cells(board)
         for _ in range(30):
@@ -75,7 +75,7 @@ def test_transition_frequencies_are_gymnasiums(make_rule, success_rate):
             at = to
             if terminated:
                 break
-    assert sum(counter.total() for counter in counts.values()) > 3000
+    assert sum(counter.total() for counter in counts.values()) > 1800
     for expected, counter in counts.items():
         assert counter.keys() <= dict(expected).keys(), "a step went where none may go"
         for way, probability in expected:
@@ -161,9 +161,9 @@ def test_the_best_return_on_slippery_ice_is_that_of_trying_everything(success_ra
     assert exact
 
 
-@pytest.mark.parametrize("settings", [{"max_steps": 12}, {"max_steps": 12, "success_rate": 0.8}, {}])
+@pytest.mark.parametrize("settings", [{"max_steps": 12}, {"max_steps": 12, "success_rate": 0.8}, {"size": 3}])
 def test_the_oracle_reaches_its_bound_on_slippery_ice(settings):
-    env, seeds = FrozenLake(**settings), range(250 if settings else 40)
+    env, seeds = FrozenLake(**settings), range(150)
     bound, won = env.upper_bound(seeds), 0
     for seed in seeds:
         env.demonstrate(seed)

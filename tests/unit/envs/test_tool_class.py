@@ -120,7 +120,7 @@ def test_forms_of_a_call() -> None:
     for action in (
         '{"name": "f", "arguments": {"x": 1}}',
         '{"type": "function", "function": {"name": "f", "arguments": "{\\"x\\": 1}"}}',
-        '<think>{</think> <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> so be it',
+        'So: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> so be it',
     ):
         assert read_calls(action) == wanted
     assert read_calls('{"name": "f"}') == [ToolCall("f", {})]

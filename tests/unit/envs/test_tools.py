@@ -79,6 +79,10 @@ def test_an_episode_with_two_searches() -> None:
     assert (reward, terminated) == (1.0, True)
     assert info["metrics"]["success"] == info["metrics"]["answered"] == 1.0 and info["metrics"]["tool_calls"] == 0.0
     env.reset(seed)
+    assert env.step(f"<think>1 or 2? {call('search', query='x')}</think> {year}.")[1:3] == (1.0, True)
+    env.reset(seed)
+    assert env.step(f"<think>It is {year}")[1:3] == (0.0, False)
+    env.reset(seed)
     assert env.step("It was in 1066.")[1:3] == (0.0, True)
     env.reset(seed)
     text, reward, terminated, _, info = env.step("")

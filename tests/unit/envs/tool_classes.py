@@ -40,6 +40,9 @@ class Guess:
 class Counter:
     """Earns by the step, and knows its seed."""
 
+    step_type = int
+    """A class is no tool."""
+
     def reset(self, seed: int) -> None:
         self.seed, self.count = seed, 0
 

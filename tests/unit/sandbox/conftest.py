@@ -1,6 +1,8 @@
 """Each test here runs in each sandbox: bubblewrap, and the fork server.
 
-What is about files or the network, marked `mounts`, runs in a fork server without mounts and namespaces too.
+What is about files or the network, marked `mounts`, runs in a fork server without mounts and namespaces too. Of a file
+marked `judge`, which is about what is made of a program's results, the rest runs in the fork server, and in bubblewrap
+only where slow tests run: what the judge says does not depend on the walls around the program.
 """
 
 import contextlib
@@ -20,8 +22,11 @@ TIGHT = RunLimits(cpu_seconds=1, wall_seconds=8.0, memory_bytes=256 << 20, disk_
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sandbox" in metafunc.fixturenames:
         everywhere = metafunc.definition.get_closest_marker("mounts") is not None
+        judge = metafunc.definition.get_closest_marker("judge") is not None and not everywhere
         names = [name for name in MAKERS if everywhere or name != "forkserver-unmounted"]
-        metafunc.parametrize("sandbox", names, indirect=True, scope="session")
+        marks = {"bwrap": pytest.mark.slow} if judge else {}
+        chosen = [pytest.param(name, marks=marks.get(name, ())) for name in names]
+        metafunc.parametrize("sandbox", chosen, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")

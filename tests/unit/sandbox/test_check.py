@@ -7,6 +7,7 @@ import pytest
 from tests.unit.sandbox.conftest import TIGHT
 
 pytest.importorskip("spmd_rl.sandbox.exam")  # half of these need it
+pytestmark = pytest.mark.judge
 
 ADD = ["assert add(2, 3) == 5", "from solution import add\ndef test_add():\n    assert add(20, 22) == 42"]
 

@@ -13,6 +13,7 @@ from spmd_rl.types import AnswerInfo, Prompt
 from tests.unit.rewards.helpers import DATA, verdict
 from tests.unit.sidecar_helpers import private_node, workers_of
 
+pytestmark = pytest.mark.judge
 INFO = AnswerInfo(1, "stop")
 SUM = {"test_cases": [{"stdin": f"{n} 1", "expected_stdout": str(n + 1)} for n in range(4)]}
 

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from tests.unit.sandbox.conftest import TIGHT, processes
@@ -429,7 +430,6 @@ print("left")
 @pytest.mark.mounts
 def test_a_killed_caller_leaves_nothing(sandbox):
     """kill -9 of the process that runs the sandbox, while a box with children runs."""
-    before = {uid for _, uid in processes()}
     pid = os.fork()
     if pid == 0:
         try:
@@ -440,11 +440,17 @@ def test_a_killed_caller_leaves_nothing(sandbox):
             os._exit(1)
     deadline = time.monotonic() + 20
 
-    def boxed():
-        return [p for p, uid in processes(dead=False) if uid >= 0x70000000 and uid not in before]
+    def confined():
+        """The user ids of the caller's processes that are in a box: other sandboxes of this machine have others."""
+        family = {child.pid for child in psutil.Process(pid).children(recursive=True)}
+        return [uid for process, uid in processes(dead=False) if process in family and uid >= 0x70000000]
 
-    while len(boxed()) < 8 and time.monotonic() < deadline:
+    def boxed():
+        return [process for process, uid in processes(dead=False) if uid in uids]
+
+    while len(confined()) < 8 and time.monotonic() < deadline:
         time.sleep(0.05)
+    uids = set(confined())
     assert len(boxed()) >= 8
     os.kill(pid, 9)
     os.waitpid(pid, 0)

@@ -96,6 +96,7 @@ def judged(sandbox, code: str, extra: dict) -> Verdict:
     return CodeReward(sandbox).score(prompt, f"```python\n{code}\n```", AnswerInfo(1, "stop"))
 
 
+@pytest.mark.judge
 @pytest.mark.parametrize(
     ("code", "package"),
     [
@@ -113,6 +114,7 @@ def test_an_answer_that_wants_a_package_is_told_apart_from_a_wrong_one(sandbox, 
     assert verdict == Verdict("ok", 0.0, parts, package)
 
 
+@pytest.mark.judge
 def test_a_program_that_wants_a_package_is_told_apart_too(sandbox) -> None:
     extra = {"test_cases": [{"input": "1", "output": "1"}]}
     assert judged(sandbox, "import nowhere_at_all", extra).detail == "nowhere_at_all"

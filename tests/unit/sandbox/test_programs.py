@@ -4,6 +4,7 @@ import pytest
 
 from spmd_rl.types import RunLimits
 
+pytestmark = pytest.mark.judge
 LIMITS = RunLimits(cpu_seconds=10, wall_seconds=30.0)
 READ = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
 TEXT = "3 4\n5\n"

@@ -21,6 +21,7 @@ from spmd_rl.sandbox.guest.stubs import Client, Refused, Unjudged
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 from tests.unit.sandbox.conftest import TIGHT
 
+pytestmark = pytest.mark.judge
 MOST = 1 << 20
 Point = namedtuple("Point", "x y")
 

@@ -1,0 +1,104 @@
+"""An environment of Gymnasium by its id. An action is named, or a number; the observation is drawn as text.
+
+    env.lake.target=envs.adapters.gymnasium_id:GymnasiumEnv env.lake.args.id=FrozenLake-v1
+    env.lake.args.actions=[left,down,right,up]
+
+Where the environment can draw itself as text (`ansi`) that is the observation, and what a terminal would highlight
+stands in square brackets; else the observation is written out. Discrete actions go by number, or by `actions`, names in
+the order of the numbers; text spaces take the action as it is, others as JSON. With a `success` return, or the reward
+threshold that the id is registered with, episodes that reach it count as successes.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
+
+
+class GymnasiumEnv:
+    """Plays `gymnasium.make(id, **args)`."""
+
+    def __init__(
+        self,
+        id: str,
+        args: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        instruction: str = "",
+        success: float | None = None,
+    ) -> None:
+        """`instruction`: what the model reads first; default: how to act. ValueError if the number of names is not that
+        of the actions; what Gymnasium raises for an unknown id or argument goes through."""
+        import gymnasium
+
+        env = gymnasium.make(id, **(args or {}))
+        if "render_mode" not in (args or {}) and "ansi" in env.metadata.get("render_modes", ()):
+            env.close()
+            env = gymnasium.make(id, **{**(args or {}), "render_mode": "ansi"})
+        self._env, space = env, env.action_space
+        self._drawn = env.render_mode == "ansi"
+        self._space, self._spaces = space, gymnasium.spaces
+        self._success = success if success is not None else getattr(env.spec, "reward_threshold", None)
+        self._names = [name.lower() for name in actions]
+        if self._names and not (isinstance(space, self._spaces.Discrete) and space.n == len(self._names)):
+            raise ValueError(f"actions: {len(self._names)} names, and the action space of {id} is {space}")
+        self._instruction = instruction or self._how_to_act()
+        self._seen, self._earned = "", 0.0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Begin an episode. Gymnasium's seeds have 31 bits here, which all environments take."""
+        observation, _ = self._env.reset(seed=seed % 2**31)
+        self._seen, self._earned = self._text(observation), 0.0
+        return self._seen, {"instruction": self._instruction}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Act. What is no action of the space changes nothing."""
+        before, reward, terminated, truncated = self._seen, 0.0, False, False
+        valid, value = self._parsed(action.strip())
+        if valid:
+            observation, reward, terminated, truncated, _ = self._env.step(value)
+            self._seen = self._text(observation)
+        self._earned += float(reward)
+        metrics = {"action_is_valid": float(valid), "action_is_effective": float(self._seen != before)}
+        if self._success is not None:
+            metrics["success"] = float(self._earned >= self._success and bool(terminated or truncated))
+        info = {"metrics": metrics, "metrics_agg_mode": {"success": "last"}}
+        return self._seen, float(reward), bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        if not self._drawn:
+            return str(observation)
+        return _ESCAPE.sub(r"[\1]", str(self._env.render())).strip()
+
+    def _parsed(self, text: str) -> tuple[bool, Any]:
+        """Return whether a text is an action, and which."""
+        if isinstance(self._space, self._spaces.Text):
+            return self._space.contains(text), text
+        if text.lower() in self._names:
+            return True, self._names.index(text.lower()) + int(self._space.start)
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return False, None
+        if isinstance(self._space, self._spaces.Discrete):
+            return isinstance(value, int) and not isinstance(value, bool) and self._space.contains(value), value
+        import numpy
+
+        try:
+            value = numpy.asarray(value, dtype=self._space.dtype)
+        except (TypeError, ValueError):
+            return False, None
+        return self._space.contains(value), value
+
+    def _how_to_act(self) -> str:
+        if self._names:
+            return f"Actions: {', '.join(self._names)}."
+        if isinstance(self._space, self._spaces.Discrete):
+            first = int(self._space.start)
+            return f"An action is a number from {first} to {first + int(self._space.n) - 1}."
+        return f"An action is JSON for {self._space}."

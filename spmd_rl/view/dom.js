@@ -1,0 +1,87 @@
+// Elements, numbers and requests. What comes from the sample log is written by a model: it becomes text nodes alone.
+
+function h(tag, properties, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties || {})) {
+    if (name === "data") Object.assign(element.dataset, value);
+    else if (name === "color") element.style.setProperty("--c", value);
+    else if (value !== undefined && value !== null) element[name] = value;
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  return element;
+}
+
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+function select(label, value, options, onchange) {
+  const made = options.map(([key, text]) => h("option", { value: key, textContent: text, selected: key === value }));
+  return h("select", { title: label, ariaLabel: label, onchange: (event) => onchange(event.target.value) }, made);
+}
+
+function buttons(label, value, options, onchange) {
+  const made = options.map(([key, text]) =>
+    h("button", { type: "button", textContent: text, ariaPressed: key === value, onclick: () => onchange(key) }));
+  return h("div", { className: "buttons", role: "group", ariaLabel: label }, made);
+}
+
+function fact(name, value, tone) {
+  if (value === null || value === undefined || value === "") return null;
+  return h("span", { className: `fact ${tone || ""}` }, h("i", {}, name), String(value));
+}
+
+function number(value, digits = 3) {
+  if (value === null || value === undefined) return "\u2013";
+  return String(Number.isInteger(value) ? value : Number(value.toPrecision(digits))).replace("-", "\u2212");
+}
+
+function signed(value) {
+  return value === null || value === undefined ? "\u2013" : (value > 0 ? "+" : "") + number(value);
+}
+
+function tone(value) {
+  return value > 0 ? "good" : value < 0 ? "bad" : "";
+}
+
+function mean(values) {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+async function get(name, query) {
+  const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== "");
+  const reply = await fetch(`api/${name}?${new URLSearchParams(given)}`);
+  const content = await reply.json();
+  if (!reply.ok) throw new Error(content.error);
+  return content;
+}
+
+function chart(points, step, onpick) {
+  // a line over steps; a click picks the nearest step
+  const [width, height, pad] = [308, 92, 6];
+  const steps = points.map((point) => point[0]);
+  const values = points.map((point) => point[1]);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const x = (value) => pad + ((width - 2 * pad) * (value - steps[0])) / (steps[steps.length - 1] - steps[0] || 1);
+  const y = (value) => height - 16 - ((height - 32) * (value - low)) / (high - low || 1);
+  const line = points.map(([s, v]) => `${x(s).toFixed(1)},${y(v).toFixed(1)}`).join(" ");
+  const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart" },
+    svg("polyline", { points: line }),
+    svg("text", { x: pad, y: 11 }, number(high)),
+    svg("text", { x: pad, y: height - 2 }, number(low)),
+    svg("text", { x: width - pad, y: height - 2, "text-anchor": "end" }, `step ${steps[steps.length - 1]}`));
+  if (step >= steps[0]) drawn.append(svg("line", { x1: x(step), x2: x(step), y1: 14, y2: height - 14 }));
+  for (const [s, v] of points.length < 40 ? points : points.slice(-1)) {
+    drawn.append(svg("circle", { cx: x(s), cy: y(v), r: s === step ? 3.5 : 1.8 }));
+  }
+  drawn.addEventListener("click", (event) => {
+    const box = drawn.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * width;
+    onpick(steps.reduce((best, s) => (Math.abs(x(s) - at) < Math.abs(x(best) - at) ? s : best), steps[0]));
+  });
+  return drawn;
+}

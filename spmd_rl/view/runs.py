@@ -1,0 +1,127 @@
+"""Finds run directories and reads what stands at the top of each: settings, metrics, and which steps have samples.
+
+A file is read again when it has changed, so a run can be followed while it is being written.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import UserError
+from spmd_rl.track.run_reader import RunData, read_run
+from spmd_rl.track.samples import merged_files
+
+KINDS = ("step", "eval")
+"""Of sample files: the samples that a step trains on, and held-out answers."""
+MAX_DEPTH = 3
+"""Folders below the one that is named in which runs are looked for."""
+SCORES = ("val/score/mean", "critic/score/mean")
+
+
+class Runs:
+    """The runs in a folder, by name: the path of their directory below it, or `.` for the folder itself."""
+
+    def __init__(self, root: Path) -> None:
+        """UserError where there is no run."""
+        self.root = root
+        if not root.is_dir():
+            raise UserError(f"{root}: no such directory")
+        if not self.names():
+            raise UserError(f"{root}: no run in it: neither config.yaml with metrics or samples, nor folders with them")
+
+    def names(self) -> list[str]:
+        """The names of all runs that are there at this moment, those that were written last first."""
+        folders = [self.root] if _is_run(self.root) else _below(self.root, MAX_DEPTH)
+        found = sorted(folders, key=lambda folder: (-_changed(folder), folder))
+        return [folder.relative_to(self.root).as_posix() for folder in found]
+
+    def read(self, name: str) -> RunData:
+        """Read a run by its name. KeyError where there is none of that name."""
+        if name not in self.names():
+            raise KeyError(f"no run {name!r}")
+        return read(self.root / name)
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """One line on each run."""
+        return [summary(name, self.read(name)) for name in self.names()]
+
+
+def _is_run(folder: Path) -> bool:
+    written = ("metrics.jsonl", "samples", "journal")
+    return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in written)
+
+
+def _below(folder: Path, depth: int) -> list[Path]:
+    """The runs below a folder, whose own folders are not searched."""
+    found = []
+    for path in folder.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            found += [path] if _is_run(path) else _below(path, depth - 1) if depth > 1 else []
+    return found
+
+
+def _changed(folder: Path) -> float:
+    """When a run wrote its metrics, or else its settings."""
+    path = folder / "metrics.jsonl"
+    return (path if path.exists() else folder / "config.yaml").stat().st_mtime
+
+
+def read(folder: Path) -> RunData:
+    """Read a run directory, anew where its metrics or settings have changed."""
+    return _read(folder, tuple(stamp(folder / name) for name in ("config.yaml", "metrics.jsonl")))
+
+
+@lru_cache(64)
+def _read(folder: Path, stamps: tuple[Any, ...]) -> RunData:
+    return read_run(folder)
+
+
+def stamp(path: Path) -> tuple[int, int] | None:
+    """What changes with a file's content: time and size; None where there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def files(run: RunData, kind: str) -> dict[int, Path]:
+    """The sample files of a run by step. KeyError for a kind that is none of `KINDS`."""
+    if kind not in KINDS:
+        raise KeyError(f"no kind {kind!r} of samples")
+    return dict(merged_files(run.directory / "samples", kind))
+
+
+def title(run: RunData) -> str:
+    """The name of a run for people."""
+    return str(run.setting("run.name") or run.directory.resolve().name)
+
+
+def summary(name: str, run: RunData) -> dict[str, Any]:
+    """What the list of runs tells of one."""
+    scores = {key: points[-1][1] for key in SCORES if (points := run.series(key))}
+    return {
+        "run": name,
+        "title": title(run),
+        "pipeline": run.about.get("pipeline"),
+        "model": run.setting("policy.model"),
+        "seed": run.setting("seed"),
+        "last": run.lines[-1]["step"] if run.lines else 0,
+        "planned": run.setting("steps"),
+        "score": next(iter(scores.values()), None),
+    }
+
+
+def overview(name: str, run: RunData) -> dict[str, Any]:
+    """What the page needs of one run: its summary, its metrics' names, and the steps that have samples."""
+    keys = sorted({key for line in run.lines for key, value in line.items() if isinstance(value, int | float)})
+    kinds = {kind: list(files(run, kind)) for kind in KINDS}
+    return summary(name, run) | {"steps": kinds, "keys": [key for key in keys if key != "step"]}
+
+
+def nearest(steps: Sequence[int], step: int | None) -> int | None:
+    """The step that is meant: the one asked for where it is there, without one the last; None where there is none."""
+    if step is None:
+        return steps[-1] if steps else None
+    return step if step in steps else None

@@ -1,0 +1,65 @@
+"""The text of each token id, from the `tokenizer.json` of the run's model, as far as it lies on this machine."""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd_rl.errors import UserError, one_line
+from spmd_rl.hub import model_folder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BROKEN = "\ufffd"
+
+
+class TokenTexts:
+    """Texts of the tokens of one model. Without a tokenizer, `missing` says why, and there are none."""
+
+    def __init__(self, model: str | None) -> None:
+        """model: `policy.model`, a directory or a name of the hub; nothing is downloaded."""
+        self._tokenizer, self.missing = _load(str(model)) if model else (None, "the run names no model")
+
+    def texts(self, ids: Sequence[int]) -> list[str] | None:
+        """One text for each id, special tokens too; joined, they are the text of all. None without a tokenizer.
+
+        A character of several tokens stands with the last of them.
+        """
+        return None if self._tokenizer is None else list(_texts(self._tokenizer, ids))
+
+    def add(self, trajectory: dict[str, Any]) -> dict[str, Any]:
+        """Give each turn of a trajectory (`trajectories.whole`) its `prompt` and its `tokens` as texts, or None."""
+        for segment in trajectory["segments"]:
+            for turn in segment["turns"]:
+                prompt = self.texts(turn["prompt_ids"])
+                turn["prompt"] = None if prompt is None else "".join(prompt)
+                turn["tokens"] = self.texts(turn["token_ids"])
+        return trajectory
+
+
+def _texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> Iterator[str]:
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    for index, token_id in enumerate(ids):
+        text = stream.step(tokenizer, token_id)
+        # an answer that ends within a character is shown as the model left it
+        yield text if text is not None else (BROKEN if index == len(ids) - 1 else "")
+
+
+@lru_cache(16)
+def _load(model: str) -> tuple["Tokenizer | None", str]:
+    from tokenizers import Tokenizer
+
+    try:
+        folder = model_folder(model)
+    except UserError as error:
+        return None, str(error)
+    path = Path(folder, "tokenizer.json")
+    if not path.is_file():
+        return None, f"no {path}"
+    try:
+        return Tokenizer.from_file(str(path)), ""
+    except Exception as error:  # noqa: BLE001 - the library raises no other class
+        return None, f"{path}: {one_line(error)}"

@@ -1,0 +1,61 @@
+"""The page of a run's view in a headless Chromium: what it becomes, and pictures of it.
+
+    python -m tests.browser RUN_DIR "step=14&ticket=113&answer=2" docs/view   # docs/view_light.png, docs/view_dark.png
+
+The second argument is what stands behind # in the address.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spmd_rl.view.runs import Runs
+from spmd_rl.view.server import Server
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SCHEMES = {"dark": 0, "light": 1}
+
+
+@contextmanager
+def served(run_dir: Path) -> Iterator[Server]:
+    """Serve the page of a run on a thread."""
+    with Server(Runs(run_dir)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def visit(url: str, profile: Path, seconds: float = 6.0, *options: str) -> str:
+    """The document after some seconds of the page's own clock. AssertionError for a message on the console."""
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1300,900",
+    ]
+    command += ["--enable-logging=stderr", f"--user-data-dir={profile}", f"--virtual-time-budget={1000 * seconds:.0f}"]
+    done = subprocess.run([*command, *(options or ["--dump-dom"]), url], capture_output=True, text=True, timeout=120)
+    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not messages, "\n".join(messages)
+    return done.stdout.partition("<body")[2].partition("<script")[0]
+
+
+def picture(url: str, scheme: str, path: Path) -> None:
+    """Draw the page into a PNG."""
+    with tempfile.TemporaryDirectory() as profile:
+        visit(
+            url, Path(profile), 6.0, f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--screenshot={path}"
+        )
+
+
+if __name__ == "__main__":
+    with served(Path(sys.argv[1])) as server:
+        for scheme in SCHEMES:
+            picture(f"{server.url}#{sys.argv[2]}", scheme, Path(f"{sys.argv[3]}_{scheme}.png"))

@@ -1,0 +1,78 @@
+"""Agents through the real door: guarantees E and S, whatever plays the environments."""
+
+import pytest
+
+from tests.e2e.runs import EXACT, Running, Toy
+from tests.e2e.test_guarantees import bitwise_equal, difference, tokens
+
+SETTINGS = (
+    "algorithm=gigpo",
+    "env.echo.target=tests.e2e.toy_env:Echo",
+    "env.echo.pattern=all",
+    "env.echo.system=''",
+    "rollout.prompts_per_step=3",
+    "rollout.answers_per_prompt=4",
+    "rollout.max_new_tokens=4",
+    "rollout.max_turns=3",
+    "rollout.max_prompt_tokens=200",
+    "rollout.over_sample=0",
+    "warmup.steps=1",
+    "warmup.episodes=3",
+    "eval.every=3",
+    "eval.prompts=3",
+    "policy.lr=1e-3",
+    "checkpoint.every=1",
+    "checkpoint.keep=9",
+    "checkpoint.export_hf=true",
+    *EXACT,
+)
+
+
+class AgentToy(Toy):
+    """A tiny model and an environment that any text plays."""
+
+    door = "spmd_rl.agentic"
+
+    def settings(self) -> list[str]:
+        return [f"policy.model={self.model}", *SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> AgentToy:
+    return AgentToy(tmp_path_factory.mktemp("toy"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def straight(toy: AgentToy) -> Running:
+    return toy.run("steps=3", name="straight")
+
+
+def test_a_resumed_run_is_bitwise_the_same_whatever_plays_the_environments(toy: AgentToy, straight: Running) -> None:
+    toy.run("steps=2", "env.echo.workers=3", "env.echo.mode=process", name="resumed")
+    resumed = toy.run("steps=3", "env.echo.workers=2", "env.echo.envs_per_worker=3", name="resumed")
+    assert [tokens(resumed, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
+    assert bitwise_equal(resumed.weights(3), straight.weights(3))
+    lengths = {len(sample["turns"]) for step in (2, 3) for sample in straight.samples(step)}
+    assert len(lengths) > 1  # or nothing would show that episodes end on their own
+    assert straight.metrics()[-1]["actor/abs_advantage"] > 0
+
+
+def test_one_rank_plays_the_same_episodes(toy: AgentToy, straight: Running) -> None:
+    alone = toy.run("steps=2", ranks=0, name="alone")
+    assert [tokens(alone, step) for step in (1, 2)] == [tokens(straight, step) for step in (1, 2)]
+    assert difference(alone.weights(2), straight.weights(2)) < 1e-4
+
+
+def test_turns_of_fresh_prompts_are_segments_of_their_trajectory(toy: AgentToy) -> None:
+    run = toy.run("steps=2", "env.echo.history=1", "warmup.steps=0", "eval.every=0", name="fresh")
+    samples = run.samples(2)
+    assert len(samples) > 12 and all(len(sample["turns"]) == 1 for sample in samples)
+    assert run.metrics()[-1]["env/echo/segments"] > 1.5
+    assert run.metrics()[-1]["actor/grad_norm"] > 0
+
+
+def test_spare_episodes_are_given_up(toy: AgentToy) -> None:
+    overrides = ("steps=1", "rollout.redundancy=2", "env.echo.args.delay=0.02", "warmup.steps=0", "eval.every=0")
+    run = toy.run(*overrides, name="spare")
+    answers = [(sample["ticket"], sample["answer"]) for sample in run.samples(1)]
+    assert len(answers) == len(set(answers)) == 12

@@ -1,0 +1,330 @@
+"""The view of a run: what its readers, its server and the terminal tell of a small run, and to whom."""
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+import pytest
+
+from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.errors import UserError
+from spmd_rl.learn import sample_log
+from spmd_rl.track.samples import SampleLog, SampleRow, StepRow
+from spmd_rl.types import AgentStep, Group, Prompt, Sample, Turn, Verdict
+from spmd_rl.view import __main__ as command
+from spmd_rl.view.runs import Runs
+from spmd_rl.view.server import Server
+from spmd_rl.view.tokens import TokenTexts
+from spmd_rl.view.trajectories import rows, whole
+from tests import agents
+from tests.agent_run import bytes_tokenizer, encoder, make_agent_run, write_step
+from tests.synthetic import make_run
+from tests.unit.test_prepare import plan_of
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A folder of two runs: an agent's of three steps, of which two are written, and one of single answers."""
+    root = tmp_path_factory.mktemp("runs")
+    make_agent_run(root / "agent", bytes_tokenizer(root / "model"), written=2)
+    make_run(root / "rlvr" / "sums")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    with Server(Runs(root)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(server: Server, path: str, host: str = "127.0.0.1", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request(method, path, headers={"Host": f"{host}:{server.server_port}"})
+    reply = connection.getresponse()
+    return reply.status, dict(reply.getheaders()), reply.read()
+
+
+def get(server: Server, name: str, **query: object):
+    status, _, body = ask(server, f"{urlsplit(server.url).path}api/{name}?{urlencode(query)}")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def step_of(state: int) -> AgentStep:
+    return AgentStep("seen", -0.1, state, "Up", {"action_is_valid": 1.0}, "P_")
+
+
+def turn(text: str, state: int = 1, prompt: tuple[int, ...] = (1, 2)) -> Turn:
+    ids = array("i", [3] * len(text))
+    return Turn(
+        array("i", prompt),
+        ids,
+        array("f", [-0.5] * len(ids)),
+        array("i", [4] * len(ids)),
+        "stop",
+        text,
+        step=step_of(state),
+    )
+
+
+def logged(samples: list[Sample], path: Path) -> Path:
+    """The file that the sample log makes of one group."""
+    group = Group(Prompt("1d", (), "lake", ""), 7, tuple(samples))
+    log = SampleLog(path, 0, 1, "eval")
+    log.write(1, sample_log.held_out([group]))
+    log.merge(1)
+    return log.path(1)
+
+
+def test_the_log_tells_what_the_environment_returned(tmp_path: Path) -> None:
+    path = logged([Sample(7, 0, (turn("a", state=-1),), Verdict("ok", -0.1))], tmp_path)
+    row = msgspec.json.decode(path.read_bytes(), type=SampleRow)
+    assert row.turns[0].step == StepRow("seen", -0.1, "f" * 16, "Up", "P_", {"action_is_valid": 1.0})
+    assert (row.unit, row.last, row.turns[0].advantage) == (None, True, None)
+    assert b'"unit"' not in path.read_bytes() and b'"last"' not in path.read_bytes()
+
+
+@pytest.mark.parametrize(("advantage", "own"), [("step_reinforce", True), ("grpo", False)])
+def test_each_turn_has_the_advantage_of_its_tokens(advantage: str, own: bool, tmp_path: Path) -> None:
+    """Credit per turn, in two segments; a turn without a sampled token has none."""
+    steps = [
+        agents.Step(reward, index, tokens) for index, (reward, tokens) in enumerate([(1, 2), (0, 1), (0, 0), (4, 3)])
+    ]
+    other = [agents.Step(2.0, 9, 1), agents.Step(0.0, 8, 1)]
+    made = agents.group(5, [agents.trajectory(5, 0, steps, cuts=(1,)), agents.trajectory(5, 1, other)])
+    harvest = agents.collected([made])
+    plan = plan_of(harvest, AlgorithmConfig(advantage=advantage, step_reward_gamma=0.5))
+    told = {row.answer: row for row in sample_log.rows(harvest, plan)}
+    runs = iter(plan.advantages.tolist())
+    for _, row in sorted(told.items()):
+        mine = [turn for turn in row.turns if turn.token_ids]
+        if own and len(mine) > 1:
+            assert [turn.advantage for turn in mine] == pytest.approx([next(runs) for _ in mine])
+            total = sum(turn.advantage * len(turn.token_ids) for turn in mine)
+            assert row.advantage == pytest.approx(total / sum(len(turn.token_ids) for turn in mine))
+        else:
+            assert {turn.advantage for turn in row.turns} == {None} and row.advantage == pytest.approx(next(runs))
+    assert next(runs, None) is None
+    assert own == (told[1].turns[0].advantage is not None) and told[agents.SEGMENTS].turns[1].advantage is None
+    log = SampleLog(tmp_path, 0, 1)
+    log.write(1, told.values())
+    log.merge(1)
+    first, second = rows(log.path(1))
+    assert (first.segments, first.turns, first.tokens, second.advantage) == (2, 4, 6, told[1].advantage)
+    wanted = (2 * told[0].advantage + 4 * told[agents.SEGMENTS].advantage) / 6
+    assert first.advantage == pytest.approx(wanted)
+
+
+def test_segments_are_one_trajectory_and_a_pair_is_two(tmp_path: Path) -> None:
+    far = 1 << 16
+    begun, done = Verdict("ok", 0.0), Verdict("ok", 0.75, {"stop/max_turns": 1.0})
+    samples = [
+        Sample(7, 0, (turn("a"), turn("b")), begun, unit=0, last=False),
+        Sample(7, 1, (turn("x"),), done, unit=1),
+        Sample(7, 2, (turn("y"),), done, unit=1),
+        Sample(7, far, (turn("c"),), begun, unit=0, last=False),
+        Sample(7, 2 * far, (turn("dd"),), done, unit=0),
+    ]
+    path = logged(samples, tmp_path)
+    found = rows(path)
+    assert [(row.answer, row.turns, row.tokens, row.segments, row.score, row.end) for row in found] == [
+        (0, 4, 5, 3, 0.75, "max_turns"), (1, 1, 1, 1, 0.75, "max_turns"), (2, 1, 1, 1, 0.75, "max_turns"),
+    ]  # fmt: skip
+    told = whole(path, found[0])
+    assert [[turn["text"] for turn in segment["turns"]] for segment in told["segments"]] == [["a", "b"], ["c"], ["dd"]]
+    assert told["verdict"]["score"] == 0.75
+
+
+def test_a_trajectory_without_its_end_is_shown(tmp_path: Path) -> None:
+    path = logged([Sample(7, 0, (turn("a"),), Verdict("error", detail="lost"), unit=0, last=False)], tmp_path)
+    assert [(row.status, row.score) for row in rows(path)] == [("error", None)]
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    path = logged([Sample(7, 0, (turn("a"),), Verdict("ok"))], tmp_path)
+    path.write_bytes(path.read_bytes() + b'{"ticket":1}\n')
+    with pytest.raises(ValueError, match=r"eval-000001\.jsonl:2: .*answer"):
+        rows(path)
+
+
+def test_runs_of_a_folder_and_what_is_none(root: Path, tmp_path: Path) -> None:
+    assert sorted(Runs(root).names()) == ["agent", "rlvr/sums"]
+    assert Runs(root / "agent").names() == ["."]
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    for folder, why in ((tmp_path, "no run in it"), (tmp_path / "none", "no such directory")):
+        with pytest.raises(UserError, match=why):
+            Runs(folder)
+
+
+def test_the_page_asks_for_runs_steps_and_samples(server: Server) -> None:
+    by_name = {one["run"]: one for one in get(server, "runs")}
+    assert by_name["agent"]["pipeline"] == "agentic" and by_name["agent"]["planned"] == 3
+    run = get(server, "run", run="agent")
+    assert run["steps"] == {"step": [1, 2], "eval": [1, 2]} and run["no_tokenizer"] == ""
+    assert "critic/score/mean" in run["keys"]
+    assert [step for step, _ in get(server, "series", run="agent", key="critic/score/mean")] == [1, 2]
+    listed = get(server, "step", run="agent", kind="step", step=2)
+    assert [(row["ticket"], row["answer"]) for row in listed] == [(t, a) for t in range(16, 24) for a in range(8)]
+    assert {row["end"] for row in listed} <= {"terminated", "max_turns"} and "offsets" not in listed[0]
+    assert len(get(server, "step", run="agent", kind="eval", step=2)) == 16
+
+
+def test_a_trajectory_comes_with_texts_and_steps(server: Server, root: Path) -> None:
+    place = {"run": "agent", "kind": "step", "step": 2, "ticket": 17}
+    group = get(server, "trajectories", **place)
+    assert [one["answer"] for one in group] == list(range(8))
+    (one,) = get(server, "trajectories", **place, answer=3)
+    assert one == group[3]
+    line = json.loads((root / "agent/samples/step-000002.jsonl").read_text().splitlines()[11])
+    (segment,) = one["segments"]
+    assert len(segment["turns"]) == len(line["turns"])
+    for shown, written in zip(segment["turns"], line["turns"], strict=True):
+        assert {name: shown[name] for name in written} == written
+        assert "".join(shown["tokens"]) == f"{written['text']}<|im_end|>" and len(shown["tokens"]) == len(
+            written["logprobs"]
+        )
+    assert "FrozenLake" in segment["turns"][0]["prompt"]
+    assert all("advantage" in turn for turn in segment["turns"])
+
+
+def test_an_answer_of_one_turn(server: Server) -> None:
+    (one,) = get(server, "trajectories", run="rlvr/sums", kind="step", step=12, ticket=0, answer=0)
+    assert one["messages"][0]["content"].startswith("State the final answer") and one["end"] == "stop"
+
+
+def test_a_missing_tokenizer_is_told(tmp_path: Path) -> None:
+    texts = TokenTexts(str(tmp_path))
+    assert texts.texts([1]) is None and "tokenizer.json" in texts.missing
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text('{"version": 1}')
+    assert "tokenizer.json: " in TokenTexts(str(tmp_path / "broken")).missing
+    assert TokenTexts(None).missing == "the run names no model"
+
+
+def test_characters_of_several_tokens_stand_with_the_last_of_them(tmp_path: Path) -> None:
+    model = bytes_tokenizer(tmp_path)
+    texts, ids = TokenTexts(str(model)), encoder(model)("a\u65e5b")
+    assert texts.texts(ids) == ["a", "", "", "\u65e5", "b"]
+    assert texts.texts(ids[:3]) == ["a", "", "\ufffd"]
+
+
+def test_a_run_is_followed(tmp_path: Path) -> None:
+    run_dir = make_agent_run(tmp_path / "run", written=1)
+    runs = Runs(run_dir)
+    assert [step for step, _ in runs.read(".").series("critic/score/mean")] == [1]
+    write_step(run_dir, 2, encoder(tmp_path / "model"), 3)
+    assert [step for step, _ in runs.read(".").series("critic/score/mean")] == [1, 2]
+    path = run_dir / "samples" / "step-000001.jsonl"
+    assert len(rows(path)) == 64
+    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[:8]))
+    assert len(rows(path)) == 8
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "why"),
+    [
+        ("api/run?run=..", 404, "no run"),
+        ("api/run?run=%2Fetc", 404, "no run"),
+        ("api/run", 404, "run"),
+        ("api/step?run=agent&kind=step&step=9", 404, "9"),
+        ("api/step?run=agent&kind=..%2F&step=1", 404, "kind"),
+        ("api/step?run=agent&kind=step&step=x", 500, "ValueError"),
+        ("api/nothing", 404, "no such thing"),
+        ("../config.yaml", 404, "no such thing"),
+    ],
+)
+def test_what_is_not_there(server: Server, query: str, status: int, why: str) -> None:
+    told, _, body = ask(server, urlsplit(server.url).path + query)
+    assert (told, why in json.loads(body)["error"]) == (status, True), body
+
+
+def test_only_the_printed_address_is_answered(server: Server) -> None:
+    path = urlsplit(server.url).path
+    assert server.server_address[0] == "127.0.0.1"
+    assert ask(server, path)[0] == ask(server, path, host="localhost")[0] == 200
+    others = [("/", "127.0.0.1"), ("/x" + path, "127.0.0.1"), (path[:-2] + "/", "127.0.0.1"), ("/%C3%A9/", "localhost")]
+    for other, host in [*others, (path, "evil.example"), (path, "127.0.0.1.evil.example"), (path, "")]:
+        status, _, body = ask(server, other, host)
+        assert status == 403 and b"spmd_rl view" not in body, (other, host)
+    assert ask(server, path, method="POST")[0] == 501
+
+
+def test_the_page_brings_all_it_needs_and_may_load_nothing(server: Server) -> None:
+    _, headers, body = ask(server, urlsplit(server.url).path)
+    page, policy = body.decode(), headers["Content-Security-Policy"]
+    nonce = policy.partition("'nonce-")[2].partition("'")[0]
+    assert page.count(f'nonce="{nonce}"') == 2 and "NONCE" not in page and "STYLE" not in page
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "connect-src 'self'" in policy
+    assert "innerHTML" not in page and "outerHTML" not in page and "insertAdjacent" not in page and "eval(" not in page
+    assert "https://" not in page and page.count("http://") == page.count("http://www.w3.org/2000/svg")
+    assert nonce not in ask(server, urlsplit(server.url).path)[2].decode()
+
+
+def test_the_terminal(root: Path, capsys) -> None:
+    run = str(root / "agent")
+    assert command.main([str(root), "--text"]) == 0
+    assert "rlvr/sums" in capsys.readouterr().out
+    assert command.main([run, "--text"]) == 0
+    assert "terminated" in capsys.readouterr().out
+    assert command.main([run, "--text", "--step", "1"]) == 0
+    assert "8.0" in capsys.readouterr().out
+    for color in ("logprob", "mask", "advantage", "version", "none"):
+        assert command.main([run, "--sample", "17.3", "--color", color]) == 0
+        out = capsys.readouterr().out
+        assert "turn 1" in out and "P _ _ _" in out and "action" in out and "FrozenLake" in out
+    assert command.main([run, "--text", "--held-out", "--sample", "3"]) == 0
+    assert "held out" in capsys.readouterr().out
+
+
+def test_the_terminal_acts_on_nothing_that_a_model_wrote(tmp_path: Path, capsys) -> None:
+    make_agent_run(tmp_path / "run", written=0)
+    sample = Sample(7, 0, (turn("\x1b[31m[bold]"),), Verdict("ok", 1.0, detail="\x07"))
+    evil = replace_action(sample, "\x1b]0;x\x07")
+    logged([evil], tmp_path / "run" / "samples")
+    assert command.main([str(tmp_path / "run"), "--held-out", "--sample", "7.0"]) == 0
+    assert command.main([str(tmp_path / "run"), "--held-out", "--step", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and "x1b" in out
+
+
+def replace_action(sample: Sample, action: str) -> Sample:
+    (one,) = sample.turns
+    step = msgspec.structs.replace(one.step, action=action)
+    return msgspec.structs.replace(sample, turns=(msgspec.structs.replace(one, step=step),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["none"], "none: no such directory"),
+        (["agent", "--port", "99999"], "--port 99999"),
+        (["agent", "--step", "9"], "there are 1 to 2"),
+        (["agent", "--sample", "999.1"], "--sample 999.1"),
+        ([".", "--step", "1"], "holds 2 runs"),
+    ],
+)
+def test_mistakes_are_one_line(root: Path, capsys, arguments: list[str], why: str) -> None:
+    assert command.main([str(root / arguments[0]), *arguments[1:]]) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, spmd_rl.view.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_settings_that_are_no_yaml(tmp_path: Path, capsys) -> None:
+    run_dir = make_agent_run(tmp_path / "run", written=0)
+    (run_dir / "config.yaml").write_text("a: [")
+    assert command.main([str(run_dir), "--text"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
