@@ -12,6 +12,7 @@ from typing import Any
 
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture
+from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.ranks import local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_run, check_wandb
@@ -53,6 +54,8 @@ def check(cfg: Any) -> None:
     check_wandb(cfg.track.wandb)
     if data or cfg.reward.domains:
         check_rewards(cfg)
+    if env:
+        check_envs(cfg)
     if not names_of_the_hub(cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or libraries would ask the hub about files of this machine
     check_algorithm(cfg.algorithm)  # last: a module of tensors imports torch

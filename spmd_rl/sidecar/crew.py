@@ -29,7 +29,7 @@ RETRY_SECONDS = 0.5
 """The pause before a process is started again, where descriptors, memory or processes are short."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class WorkerProcess:
     """One worker process; `pidfd` is -1 until it has told its pid."""
 

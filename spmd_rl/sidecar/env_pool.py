@@ -8,7 +8,7 @@ whole and is killed. A worker that dies takes its sessions with it: they are los
 
 import contextlib
 import socket
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,9 +31,8 @@ END_SECONDS = 2.0
 class Holder(Protocol):
     """What a pool asks of a session, and tells it."""
 
-    held_out: bool
-    solve: bool
-    seed: int
+    reset: wire.ResetRequest
+    """What it asks for; `session` is its own affair."""
 
     def on_seat(self, seat: "Seat") -> None:
         """Its reset begins."""
@@ -48,7 +47,7 @@ class Holder(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Seat:
     """A slot of a worker, with the session that has it."""
 
@@ -62,7 +61,7 @@ class Seat:
     """When the call that runs is late; infinite if none runs."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Worker(WorkerProcess):
     free: list[int] = field(default_factory=list)
     seats: dict[int, Seat] = field(default_factory=dict)
@@ -79,8 +78,7 @@ class EnvPool(Crew[_Worker]):
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, loop: EventLoop) -> None:
         super().__init__(f"env.{tag}", spec, wire.FROM_ENV_WORKER, loop)
-        self._tag = tag
-        self._queue: deque[Holder] = deque()
+        self._queue: OrderedDict[Holder, None] = OrderedDict()
         self._num_seats = 0
         self._num_running = 0
         self._replies = 0
@@ -102,13 +100,12 @@ class EnvPool(Crew[_Worker]):
         if self.broken:
             holder.on_failure("error", self.broken)
         else:
-            self._queue.append(holder)
+            self._queue[holder] = None
             self._may_dispatch = True
 
     def withdraw(self, holder: Holder) -> None:
-        """Take a reset that waits off the queue."""
-        with contextlib.suppress(ValueError):
-            self._queue.remove(holder)
+        """Take a reset off the queue, if it waits there."""
+        self._queue.pop(holder, None)
 
     def step(self, seat: Seat, number: int, action: str) -> None:
         """Give a step to the worker that has the session."""
@@ -187,7 +184,7 @@ class EnvPool(Crew[_Worker]):
         self._empty(worker, "its worker died")
 
     def _drop_work(self, reason: str) -> None:
-        waiting, self._queue = self._queue, deque()
+        waiting, self._queue = self._queue, OrderedDict()
         for worker in list(self._workers):
             self._empty(worker, reason)
         for holder in waiting:
@@ -204,7 +201,7 @@ class EnvPool(Crew[_Worker]):
             least = min(len(worker.seats) for worker in open_workers)
             for worker in open_workers:
                 if self._queue and len(worker.seats) == least:
-                    self._seat(worker, self._queue.popleft())
+                    self._seat(worker, self._queue.popitem(last=False)[0])
 
     def _seat(self, worker: _Worker, holder: Holder) -> None:
         slot = worker.free.pop()
@@ -214,8 +211,7 @@ class EnvPool(Crew[_Worker]):
         if self._spec.recycle_after and worker.episodes >= self._spec.recycle_after:
             worker.retiring = True
         holder.on_seat(seat)
-        request = wire.ResetRequest(slot, self._tag, holder.seed, holder.held_out, holder.solve)
-        self._give(seat, request, 0, self._spec.reset_timeout)
+        self._give(seat, msgspec.structs.replace(holder.reset, session=slot), 0, self._spec.reset_timeout)
 
     def _give(self, seat: Seat, request: wire.ResetRequest | wire.StepRequest, number: int, seconds: float) -> None:
         seat.number, seat.deadline = number, self._loop.now + seconds

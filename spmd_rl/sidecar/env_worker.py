@@ -6,6 +6,7 @@ gets one that is built afresh. The host ends a worker that takes too long.
 """
 
 import asyncio
+import bdb
 import contextlib
 import inspect
 import os
@@ -78,6 +79,8 @@ class Slot:
         number = call.number if isinstance(call, wire.StepRequest) else 0
         try:
             return wire.SessionReply(call.session, number, packed(await self.play(call)))
+        except bdb.BdbQuit:
+            raise  # the user left the debugger
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code, at its boundary
             self.close()
             return failure(call.session, number, error)
@@ -107,12 +110,12 @@ class _Player:
     def play(self, call: Call) -> None:
         """Play a call to its end."""
         outcome = self._outcome(call)
+        if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
+            self._say(wire.Goodbye())  # first, so that no reset comes between
         try:
             self._say(wire.SessionReplies([outcome]))
         except wire.WireError as error:  # of a failure's text
             self._say(wire.SessionReplies([failure(call.session, outcome.number, error)]))
-        if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
-            self._say(wire.Goodbye())
 
     def play_soon(self, call: Call) -> None:
         """Play a call in a thread of the slot's own."""

@@ -3,11 +3,10 @@
 There are no deadlines and there is no isolation: what hangs or dies takes the run with it.
 """
 
-import bdb
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
-from spmd_rl.sidecar.env_worker import Slot, failure
+from spmd_rl.sidecar.env_worker import Slot
 from spmd_rl.sidecar.launcher import env_pool_spec
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import judge
@@ -73,15 +72,12 @@ class LocalEnvironments:
         """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
-            return await slot.play(call)
-        except bdb.BdbQuit:
-            raise  # the user left the debugger
-        except (Exception, SystemExit) as error:
-            slot.close()
-            lost = failure(0, 0, error)
-            raise SessionLost(lost.reason, lost.detail, lost.traceback) from error
+            outcome = await slot.answer(call)
         finally:
             self.outstanding -= 1
+        if isinstance(outcome, wire.SessionFailure):
+            raise SessionLost(outcome.reason, outcome.detail, outcome.traceback)
+        return wire.ENV_REPLY.unpack(outcome.reply)
 
     def free(self, tag: str, slot: Slot) -> None:
         """Take back the slot of a session that is over."""

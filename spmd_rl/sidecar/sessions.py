@@ -26,7 +26,7 @@ GONE_SECONDS = 5.0
 """The sessions of a client without a connection for this long are closed."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Client:
     last_heard: float
     last_written: float = 0.0
@@ -39,14 +39,11 @@ class _Client:
     """Those that are not sent yet."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Session:
-    id: int
+    reset: wire.ResetRequest
     client: _Client
     pool: EnvPool
-    seed: int
-    held_out: bool
-    solve: bool
     used: float
     """When a call came or was answered last, by the client's clock."""
     number: int = 0
@@ -57,6 +54,11 @@ class _Session:
     began: float = 0.0
     failure: tuple[LostReason, str, str] | None = None
     """Why it is over, if the client has not been told."""
+
+    @property
+    def id(self) -> int:
+        """The client's own number."""
+        return self.reset.session
 
     def on_seat(self, seat: Seat) -> None:
         """Its reset begins."""
@@ -153,7 +155,7 @@ class Sessions:
             detail = f"this host has no env.{item.env}"
             client.replies.append(wire.SessionFailure(item.session, 0, "error", detail))
             return
-        session = _Session(item.session, client, pool, item.seed, item.held_out, item.solve, client.clock)
+        session = _Session(item, client, pool, client.clock)
         client.sessions[item.session] = session
         pool.submit(session)
 

@@ -4,6 +4,8 @@ python -m spmd_rl.sidecar --status tcp://10.0.0.1:5555 --keys DIR
 python -m spmd_rl.sidecar --status ipc:///tmp/spmd-rl-.../host --json
 """
 
+from collections.abc import Mapping
+
 import msgspec
 import zmq
 
@@ -38,8 +40,9 @@ def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_S
 def to_json(status: wire.HostStatus) -> str:
     """Format a status as one JSON object with the field names of `wire.HostStatus`."""
     pools = {name: _fields(pool) for name, pool in status.pools.items()}
+    envs = {tag: _fields(pool) for tag, pool in status.envs.items()}
     nodes = [_fields(node) for node in status.nodes]
-    return msgspec.json.encode(_fields(status) | {"pools": pools, "nodes": nodes}).decode()
+    return msgspec.json.encode(_fields(status) | {"pools": pools, "envs": envs, "nodes": nodes}).decode()
 
 
 def to_table(status: wire.HostStatus) -> str:
@@ -51,11 +54,10 @@ def to_table(status: wire.HostStatus) -> str:
         f"{status.refused_keys} connections refused for their key, {status.cut_connections} cut off for what they sent",
         "",
     ]
-    rows = [("domain", "workers", "running", "queued", "verdicts", "deaths", "target")]
-    for name, pool in status.pools.items():
-        counts = (f"{pool.ready}/{pool.workers}", pool.running, pool.queued, pool.verdicts, pool.deaths)
-        rows.append((name, *counts, pool.broken or pool.target))
-    lines += _aligned(rows)
+    lines += _pools(("domain", "workers", "running", "queued", "verdicts", "deaths", "target"), status.pools)
+    if status.envs:
+        titles = ("environment", "workers", "sessions", "queued", "replies", "deaths", "target")
+        lines += ["", *_pools(titles, status.envs)]
     if status.nodes:
         rows = [("node", "window", "running", "verdicts", "silent s", "domains")]
         for node in status.nodes:
@@ -63,6 +65,14 @@ def to_table(status: wire.HostStatus) -> str:
             rows.append((node.name, *counts, ", ".join(node.windows)))
         lines += ["", *_aligned(rows)]
     return "\n".join(lines)
+
+
+def _pools(titles: tuple, pools: Mapping[str, wire.PoolStatus]) -> list[str]:
+    rows = [titles]
+    for name, pool in pools.items():
+        counts = (f"{pool.ready}/{pool.workers}", pool.running, pool.queued, pool.verdicts, pool.deaths)
+        rows.append((name, *counts, pool.broken or pool.target))
+    return _aligned(rows)
 
 
 def _aligned(rows: list[tuple]) -> list[str]:

@@ -19,7 +19,6 @@ BROAD_EXCEPT = {
     "spmd_rl/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",
     "spmd_rl/sidecar/env_worker.py": "an environment may raise anything: it becomes the end of its session",
-    "spmd_rl/sidecar/local.py": "the same where the environment runs in this process",
     "envs/tool_calls.py": "a tool may raise anything: the model reads it as the tool's reply",
     "spmd_rl/view/tokens.py": "the tokenizers library raises Exception itself: it becomes a line of the page",
     "spmd_rl/sandbox/guest/program.py": "inside the sandbox: untrusted code may raise anything",

@@ -1,7 +1,9 @@
 """Environments that misbehave, for the tests of sessions: each imported by a worker, never by the test process."""
 
 import asyncio
+import math
 import os
+import random
 import signal
 import sys
 import threading
@@ -58,6 +60,7 @@ class Moody:
                 pass
         if word == "stop":  # the process as a whole
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)  # threads run on for a moment
         if word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if word == "exit":
@@ -108,3 +111,45 @@ class NeedsSandbox:
     def step(self, action):
         result = self.sandbox.run(action)
         return result.stdout, 0.0, False, False, {}
+
+
+class Slow:
+    """A pure function of seed and actions, after log-normal naps; now and then a step hangs, or its process dies."""
+
+    def __init__(self, median: float, sigma: float, hangs: float, dies: float) -> None:
+        self.median, self.sigma, self.hangs, self.dies = median, sigma, hangs, dies
+        self.chance = random.SystemRandom()
+        self.total = 0
+
+    def nap(self) -> None:
+        if self.chance.random() < self.hangs:
+            time.sleep(3600)
+        if self.chance.random() < self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.chance.lognormvariate(math.log(self.median), self.sigma))
+
+    def reset(self, seed):
+        self.nap()
+        self.total = seed
+        return f"at {self.total}", {}
+
+    def step(self, action):
+        self.nap()
+        self.total = (31 * self.total + len(action)) % 1_000_003
+        return f"at {self.total}", float(self.total % 2), False, False, {"metrics": {"success": 1.0}}
+
+
+class Gone:
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reset(self, seed):
+        return "", {}
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+def not_one():
+    """A function that makes no environment."""
+    return object()

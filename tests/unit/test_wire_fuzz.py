@@ -11,11 +11,13 @@ import zmq
 from launch import sidecar_keys
 from spmd_rl import sidecar, wire
 from spmd_rl.curve_keys import ClientKeys
-from spmd_rl.types import AnswerInfo, Verdict
+from spmd_rl.types import AnswerInfo, EnvReply, Verdict
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
-REPLIES = wire.Codec(wire.ScoreReplies, wire.Pong, wire.Error, wire.Welcome, wire.ScoreRequests, wire.HostStatus)
+REPLIES = wire.Codec(
+    *(wire.ScoreReplies, wire.SessionReplies, wire.Pong, wire.Error, wire.Welcome, wire.ScoreRequests, wire.HostStatus)
+)
 FRAMES = 100_000
 GROWTH = 16 << 20
 
@@ -28,6 +30,7 @@ def node(monkeypatch):
 def valid_frames() -> list[bytes]:
     question = wire.pack(wire.ScoreInput(prompt(), "answer", AnswerInfo(3, "stop")))
     verdict = Verdict("ok", 0.5, {"a": 1.0}, "d")
+    reply = wire.pack(EnvReply("o", 1.0, False, True, {"metrics": {"success": 1.0}}))
     pool = wire.PoolSpec("a:B", {"x": [1, {"y": None}]}, 2)
     messages = [
         *(
@@ -41,6 +44,8 @@ def valid_frames() -> list[bytes]:
         *(wire.Failed("f"), wire.StartHost(1, "ipc://x", {"a": pool}), wire.StartForkServer("reward.a", pool)),
         wire.ScoreRequests([wire.ScoreRequest(1, "toy", 1.0, question)] * 3),
         wire.ScoreReplies([wire.ScoreReply(1, verdict)]),
+        wire.SessionRequests([wire.ResetRequest(1, "toy", 7), wire.StepRequest(1, 1, "left"), wire.CloseRequest(1)]),
+        wire.SessionReplies([wire.SessionReply(1, 0, reply), wire.SessionFailure(1, 1, "lost", "d")]),
         *(
             wire.Join("n", ["toy"]),
             wire.Welcome("h", {"toy": pool}),
@@ -110,12 +115,10 @@ def test_a_host_lives_on(node, count, keyed, tmp_path):
                 stranger.send(frame)
                 while stranger.poll(0):
                     errors += isinstance(REPLIES.decode(stranger.recv()), wire.Error)
-            stranger.send(wire.encode(wire.Ping()))
-            reply = None
             while stranger.poll(1000):
-                reply = REPLIES.decode(stranger.recv())
-                errors += isinstance(reply, wire.Error)
-            assert isinstance(reply, wire.Pong) and errors > count // 2
+                errors += isinstance(REPLIES.decode(stranger.recv()), wire.Error)
+            stranger.send(wire.encode(wire.Ping()))
+            assert isinstance(REPLIES.decode(stranger.recv()), wire.Pong) and errors > count // 2
             time.sleep(0.1)
             assert host.is_running() and host.memory_info().rss - before < GROWTH
         answers = [f"answer {i}" for i in range(50)]
