@@ -91,7 +91,7 @@ def _named(*functions: Function) -> dict[str, Function]:
 
 
 SCORES = (shaping.scale_shift, shaping.format_penalty, shaping.repetition_penalty, shaping.overlong_penalty)
-MASKS = (masks.max_len_mask, masks.difficulty_mask, masks.error_max_len_mask)
+MASKS = (masks.max_len_mask, masks.difficulty_mask, masks.variance_mask, masks.error_max_len_mask)
 WEIGHTS = (masks.difficulty_weight, masks.length_weight, masks.mean_one)
 SECTIONS = (
     Section("Advantages of answers", "`algorithm.advantage`: one number for all tokens of an answer.", ADVANTAGES),

@@ -1,5 +1,6 @@
 """`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
 
+import sys
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
+from spmd_rl.errors import RunFailed
 from spmd_rl.learn import prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.logprobs import RoleShards, fill_in
@@ -19,6 +21,9 @@ from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.value_loss import bind_value_loss
 from spmd_rl.rollout import Collected
 from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
+
+FLAT_STEPS = 5
+"""After so many steps in a row without an advantage there is a warning."""
 
 
 class Learner:
@@ -46,6 +51,8 @@ class Learner:
         self.plan: prepare.Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
+        self._num_flat_steps = 0
+        """The last so many steps had no advantage to train on."""
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
         self._prepared: Metrics = {}
@@ -55,6 +62,7 @@ class Learner:
         """See `checkpoint.Stateful`."""
         return {
             "num_empty_steps": self._num_empty_steps,
+            "num_flat_steps": self._num_flat_steps,
             "kl_factor": self._kl_factor,
             "scores": list(astuple(self._scores)),
         }
@@ -62,6 +70,7 @@ class Learner:
     def load_state(self, state: dict[str, Any]) -> None:
         """See `checkpoint.Stateful`."""
         self._num_empty_steps, self._kl_factor = state["num_empty_steps"], state["kl_factor"]
+        self._num_flat_steps = state["num_flat_steps"]
         self._scores = Moments(*state["scores"])
 
     def prepare(self, collected: Collected) -> list[Batch]:
@@ -83,6 +92,7 @@ class Learner:
                     greedy_answer=self._greedy_answer,
                     penalties=penalties,
                 )
+            self._watch_signal()
             batches = redistribute(  # [all]
                 collected, self.plan, self._num_updates, data, self._world, self._truncated
             )
@@ -106,6 +116,18 @@ class Learner:
             )
             self._prepared |= self._roofline.metrics(collected, self.plan, needs_old)
         return batches
+
+    def _watch_signal(self) -> None:
+        """Warn where steps in a row have nothing to learn from. RunFailed, on all ranks, if the settings ask for it."""
+        plan = self.plan
+        assert plan is not None
+        self._num_flat_steps = 0 if plan.advantages.any() else self._num_flat_steps + 1
+        count, settings = self._num_flat_steps, self._settings
+        if settings.variance_top_p is not None and count >= settings.variance_patience:
+            raise RunFailed(f"algorithm.variance_top_p: in {count} steps in a row no group's scores varied enough")
+        if count and count % FLAT_STEPS == 0 and self._world.rank == 0:
+            line = f"nothing to learn from in {count} steps in a row: the scores of each group are equal"
+            print(f"warning: step {plan.step}: {line}", file=sys.stderr, flush=True)
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""

@@ -1,6 +1,6 @@
-"""Which samples are masked out of the loss, and how much each of the others weighs in it.
+"""Which answers are masked out of the loss, and how much each of the others weighs in it.
 
-A masked sample keeps its place in its group's baseline, unlike one without a score (`scores.py`).
+A masked answer keeps its place in its group's baseline, unlike one without a score (`scores.py`).
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ from spmd_rl.learn.scores import Metadata
 
 
 def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
-    """The rows that are masked out of the loss, in order, each with the first reason; and weights of the others.
+    """The answers that are masked out of the loss, in order, each with the first reason; and weights of the others.
 
-    A weight, float64 of mean 1, is a factor of the sample's loss beside its share of the mean.
+    A weight, float64 of mean 1, is a factor of the answer's loss beside its share of the mean.
     """
     solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
     keep: dict[str, Tensor] = {}
@@ -26,6 +26,8 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
         keep["truncated"] = masks.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
     if settings.difficulty_mask:
         keep["too easy or too hard"] = bind(masks.difficulty_mask, settings)(data.scores, data.groups)
+    if settings.variance_top_p is not None:
+        keep["too little variance"] = bind(masks.variance_mask, settings)(data.scores, data.groups)
     if settings.error_max_len_clip:
         keep["long and wrong"] = bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
     kept = torch.ones(len(data.answers), dtype=torch.bool)

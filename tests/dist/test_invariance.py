@@ -1,5 +1,7 @@
 """Every policy loss, and every aggregation, from the plan to the gradient of a real model, at 1, 2 and 4 ranks.
 
+So are the estimators that credit the turns of agents, some of whose trajectories are cut into segments.
+
 The reference is plain Hugging Face in one process: one right-padded batch under an attention mask, no packing, no
 shared prompt, no micro-batch. Against it stand the plan, the all-to-all and the FSDP2 backend, with samples in another
 order, on other ranks and in other micro-batches. The ranks start once per world size and try all cases. In float64 the
@@ -33,7 +35,8 @@ from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.fsdp2 import FSDP2Backend
-from spmd_rl.types import Group, Message, Prompt, Sample, Verdict
+from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Verdict, concat
+from tests.agents import SEGMENTS
 from tests.dist.harness import run_ranks
 from tests.fakes import outcomes_of
 from tests.models import tiny
@@ -48,6 +51,11 @@ LOSSES = {name: {"loss": name, **KEYS[name]} for name in POLICY_LOSSES}
 LOSSES["clip_cov"] |= {"clip_cov_ratio": 0.1, "clip_cov_low": 0.0}
 LOSSES["kl_cov"] |= {"kl_cov_ratio": 0.1}
 LOSSES |= {"sft": KEYS["sft"], "entropy": KEYS["entropy"], "kl": {"kl_coef": 0.1}}
+LOSSES |= {
+    "gigpo": {"advantage": "gigpo", "whiten_advantages": True},
+    "step returns": {"advantage": "step_reinforce", "loss": "gspo", **KEYS["gspo"], "kl_reward_coef": 0.1},
+    "token returns": {"advantage": "reinforce_returns", "gamma": 0.9, "loss": "kimi", **KEYS["kimi"]},
+}
 FIRST_LOSS, FIRST_AGGREGATION = "ppo_clip", "token-mean"
 CASES = {
     (name, agg): AlgorithmConfig(**LOSSES[name], loss_agg=agg, loss_agg_length=16)
@@ -93,10 +101,25 @@ def groups() -> list[Group]:
         for answer, lengths in enumerate(shapes):
             verdict = Verdict("timeout") if (ticket, answer) == (3, 2) else Verdict("ok", rng.randrange(5) / 4)
             plain = sample(ticket, answer, prompt, lengths, rng)
-            turns = (replace(t, logprobs=array("f", [rng.gauss(-5.5, 0.3) for _ in t.logprobs])) for t in plain.turns)
-            samples.append(replace(plain, turns=tuple(turns), verdict=verdict))
+            steps = [AgentStep("", rng.randrange(3) / 2, rng.randrange(2)) for _ in plain.turns]
+            logprobs = [array("f", [rng.gauss(-5.5, 0.3) for _ in t.logprobs]) for t in plain.turns]
+            turns = [
+                replace(t, logprobs=logs, step=step) for t, logs, step in zip(plain.turns, logprobs, steps, strict=True)
+            ]
+            whole = replace(plain, turns=tuple(turns), verdict=verdict)
+            samples += [whole] if len(turns) == 1 or ticket == 3 else segments(whole)
         made.append(Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "toy", ""), ticket, tuple(samples)))
     return made
+
+
+def segments(whole: Sample) -> list[Sample]:
+    """The same trajectory with its second turn as a segment of its own, after all that came before."""
+    first, second = whole.turns
+    before = concat([first.prompt_ids, first.token_ids, second.prompt_ids], "i")
+    return [
+        replace(whole, turns=(first,), verdict=Verdict("ok"), unit=whole.answer, last=False),
+        replace(whole, answer=whole.answer + SEGMENTS, turns=(replace(second, prompt_ids=before),), unit=whole.answer),
+    ]
 
 
 def harvest(world: World, arrangement: Arrangement) -> Collected:
@@ -125,7 +148,7 @@ def prepared(world: World, arrangement: Arrangement, settings: AlgorithmConfig) 
     batch.old_logprobs, batch.ref_logprobs = (
         ((batch.rollout_logprobs + 0.4 * noise) * batch.loss_mask).float() for noise in (place.sin(), place.cos())
     )
-    token_advantages.finish([batch], plan, settings, 0.0, data, seed=0)
+    token_advantages.finish([batch], plan, settings, settings.kl_reward_coef, data, seed=0)
     return batch
 
 

@@ -303,8 +303,8 @@ def test_no_dataset_and_no_rewarder_name_the_way(place):
             "reference.model=/m",
             "reference.model: has no effect while algorithm.kl_coef and algorithm.kl_reward_coef are 0",
         ),
-        ("critic.lr=1", "critic.lr: has no effect while algorithm.advantage is not gae"),
-        ("algorithm.lam=0.5", "algorithm.lam: has no effect while algorithm.advantage is not gae"),
+        ("critic.lr=1", "critic.lr: has no effect while algorithm.advantage is not gae or turn_gae"),
+        ("algorithm.lam=0.5", "algorithm.lam: has no effect while algorithm.advantage is not gae or turn_gae"),
         (
             "algorithm.clip_cov_ratio=0.1",
             "algorithm.clip_cov_ratio: has no effect while algorithm.loss is not clip_cov",

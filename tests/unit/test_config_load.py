@@ -34,7 +34,7 @@ def test_there_are_shipped_files_to_test():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(PIPELINES)
 
 
-DOORS = {("algorithm", "gigpo"): ("agentic",), ("algorithm", "starpo"): ("agentic",)}
+DOORS = {("algorithm", name): ("agentic",) for name in ("gigpo", "starpo", "step_reinforce", "turn_gae")}
 DOORS |= {("data", option): ("rlvr",) for group, option in OPTIONS if group == "data"}
 DOORS |= {("experiment", path.stem): experiment_doors(path) for path in CONFIGS.glob("experiment/*.yaml")}
 """Options that compose under some doors only; the others refuse them by name."""

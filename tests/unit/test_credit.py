@@ -169,10 +169,71 @@ def assert_close(got: dict, wanted: dict) -> None:
 @given(made=episodes(), norm_std=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_estimators_reach_the_tokens_that_they_credit(made: list[Episode], norm_std: bool) -> None:
+    """Singletons, answers without a score, segments, states that occur once, turns of any length."""
     groups = groups_of(made)
     std = {"norm_std": norm_std}
+    often = {"advantage": "starpo", "norm_over_steps": True, **std}
+    assert_close(finished(groups, **often), per_token(made, over_steps(made, norm_std)))
     assert_close(finished(groups, advantage="grpo", **std), per_token(made, trajectory_wise(made, norm_std)))
     assert_close(finished(groups, advantage="starpo", **std), per_token(made, trajectory_wise(made, norm_std)))
     assert_close(finished(groups, advantage="gigpo", **std, **KEYS), per_token(made, gigpo(made, norm_std)))
     steps = {"advantage": "step_reinforce", "step_reward_gamma": 0.5}
     assert_close(finished(groups, **steps), per_token(made, discounted(made)))
+
+
+def sampled(e: Episode, groups: list[Group]) -> list[tuple[tuple[int, int], int, int]]:
+    """(key of the segment, number of the turn, token) of each sampled token of a trajectory, in order."""
+    found, number = [], 0
+    for sample in [s for g in groups for s in g.samples if g.ticket == e.ticket and s.unit == e.answer]:
+        for turn in sample.turns:
+            found += [(sample.key, number, token) for token in turn.token_ids]
+            number += 1
+    return found
+
+
+def token_loop(e: Episode, groups: list[Group], gamma: float, lam: float, critic: bool) -> list[float]:
+    """GAE over the sampled tokens of all turns and segments, as if nothing lay between them; without a critic, returns.
+
+    The reward of a turn stands at its last sampled token.
+    """
+    tokens = sampled(e, groups)
+    advantages = [0.0] * len(tokens)
+    following = ahead = 0.0
+    for i in range(len(tokens) - 1, -1, -1):
+        _, number, token = tokens[i]
+        ends = i + 1 == len(tokens) or tokens[i + 1][1] != number
+        value = token / 256 if critic else 0.0
+        error = (e.steps[number].reward if ends else 0.0) + gamma * ahead - value
+        following = error + gamma * lam * following
+        advantages[i], ahead = following, value
+    return advantages
+
+
+def turn_loop(e: Episode, groups: list[Group], gamma: float, lam: float) -> list[float]:
+    """GAE over turns with the critic's value at the first token of each, the same at all tokens of a turn."""
+    tokens = sampled(e, groups)
+    firsts = [next(token for _, n, token in tokens if n == number) / 256 for number in range(len(e.steps))]
+    by_turn, following = {}, 0.0
+    for number in range(len(e.steps) - 1, -1, -1):
+        ahead = firsts[number + 1] if number + 1 < len(e.steps) else 0.0
+        error = e.steps[number].reward + gamma * ahead - firsts[number]
+        following = by_turn[number] = error + gamma * lam * following
+    return [by_turn[number] for _, number, _ in tokens]
+
+
+@given(made=episodes())
+@settings(max_examples=25, deadline=None)
+def test_token_and_turn_estimators_run_over_turns_and_segments(made: list[Episode]) -> None:
+    groups = groups_of(made)
+    kept = [e for e in made if e.scored]
+    loops = {
+        "gae": ({"gamma": 0.8, "lam": 0.5}, lambda e: token_loop(e, groups, 0.8, 0.5, critic=True)),
+        "reinforce_returns": ({"gamma": 0.8}, lambda e: token_loop(e, groups, 0.8, 1.0, critic=False)),
+        "turn_gae": ({"step_reward_gamma": 0.8, "lam": 0.5}, lambda e: turn_loop(e, groups, 0.8, 0.5)),
+    }
+    for name, (keys, loop) in loops.items():
+        wanted = defaultdict(list)
+        for e in kept:
+            for (key, _, _), value in zip(sampled(e, groups), loop(e), strict=True):
+                wanted[key].append(value)
+        assert_close(finished(groups, advantage=name, **keys), dict(wanted))

@@ -12,6 +12,7 @@ import torch
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.distributed import Layout, solo
+from spmd_rl.errors import RunFailed
 from spmd_rl.learn import Learner, evaluate, policy_loss, sample_log
 from spmd_rl.rollout import Rollouts
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
@@ -82,6 +83,46 @@ def test_a_step_without_groups_updates_nothing_and_is_counted() -> None:
     assert policy.asked == []
     assert metrics == {"actor/empty_steps": 1, "actor/balance": 1.0, "actor/left_out": 0.0}
     assert learner.state()["num_empty_steps"] == 1
+
+
+def steps_of(harvests: list, **keys) -> tuple[Learner, list[dict[str, float]]]:
+    """A learner after some steps, and their metrics."""
+    cfg = RlvrConfig()
+    cfg.policy.dtype, cfg.algorithm = "bfloat16", AlgorithmConfig(**keys)
+    with solo() as world:
+        learner = Learner(cfg, FakeBackend(), None, None, world)
+        return learner, [learner.update(learner.prepare(harvest)) for harvest in harvests]
+
+
+FLAT = [group(ticket, [(2, 1.0), (3, 1.0)]) for ticket in range(3)]
+
+
+def test_steps_from_which_nothing_can_be_learnt_are_told(capsys) -> None:
+    """Five in a row; one with an advantage begins the count again, and a resume does not."""
+    learner, _ = steps_of([collected(FLAT)] * 4 + [collected(GROUPS)] + [collected(FLAT)] * 4)
+    assert capsys.readouterr().err == "" and learner.state()["num_flat_steps"] == 4
+    with solo() as world:
+        cfg = RlvrConfig()
+        cfg.policy.dtype = "bfloat16"
+        resumed = Learner(cfg, FakeBackend(), None, None, world)
+        resumed.load_state(json.loads(json.dumps(learner.state())))
+        resumed.prepare(collected([]))
+    told = capsys.readouterr().err
+    assert "nothing to learn from in 5 steps in a row" in told and told.count("\n") == 1
+
+
+def test_the_variance_filter_keeps_the_groups_that_vary_and_gives_up_when_none_does() -> None:
+    """Variances of 1/2, 1/8 and 1/2 with GROUPS; nothing of equal scores is ever kept."""
+    learner, (metrics,) = steps_of([collected([*GROUPS, *FLAT[:1]])], variance_top_p=0.8, norm_std=False)
+    assert learner.plan.keys[:, 0].tolist() == [4, 4, 9, 9]
+    assert metrics["actor/left_out"] == 0.5
+    assert {reason for _, reason in learner.plan.masked} == {"too little variance"}
+    _, found = steps_of([collected(FLAT)] * 4, variance_top_p=0.9)
+    assert found[-1]["actor/empty_steps"] == 4
+    with pytest.raises(RunFailed, match="algorithm.variance_top_p: in 5 steps in a row"):
+        steps_of([collected(FLAT)] * 5, variance_top_p=0.9)
+    with pytest.raises(RunFailed, match="in 2 steps in a row"):
+        steps_of([collected(FLAT)] * 2, variance_top_p=0.9, variance_patience=2)
 
 
 def test_kl_adds_its_gradient() -> None:

@@ -93,7 +93,6 @@ SHAPED = {"norm_mean_type": "batch", "norm_std_type": "running", "difficulty_los
 @pytest.mark.parametrize("advantage", [*ADVANTAGES, *TOKEN_ADVANTAGES])
 def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: dict) -> None:
     """The plan is the one without those samples: no advantage for them, no place in a baseline, moment or divisor."""
-
     if advantage in ("remax", "pass_at_k", "starpo", "gigpo"):  # they refuse the norms
         shaping = {"difficulty_loss_weight": True} if shaping else {}
     algorithm = AlgorithmConfig(advantage=advantage, pass_k=2, **shaping)

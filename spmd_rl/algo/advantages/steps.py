@@ -4,6 +4,8 @@
 a sample is a trajectory of one step. Steps without a score are skipped; discounts use the true distance of the others.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,18 +14,21 @@ from spmd_rl.algo.inputs import Scored
 from spmd_rl.algo.scan import discounted_sums
 
 
-def starpo(scored: Scored, *, norm_std: bool) -> Tensor:
+def starpo(scored: Scored, *, norm_std: bool, norm_over_steps: bool) -> Tensor:
     """Compare the return of a trajectory with the other trajectories of its group, for all of its steps.
 
         R(tau) = sum_t r_t;   A = (R - mean(R_g)) / (std(R_g) + 1e-6)
 
-    Source: RAGEN (arXiv 2504.20073, StarPO with GRPO). A trajectory counts once, however many steps it has.
-    Keys: `norm_std`: divide by the standard deviation.
+    Source: RAGEN (arXiv 2504.20073, StarPO with GRPO).
+    Keys: `norm_std`: divide by the standard deviation; `norm_over_steps`: a trajectory counts in mean and deviation as
+    often as it has steps (false: once, so that long ones do not weigh more).
     Use: agentic runs with a reward at the end. A group of one trajectory gets 0.
     """
     trajectories, index = torch.unique(_trajectories(scored), return_inverse=True)
     totals = torch.zeros(len(trajectories), dtype=scored.scores.dtype).index_add(0, index, scored.scores)
     groups = torch.zeros(len(trajectories), dtype=torch.int64).scatter(0, index, scored.groups)
+    if norm_over_steps:
+        return grpo(replace(scored, scores=totals[index]), norm_std=norm_std)
     return grpo(Scored(totals, groups, torch.ones_like(groups)), norm_std=norm_std)[index]
 
 
@@ -48,6 +53,7 @@ def gigpo(
     scored: Scored,
     *,
     norm_std: bool,
+    norm_over_steps: bool,
     step_reward_gamma: float,
     episode_reward_weight: float,
     step_reward_weight: float,
@@ -58,13 +64,15 @@ def gigpo(
 
     Source: Group-in-Group Policy Optimization (arXiv 2505.10978, A = A^E + w A^S).
     Keys: `episode_reward_weight`, `step_reward_weight`: w_e and w_s; `step_reward_gamma`: the discount of R_t;
-    `norm_std`: divide by the standard deviations (false: the paper's F_norm = 1).
+    `norm_std`: divide by the standard deviations (false: the paper's F_norm = 1); `norm_over_steps`: as in `starpo`
+    (true: verl-agent's and ROLL's default).
     Use: agentic runs of many steps, where single steps need credit. The step part of a state that occurs once is 0.
     """
     assert scored.states is not None, "gigpo needs the states before the steps: it runs under the agentic door only"
     returns = step_reinforce(scored, step_reward_gamma=step_reward_gamma)
     step = grpo(Scored(returns, scored.states, scored.lengths), norm_std=norm_std)
-    return episode_reward_weight * starpo(scored, norm_std=norm_std) + step_reward_weight * step
+    episode = starpo(scored, norm_std=norm_std, norm_over_steps=norm_over_steps)
+    return episode_reward_weight * episode + step_reward_weight * step
 
 
 def _trajectories(scored: Scored) -> Tensor:

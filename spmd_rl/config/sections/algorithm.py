@@ -22,9 +22,9 @@ SAMPLE_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "opo": (),
     "lite_ppo": (),
     "pass_at_k": ("pass_k", "pass_score"),
-    "starpo": ("norm_std",),
+    "starpo": ("norm_std", "norm_over_steps"),
     "step_reinforce": ("step_reward_gamma",),
-    "gigpo": ("norm_std", "step_reward_gamma", "episode_reward_weight", "step_reward_weight"),
+    "gigpo": ("norm_std", "norm_over_steps", "step_reward_gamma", "episode_reward_weight", "step_reward_weight"),
 }
 TOKEN_ADVANTAGES: Mapping[str, tuple[str, ...]] = {
     "gae": ("gamma", "lam"),
@@ -119,6 +119,9 @@ class AlgorithmConfig:
     """An answer with a score of at least this counts as right (for `pass_at_k` and `error_max_len_clip`)."""
     step_reward_gamma: float = 0.95
     """Discount from one step of a trajectory to the next."""
+    norm_over_steps: bool = False
+    """In `starpo` and `gigpo`, count a trajectory in the mean and the deviation of its group as often as it has steps,
+    as verl-agent and ROLL do, and not once."""
     episode_reward_weight: float = 1.0
     """Weight of the advantage between whole trajectories in GiGPO."""
     step_reward_weight: float = 1.0
@@ -161,6 +164,13 @@ class AlgorithmConfig:
     """Mean score that a group must exceed under `difficulty_mask`."""
     difficulty_high_threshold: float = 1.0
     """Mean score below which a group must stay under `difficulty_mask`."""
+    variance_top_p: float | None = None
+    """Mask all groups in the loss but those whose scores vary most, which together hold this share of the variance of
+    all groups, as RAGEN-2 does with 0.9 (null: mask none)."""
+    variance_eps: float = 0.01
+    """Variance that those groups may miss of their share: a step in which less varies trains on nothing."""
+    variance_patience: int = 5
+    """Steps in a row that train on nothing under `variance_top_p` after which the run stops."""
     error_max_len_clip: bool = False
     """Mask long wrong answers (score below `pass_score`) in the loss."""
     error_max_len_threshold: int = 4096
@@ -239,11 +249,12 @@ class AlgorithmConfig:
         )
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
         within(self, gamma=(0, 1), lam=(0, 1), step_reward_gamma=(0, 1))
-        within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1))
+        within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1), variance_top_p=(0, 1))
+        above(self, variance_top_p=0)
         at_least(self, clip_low=0, clip_high=0, dual_clip=1, kimi_tau=0, kl_cov_coef=0, entropy_coef=0, sft_coef=0)
         at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, pass_k=1, loss_agg_length=1)
         at_least(self, overlong_coef=0, overlong_tokens=1, format_penalty=0, repetition_coef=0, repetition_ngram=1)
-        at_least(self, error_max_len_threshold=1)
+        at_least(self, error_max_len_threshold=1, variance_eps=0, variance_patience=1)
         above(self, sapo_tau_pos=0, sapo_tau_neg=0, advantage_clip=0, reward_clip=0, value_clip=0)
         above(self, target_kl=0, kl_horizon=0, difficulty_high_threshold=self.difficulty_low_threshold)
         above(self, clip_cov_high=self.clip_cov_low)

@@ -144,7 +144,12 @@ def test_remax_and_gigpo_say_what_they_miss() -> None:
         ADVANTAGES["remax"](plain)
     with pytest.raises(AssertionError, match="agentic"):
         ADVANTAGES["gigpo"](
-            plain, norm_std=True, step_reward_gamma=1.0, episode_reward_weight=1.0, step_reward_weight=1.0
+            plain,
+            norm_std=True,
+            norm_over_steps=False,
+            step_reward_gamma=1.0,
+            episode_reward_weight=1.0,
+            step_reward_weight=1.0,
         )
 
 

@@ -15,6 +15,7 @@ from spmd_rl.algo.masks import (
     length_weight,
     max_len_mask,
     mean_one,
+    variance_mask,
 )
 from spmd_rl.algo.moments import Moments
 from spmd_rl.algo.shaping import (
@@ -106,6 +107,38 @@ def test_group_and_batch_norms_are_grpo_and_lite_ppo() -> None:
     assert by_group.tolist() == pytest.approx(ADVANTAGES["grpo"](scored, norm_std=True).tolist())
     mixed = normalise(SCORES, GROUPS, Moments(), norm_mean_type="group", norm_std_type="batch")
     assert mixed.tolist() == pytest.approx(ADVANTAGES["lite_ppo"](scored).tolist())
+
+
+def variance_loop(scores: list[float], groups: list[int], top_p: float, eps: float) -> list[bool]:
+    """Groups by falling variance, ties by number, until what they hold reaches the share."""
+    by_group = {g: [s for s, h in zip(scores, groups, strict=True) if h == g] for g in sorted(set(groups))}
+    variances = {g: float(np.var(some, ddof=1)) if len(some) > 1 else 0.0 for g, some in by_group.items()}
+    kept, held, wanted = set(), 0.0, top_p * sum(variances.values()) - eps
+    for g in sorted(variances, key=lambda g: -variances[g]):
+        if held < wanted and variances[g] > 0:
+            kept.add(g)
+            held += variances[g]
+    return [g in kept for g in groups]
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("eps", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_variance_filter_is_the_loop(top_p: float, eps: float, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    groups = np.sort(draw.integers(0, 6, 20)).tolist()
+    scores = draw.normal(0, 1, 20).tolist()
+    scores = [0.25 if g == 3 else s for s, g in zip(scores, groups, strict=True)]
+    ours = variance_mask(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), variance_top_p=top_p, variance_eps=eps
+    )
+    assert ours.tolist() == variance_loop(scores, groups, top_p, eps)
+
+
+def test_the_variance_filter_of_nothing_and_of_nothing_that_varies() -> None:
+    keys = {"variance_top_p": 0.9, "variance_eps": 0.01}
+    assert not variance_mask(torch.ones(4).double(), torch.tensor([0, 0, 1, 1]), **keys).any()
+    assert variance_mask(torch.ones(0).double(), torch.zeros(0, dtype=torch.int64), **keys).numel() == 0
 
 
 def test_masks() -> None:

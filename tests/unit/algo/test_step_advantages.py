@@ -40,11 +40,12 @@ def returns(steps: list[Step], gamma: float) -> list[float]:
     return [sum(gamma ** (later[2] - step[2]) * later[0] for later in steps[t:]) for t, step in enumerate(steps)]
 
 
-def starpo(runs: list[Run], norm_std: bool) -> list[float]:
+def starpo(runs: list[Run], norm_std: bool, over_steps: bool) -> list[float]:
     totals = [sum(s[0] for s in steps) for _, steps in runs]
     out = []
     for total, (group, steps) in zip(totals, runs, strict=True):
-        peers = [t for t, (g, _) in zip(totals, runs, strict=True) if g == group]
+        others = [(t, len(s)) for t, (g, s) in zip(totals, runs, strict=True) if g == group]
+        peers = [t for t, count in others for _ in range(count if over_steps else 1)]
         out += [relative(total, peers, norm_std)] * len(steps)
     return out
 
@@ -70,21 +71,28 @@ def trajectories(draw: st.DrawFn) -> list[Run]:
 
 
 @given(
-    runs=trajectories(), norm_std=st.booleans(), gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]), seed=st.integers(0, 9)
+    runs=trajectories(),
+    norm_std=st.booleans(),
+    over_steps=st.booleans(),
+    gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    seed=st.integers(0, 9),
 )
 @settings(max_examples=80, deadline=None)
-def test_equal_the_papers_in_any_order(runs: list[Run], norm_std: bool, gamma: float, seed: int) -> None:
+def test_equal_the_papers_in_any_order(
+    runs: list[Run], norm_std: bool, over_steps: bool, gamma: float, seed: int
+) -> None:
     n = sum(len(steps) for _, steps in runs)
     order = np.random.default_rng(seed).permutation(n).tolist()
     rows = scored(runs, order)
-    star, step = starpo(runs, norm_std), by_state(runs, gamma, norm_std)
+    star, step = starpo(runs, norm_std, over_steps), by_state(runs, gamma, norm_std)
     expected = {
-        "starpo": (star, {"norm_std": norm_std}),
+        "starpo": (star, {"norm_std": norm_std, "norm_over_steps": over_steps}),
         "step_reinforce": ([v for _, steps in runs for v in returns(steps, gamma)], {"step_reward_gamma": gamma}),
         "gigpo": (
             [2.0 * a + 0.5 * b for a, b in zip(star, step, strict=True)],
             {
                 "norm_std": norm_std,
+                "norm_over_steps": over_steps,
                 "step_reward_gamma": gamma,
                 "episode_reward_weight": 2.0,
                 "step_reward_weight": 0.5,
@@ -97,17 +105,22 @@ def test_equal_the_papers_in_any_order(runs: list[Run], norm_std: bool, gamma: f
 
 def test_a_long_trajectory_counts_once_in_its_group() -> None:
     rows = scored([(0, [(1.0, 0, 0)]), (0, [(0.0, 0, p) for p in range(9)])])
-    assert ADVANTAGES["starpo"](rows, norm_std=False).tolist() == pytest.approx([0.5] + [-0.5] * 9)
+    star = ADVANTAGES["starpo"]
+    assert star(rows, norm_std=False, norm_over_steps=False).tolist() == pytest.approx([0.5] + [-0.5] * 9)
+    assert star(rows, norm_std=False, norm_over_steps=True).tolist() == pytest.approx([0.9] + [-0.1] * 9)
 
 
 def test_samples_without_trajectories_are_trajectories_of_one_step() -> None:
     rows = replace(scored([(0, [(1.0, 0, 0)]), (0, [(0.0, 0, 0)])]), trajectories=None, steps=None)
-    assert ADVANTAGES["starpo"](rows, norm_std=True).tolist() == ADVANTAGES["grpo"](rows, norm_std=True).tolist()
+    for over_steps in (False, True):
+        star = ADVANTAGES["starpo"](rows, norm_std=True, norm_over_steps=over_steps)
+        assert star.tolist() == ADVANTAGES["grpo"](rows, norm_std=True).tolist()
     assert ADVANTAGES["step_reinforce"](rows, step_reward_gamma=0.5).tolist() == [1.0, 0.0]
 
 
 def test_nothing_gives_nothing() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     rows = Scored(empty.double(), empty, empty, None, empty, empty, empty)
-    keys = {"norm_std": True, "step_reward_gamma": 0.9, "episode_reward_weight": 1.0, "step_reward_weight": 1.0}
+    keys = {"norm_std": True, "norm_over_steps": False, "step_reward_gamma": 0.9}
+    keys |= {"episode_reward_weight": 1.0, "step_reward_weight": 1.0}
     assert ADVANTAGES["gigpo"](rows, **keys).numel() == 0
