@@ -34,6 +34,8 @@ class Kind:
     """Of verdicts without a score: the status and the detail."""
     wrong: int = 0
     """How many of the rows got what they should not."""
+    unjudged: int = 0
+    """For how many of the rows the reward failed: its own error, or a right answer without a score."""
 
     @property
     def mean(self) -> float | None:
@@ -88,10 +90,10 @@ def audit(rewarder: Rewarder, prompts: Sequence[Prompt], rows: int) -> dict[str,
 
 
 def _add(kind: Kind, verdict: Verdict, below: float = float("-inf"), above: float = float("inf")) -> None:
-    """Count a verdict; it is wrong if its score is below the one or above the other, or if a gold answer has none."""
+    """Count a verdict; it is wrong if its score is below the one or above the other."""
     if not verdict.scored:
         kind.failures.append(f"{verdict.status}: {verdict.detail}")
-        kind.wrong += below > 0
+        kind.unjudged += below > 0 or verdict.status == "error"
         return
     kind.scores.append(verdict.score)
     kind.wrong += not below <= verdict.score <= above
@@ -110,13 +112,19 @@ def paid_cheats(kinds: dict[str, Kind]) -> list[str]:
     return [name for name, kind in kinds.items() if kind.wrong and name not in (GOLD, PROMPT, OTHER)]
 
 
+def unjudged(kinds: dict[str, Kind]) -> list[str]:
+    """Return for each kind of answer that the reward failed to judge how often, and the first reason."""
+    failed = ((name, kind) for name, kind in kinds.items() if kind.unjudged)
+    return [f"{name} ({kind.unjudged} rows; {kind.failures[0]:.100})" for name, kind in failed]
+
+
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
     """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
     for name, kind in kinds.items():
         text = "    -" if kind.mean is None else f"{kind.mean:5.2f}"
         text += f"  {len(kind.scores)} scored"
         if kind.failures:
-            text += f", {len(kind.failures)} not: {kind.failures[0]:.100}"
+            text += f"{'  !' if kind.unjudged else ','} {len(kind.failures)} not: {kind.failures[0]:.100}"
         if kind.wrong:
             text += f"  ! {kind.wrong} " + ("below 1" if name == GOLD else "paid")
         yield name, text

@@ -84,7 +84,15 @@ def share_of(role, name: str, batch: Batch) -> Batch:
 
 
 def backend(
-    world: World, path, dtype="float32", budget=4096, checkpointing=False, tp=1, master="float32", dp_replicate=1, **settings
+    world: World,
+    path,
+    dtype="float32",
+    budget=4096,
+    checkpointing=False,
+    tp=1,
+    master="float32",
+    dp_replicate=1,
+    **settings,
 ) -> FSDP2Backend:
     """[all] A policy from a model directory; `settings` are the optimizer's."""
     train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, tp=tp)

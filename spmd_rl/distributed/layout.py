@@ -5,8 +5,8 @@
 
 The ranks of a tensor-parallel block compute one model together: all of them hold the same data shard, and one of them,
 its leader, counts for it in every sum over samples. With `dp_replicate` the data-parallel ranks fall into groups of
-neighbours: each group holds all weights once, shared out over its ranks (hybrid sharding, HSDP). Every one of them has a
-data shard of its own all the same. Not built: pipeline, context and expert parallelism.
+neighbours: each group holds all weights once, shared out over its ranks (hybrid sharding, HSDP). Each block has a data
+shard of its own all the same. Not built: pipeline, context and expert parallelism.
 """
 
 import math
