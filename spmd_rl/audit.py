@@ -23,6 +23,8 @@ from spmd_rl.reward_audit import GOLD, audit, build_rewarder, describe, paid_che
 
 ROWS = 4
 """Rows of each domain"""
+NAMED = 3
+"""Rows that cannot be judged which the last line names."""
 
 
 def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
@@ -50,10 +52,13 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
         if GOLD not in kinds:
             console.print("  Neither the rows nor the reward know a gold answer.")
         paid += [f"{domain}: {name}" for name in paid_cheats(kinds)]
-        failed += [f"{domain}: {told}" for told in unjudged(kinds)]
+        failed += [f"{domain}, {told}" for told in unjudged(kinds)]
     problems = [f"answers are paid that solve nothing: {'; '.join(paid)}"] if paid else []
     if failed:
-        problems.append(f"rows cannot be judged: {'; '.join(failed)}")
+        more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+        problems.append(
+            f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be judged: {'; '.join(failed[:NAMED])}{more}"
+        )
     if problems:
         raise RunFailed(". ".join(problems))
     without = f" Domains that were not asked: {', '.join(not_asked)}." if not_asked else ""

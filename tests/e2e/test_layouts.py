@@ -1,4 +1,4 @@
-"""Tensor parallelism through the real door: same tokens, and the same gradient as one rank without it."""
+"""Tensor parallelism and copies of the model through the real door: same tokens, and the same gradient as one rank."""
 
 import pytest
 
@@ -21,10 +21,14 @@ def alone(tmp_path_factory) -> dict[str, tuple[Toy, Running]]:
     return runs
 
 
-@pytest.mark.parametrize(("model", "ranks", "tp"), [("smollm2", 3, 3), ("qwen2", 2, 2), ("qwen2", 4, 2)])
-def test_tensor_parallelism_changes_no_gradient(alone, model: str, ranks: int, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "ranks", "layout"),
+    [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2"), ("qwen2", 4, "train.tp=2"),
+     ("qwen2", 4, "train.dp_replicate=2")],
+)  # fmt: skip
+def test_no_layout_changes_the_gradient(alone, model: str, ranks: int, layout: str) -> None:
     toy, expected = alone[model]
-    run = toy.run(*SETTINGS, f"train.tp={tp}", ranks=ranks, name=f"{ranks} ranks")
+    run = toy.run(*SETTINGS, layout, ranks=ranks, name=f"{ranks} ranks, {layout}")
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
     assert expected.metrics()[1]["actor/grad_norm"] > 0.01

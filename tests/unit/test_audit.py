@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from rewards.choice import ChoiceReward
@@ -156,7 +157,7 @@ class Fails:
 def test_a_reward_that_fails_on_an_answer_is_told(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(9)))
     given = [f"data.train={tmp_path}/rows.jsonl", "reward.math.target=tests.unit.test_audit:Fails"]
-    with pytest.raises(RunFailed, match=r"^rows cannot be judged: math: empty answer \(2 rows; error: .*IndexError"):
+    with pytest.raises(RunFailed, match=r"^2 rows cannot be judged: math, row \w+, empty answer: error: .*IndexError"):
         audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 2)
     assert "! 2 not: error: " in capsys.readouterr().out
 
@@ -168,10 +169,12 @@ def test_rows_whose_tests_check_nothing_are_told():
     except RuntimeError as error:
         pytest.skip(str(error))
     idle = row("", test_cases=[{"assert_code": "assert 1 < 2"}], case_type="assert", solution="x = 1")
+    idle = msgspec.structs.replace(idle, id="idle")
     good = row("", test_cases=[{"assert_code": "assert add(1, 2) > 2"}], case_type="assert", solution=ADD)
     kinds = audited(CodeReward(sandbox), [idle, good], 9)
     sandbox.close()
-    assert unjudged(kinds)[0].startswith(f"{GOLD} (1 rows; error: ") and not paid_cheats(kinds)
+    (told,) = unjudged(kinds)
+    assert told.startswith(f"row idle, {GOLD}: error: ") and "ask the code nothing" in told and not paid_cheats(kinds)
 
 
 @pytest.mark.parametrize(
