@@ -2,7 +2,8 @@
 
     python -m spmd_rl.audit [rows=4] +experiment=demo key=value ...
 
-It takes the run's own command line, writes nothing and loads no weights. The exit code is 1 if a cheat is paid.
+It takes the run's own command line, writes nothing and loads no weights. The exit code is 1 if a cheat is paid, or if
+rows cannot be judged: the reward raises an error, a right answer gets no score, or the tests of a row check nothing.
 """
 
 import sys
@@ -18,24 +19,30 @@ from spmd_rl.config.main import main
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.reward_audit import GOLD, audit, build_rewarder, describe, paid_cheats
+from spmd_rl.reward_audit import GOLD, audit, build_rewarder, describe, paid_cheats, unjudged
 
 ROWS = 4
 """Rows of each domain"""
+NAMED = 3
+"""Rows that cannot be judged which the last line names."""
 
 
 def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
-    """Print a table for each domain. RunFailed, which names them, if some answers are paid that should not be."""
+    """Print a table for each domain.
+
+    RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
+    """
     prompts = Prompts.load(cfg.data).train
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
     console = Console(highlight=False, soft_wrap=True)
-    paid = []
+    paid, failed, not_asked = [], [], []
     for domain in sorted({prompt.domain for prompt in prompts}):
         own = [prompt for prompt in prompts if prompt.domain == domain]
         rewarder = build_rewarder(domain, cfg.reward.domains[domain])
         console.print(Text(f"\n{domain}: {cfg.reward.domains[domain].target}, {min(rows, len(own))} rows", "bold"))
         if isinstance(rewarder, str):
             console.print(f"  The rewarder {rewarder}.")
+            not_asked.append(domain)
             continue
         kinds = audit(rewarder, own, rows)
         table = Table(box=None, show_header=False, padding=(0, 2))
@@ -45,10 +52,17 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
         if GOLD not in kinds:
             console.print("  Neither the rows nor the reward know a gold answer.")
         paid += [f"{domain}: {name}" for name in paid_cheats(kinds)]
-    if not paid:
-        console.print("\nNo known cheat is paid. Held-out rows were not asked; rows=N asks more of the others.")
-    else:
-        raise RunFailed(f"answers are paid that solve nothing: {'; '.join(paid)}")
+        failed += [f"{domain}, {told}" for told in unjudged(kinds)]
+    problems = [f"answers are paid that solve nothing: {'; '.join(paid)}"] if paid else []
+    if failed:
+        more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+        problems.append(
+            f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be judged: {'; '.join(failed[:NAMED])}{more}"
+        )
+    if problems:
+        raise RunFailed(". ".join(problems))
+    without = f" Domains that were not asked: {', '.join(not_asked)}." if not_asked else ""
+    console.print(f"\nNo known cheat is paid.{without} Held-out rows were not asked; rows=N asks more of the others.")
 
 
 def run(argv: Sequence[str]) -> None:

@@ -67,8 +67,13 @@ def lanes(runs: Sequence[RunData]) -> list[Lane]:
 
 
 def _settings(run: RunData) -> dict[str, Any]:
-    """Return the settings that change samples or gradients, without the seeds."""
-    return {key: value for key, value in identity(run.settings).items() if key not in SEEDS}
+    """Return the settings that change samples or gradients, without the seeds; of one that changed, all its values."""
+    found = {key: value for key, value in identity(run.settings).items() if key not in SEEDS}
+    before: dict[str, str] = {}
+    for until in run.about.get("until", ()):
+        for key, value in until["settings"].items():
+            before[key] = before.get(key, "") + f"{value} to step {until['step']}, then "
+    return found | {key: f"{text}{found.get(key)}" for key, text in before.items()}
 
 
 def _name(group: Sequence[RunData]) -> str:
@@ -182,7 +187,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    console.print(table(found, asked.keys or TABLE_KEYS))
+    drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]
+    console.print(table(found, asked.keys or drawn or keys[:1]))
     print(asked.out)
     return 0
 

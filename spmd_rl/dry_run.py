@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
-from spmd_rl.config.batch_arithmetic import describe_samples
+from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, tokens_per_turn
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.ranks import world_size
@@ -90,7 +90,9 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     """Return the lines of the first table. `longest` is the length of the longest prompt that is not too long."""
     r, ranks = cfg.rollout, world_size()
     shards, replicas, updates = ranks // cfg.train.tp, ranks // cfg.engine.tp, cfg.train.updates_per_step
-    samples, at_most = r.prompts_per_step * r.answers_per_prompt, r.max_context_tokens or longest + r.max_new_tokens
+    copies = f" x dp_replicate {cfg.train.dp_replicate}" if cfg.train.dp_replicate > 1 else ""
+    samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
+    a_turn = r.target is not None and not r.max_context_tokens
     step_tokens, used = samples * at_most, cfg.steps * r.prompts_per_step
     microbatches = math.ceil(step_tokens / shards / updates / cfg.train.tokens_per_microbatch)
     overlong = sum(length > r.max_prompt_tokens for length in lengths)
@@ -101,19 +103,20 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
         ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
         ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
         *((role, str(getattr(cfg, role).model)) for role in loaded_roles(cfg) if role != "policy"),
-        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x tp {cfg.train.tp}; "
+        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x tp {cfg.train.tp}{copies}; "
                   f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
         ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"),
         ("prompt tokens", f"mean {mean(lengths):.0f}, longest {max(lengths)}, limit {r.max_prompt_tokens}"
                           + (f"; {overlong} of {len(lengths)} are longer (data.overlong={cfg.data.overlong})"
                              if overlong else "")),
         ("a step", f"{describe_samples(r)}; {samples / replicas:g} a replica, {samples / shards:g} a data shard"),
-        ("its tokens", f"at most {step_tokens} ({at_most} a sample: {longest} prompt + {r.max_new_tokens} answer)"),
+        ("its tokens", describe_tokens(r, longest)),
         ("updates", f"{updates} a step of {samples / updates:g} samples, {cfg.steps * updates} in all; each at most "
-                    f"{microbatches} micro-batches of {cfg.train.tokens_per_microbatch} tokens a data shard"),
+                    f"{microbatches} micro-batches of {cfg.train.tokens_per_microbatch} tokens a data shard"
+                    + " and turn" * a_turn),
         ("epochs", f"{epoch} steps make one; {cfg.steps} steps use {used} prompts = {used / kept:.2f}"),
-        ("KV cache", f"{cfg.engine.kv_tokens} tokens a replica: {cfg.engine.kv_tokens // at_most} longest samples side "
-                     f"by side (engine.max_running={cfg.engine.max_running})"),
+        ("KV cache", f"{cfg.engine.kv_tokens} tokens a replica: {cfg.engine.kv_tokens // at_most} longest "
+                     f"{'turns' if a_turn else 'samples'} side by side (engine.max_running={cfg.engine.max_running})"),
         ("optimizer", f"{cfg.algorithm.name}: lr {cfg.policy.lr:g}, {cfg.policy.schedule}, "
                       f"{cfg.policy.warmup_steps} warm-up updates"),
         ("evaluation", f"{asked} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"

@@ -34,6 +34,8 @@ class Kind:
     """Of verdicts without a score: the status and the detail."""
     wrong: int = 0
     """How many of the rows got what they should not."""
+    unjudged: dict[str, str] = field(default_factory=dict)
+    """Why the reward failed, by id of the row: its own error, or a right answer without a score."""
 
     @property
     def mean(self) -> float | None:
@@ -73,25 +75,26 @@ def audit(rewarder: Rewarder, prompts: Sequence[Prompt], rows: int) -> dict[str,
         if gold:
             verdicts = {form: score(rewarder, prompt, form.format(gold)) for form in FORMS}
             form = max(FORMS, key=lambda form: verdicts[form].scored and verdicts[form].score)
-            _add(kinds[GOLD], verdicts[form], below=1.0)
+            _add(kinds[GOLD], prompt.id, verdicts[form], below=1.0)
         others = (gold_answer(rewarder, other) for other in prompts)
         other = next((answer for answer in others if answer not in ("", gold)), "")
         verdict = score(rewarder, prompt, form.format(other)) if other else Verdict("ok")
         floor = verdict.score if verdict.scored and 0 < verdict.score <= FORM_ALONE else 0.0
-        _add(kinds[EMPTY], score(rewarder, prompt, ""), above=floor)
-        _add(kinds[PROMPT], score(rewarder, prompt, _last_text(prompt)), above=floor)
+        _add(kinds[EMPTY], prompt.id, score(rewarder, prompt, ""), above=floor)
+        _add(kinds[PROMPT], prompt.id, score(rewarder, prompt, _last_text(prompt)), above=floor)
         if other:
-            _add(kinds[OTHER], verdict, above=FORM_ALONE)
+            _add(kinds[OTHER], prompt.id, verdict, above=FORM_ALONE)
         for name, answer in rewarder.cheats(prompt) if hasattr(rewarder, "cheats") else ():
-            _add(kinds[f"cheat: {name}"], score(rewarder, prompt, answer), above=floor)
+            _add(kinds[f"cheat: {name}"], prompt.id, score(rewarder, prompt, answer), above=floor)
     return dict(kinds)
 
 
-def _add(kind: Kind, verdict: Verdict, below: float = float("-inf"), above: float = float("inf")) -> None:
-    """Count a verdict; it is wrong if its score is below the one or above the other, or if a gold answer has none."""
+def _add(kind: Kind, row: str, verdict: Verdict, below: float = float("-inf"), above: float = float("inf")) -> None:
+    """Count a verdict; it is wrong if its score is below the one or above the other."""
     if not verdict.scored:
         kind.failures.append(f"{verdict.status}: {verdict.detail}")
-        kind.wrong += below > 0
+        if below > 0 or verdict.status == "error":
+            kind.unjudged[row] = kind.failures[-1]
         return
     kind.scores.append(verdict.score)
     kind.wrong += not below <= verdict.score <= above
@@ -110,13 +113,22 @@ def paid_cheats(kinds: dict[str, Kind]) -> list[str]:
     return [name for name, kind in kinds.items() if kind.wrong and name not in (GOLD, PROMPT, OTHER)]
 
 
+def unjudged(kinds: dict[str, Kind]) -> list[str]:
+    """Return a line for each row on which the reward failed: its id, the first kind of answer, and the reason."""
+    found: dict[str, str] = {}
+    for name, kind in kinds.items():
+        for row, reason in kind.unjudged.items():
+            found.setdefault(row, f"row {row}, {name}: {reason:.100}")
+    return list(found.values())
+
+
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
     """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
     for name, kind in kinds.items():
         text = "    -" if kind.mean is None else f"{kind.mean:5.2f}"
         text += f"  {len(kind.scores)} scored"
         if kind.failures:
-            text += f", {len(kind.failures)} not: {kind.failures[0]:.100}"
+            text += f"{'  !' if kind.unjudged else ','} {len(kind.failures)} not: {kind.failures[0]:.100}"
         if kind.wrong:
             text += f"  ! {kind.wrong} " + ("below 1" if name == GOLD else "paid")
         yield name, text

@@ -84,14 +84,23 @@ def share_of(role, name: str, batch: Batch) -> Batch:
 
 
 def backend(
-    world: World, path, dtype="float32", budget=4096, checkpointing=False, tp=1, master="float32", **settings
+    world: World,
+    path,
+    dtype="float32",
+    budget=4096,
+    checkpointing=False,
+    tp=1,
+    master="float32",
+    dp_replicate=1,
+    **settings,
 ) -> FSDP2Backend:
     """[all] A policy from a model directory; `settings` are the optimizer's."""
     train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, tp=tp)
+    layout = Layout(world, tp=tp, dp_replicate=dp_replicate)
     model = build_model(path, getattr(torch, master), "cpu")
     model = exact(model) if master == "float64" else model
     policy = PolicyConfig(**{**SETTINGS, **settings})
-    return FSDP2Backend(model, Layout(world, tp=tp), train, getattr(torch, dtype), policy, total_updates=5)
+    return FSDP2Backend(model, layout, train, getattr(torch, dtype), policy, total_updates=5)
 
 
 def plain_forward(model, batch: Batch):

@@ -8,7 +8,6 @@ def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
     rollout, train, engine = cfg.rollout, cfg.train, cfg.engine
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
     shards, replicas = max(1, num_ranks // train.tp), max(1, num_ranks // engine.tp)
-    longest = rollout.max_context_tokens or rollout.max_prompt_tokens + rollout.max_new_tokens
     running = replicas * engine.max_running
     return [
         ("step", describe_samples(rollout)),
@@ -19,12 +18,29 @@ def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
             f"{_number(train.updates_per_step, 'optimizer step')} a step on about "
             f"{samples / train.updates_per_step:.4g} samples each",
         ),
-        (
-            "tokens",
-            f"at most {longest:,} a sample ({rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} answer), "
-            f"{samples * longest:,} a step, {train.tokens_per_microbatch:,} a micro-batch",
-        ),
+        ("tokens", f"{describe_tokens(rollout)}, {train.tokens_per_microbatch:,} a micro-batch"),
     ]
+
+
+def describe_tokens(rollout: Any, prompt_tokens: int | None = None) -> str:
+    """Return the most tokens that a sample and a step can have, as far as the settings say.
+
+    An episode of the user's own may have several turns: without `rollout.max_context_tokens` one turn's tokens are all
+    that is known. prompt_tokens: the length of the longest prompt, where it is known.
+    """
+    prompt = rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens
+    longest, samples = tokens_per_turn(rollout, prompt), rollout.prompts_per_step * rollout.answers_per_prompt
+    parts = f"{prompt} prompt + {rollout.max_new_tokens} answer"
+    if rollout.max_context_tokens:
+        parts = "rollout.max_context_tokens"
+    elif rollout.target is not None:
+        return f"at most {longest:,} in a first turn ({parts}), more with each further one of rollout.target"
+    return f"at most {longest:,} a sample ({parts}), {samples * longest:,} a step"
+
+
+def tokens_per_turn(rollout: Any, prompt_tokens: int) -> int:
+    """Return the most tokens of a prompt and one answer to it, or of a sample where the settings bound it."""
+    return rollout.max_context_tokens or prompt_tokens + rollout.max_new_tokens
 
 
 def describe_samples(rollout: Any) -> str:

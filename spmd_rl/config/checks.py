@@ -13,7 +13,7 @@ from typing import Any
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture
 from spmd_rl.config.env_checks import check_envs
-from spmd_rl.config.ranks import local_rank, world_size
+from spmd_rl.config.ranks import check_layout, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_run, check_wandb
 from spmd_rl.config.sections.data import files, sources
@@ -71,17 +71,16 @@ def names_of_the_hub(cfg: Any) -> list[str]:
 
 
 def check_mesh(cfg: Any) -> None:
-    """Check that the ranks of each role's model copy divide the world size, and its heads."""
-    roles = {"train.tp": (cfg.train.tp, cfg.policy.model)}
+    """Check that each role's layout divides the world size, and its tensor parallelism the model's heads."""
+    roles = {"train": (cfg.train, cfg.policy.model)}
     for name, used in (("reference", cfg.algorithm.uses_reference), ("critic", cfg.algorithm.uses_critic)):
         own = getattr(cfg, name)
         if used:
-            roles[f"{name}.train.tp"] = own.train.over(cfg.train).tp, own.model or cfg.policy.model
-    for key, (tp, model) in roles.items():
-        if world_size() % tp:
-            raise UserError(f"{key}: {tp} does not divide {world_size()} ranks")
-        if tp > 1:
-            check_heads(key, tp, model_folder(model) / "config.json")
+            roles[f"{name}.train"] = own.train.over(cfg.train), own.model or cfg.policy.model
+    for section, (train, model) in roles.items():
+        check_layout(section, world_size(), train.tp, train.dp_replicate)
+        if train.tp > 1:
+            check_heads(f"{section}.tp", train.tp, model_folder(model) / "config.json")
 
 
 def check_engine(cfg: Any) -> None:

@@ -54,11 +54,16 @@ RENAMED: Mapping[str, str] = {
     "tensor_model_parallel_size": "engine.tp (train.tp for training)",
     "tensor_parallel_size": "engine.tp (train.tp for training)",
     "vllm_tensor_parallel_size": "engine.tp",
+    "dp_replicate_degree": "train.dp_replicate",
+    "data_parallel_replicate_degree": "train.dp_replicate",
+    "dp_replicate_size": "train.dp_replicate",
     "param_offload": "train.offload",
     "optimizer_offload": "train.offload",
     "torch_compile": "train.compile",
     "use_torch_compile": "train.compile",
     "use_vllm": "engine=vllm",
+    "enforce_eager": "engine.args={enforce_eager: true}, with engine=vllm",
+    "max_num_batched_tokens": "engine.args={max_num_batched_tokens: N}, with engine=vllm",
     "rollout.name": "engine.name",
     "max_num_seqs": "engine.max_running",
     # generation
@@ -76,6 +81,8 @@ RENAMED: Mapping[str, str] = {
     "max_actions_per_traj": "rollout.max_turns",
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
+    "stop_strings": "rollout.stop, a list",
+    "num_beams": "rollout.answers_per_prompt, answers that are sampled; there is no beam search",
     "val_kwargs.temperature": "eval.temperature",
     "val_kwargs.n": "eval.answers",
     "filter_groups.enable": "rollout.filter.zero_variance",
@@ -148,6 +155,14 @@ RENAMED: Mapping[str, str] = {
 }
 """Their name, and the setting here that means the same."""
 
+ATTENTION = (
+    "attention in training is torch's own: variable-length flash attention on GPUs, padded on the CPU; "
+    "vLLM chooses its own (engine.args={attention_backend: NAME})"
+)
+PENALTIES = (
+    "answers are sampled without penalties, which would have to be part of the trained distribution; "
+    "algorithm.repetition_coef takes score away from answers that repeat themselves"
+)
 ABSENT: Mapping[str, str] = {
     "gradient_accumulation_steps": "gradient accumulation follows from train.tokens_per_microbatch",
     "per_device_train_batch_size": "a step trains on rollout.prompts_per_step x rollout.answers_per_prompt samples on "
@@ -178,6 +193,23 @@ ABSENT: Mapping[str, str] = {
     "num_nodes": "torchrun says how many nodes there are: --nnodes",
     "deepspeed": "training is FSDP2: train=fsdp2",
     "strategy": "training is FSDP2: train=fsdp2",
+    "fsdp_size": "ranks / train.tp / train.dp_replicate ranks share out a copy of the model; set train.dp_replicate",
+    "sharding_strategy": "training always shards fully; train.dp_replicate makes several copies (HSDP)",
+    "fsdp_sharding_strategy": "training always shards fully; train.dp_replicate makes several copies (HSDP)",
+    "ulysses_sequence_parallel_size": "a sequence stays on its ranks: train.tp, train.activation_checkpointing",
+    "context_parallel_size": "a sequence stays on its ranks: train.tp, train.activation_checkpointing",
+    "pipeline_model_parallel_size": "layers are not shared out over ranks: train.tp and FSDP",
+    **dict.fromkeys(("attn_implementation", "attn", "attention", "attn_impl", "attention_backend"), ATTENTION),
+    **dict.fromkeys(("flash_attn", "use_flash_attn", "use_flash_attention_2", "flash_attention"), ATTENTION),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), PENALTIES),
+    **dict.fromkeys(("length_penalty", "no_repeat_ngram_size"), PENALTIES),
+    "load_in_4bit": "weights are not quantised: policy.dtype is bfloat16 or float32",
+    "load_in_8bit": "weights are not quantised: policy.dtype is bfloat16 or float32",
+    "logging_steps": "metrics.jsonl has a line for each step",
+    "logging_dir": "all files of a run are in run.dir",
+    "push_to_hub": "nothing is uploaded; the last checkpoint has a Hugging Face model: checkpoint.export_hf",
+    "ddp_timeout": "a stall ends the run: journal.stall_seconds",
+    "nccl_timeout": "a stall ends the run: journal.stall_seconds",
     "use_peft": "adapters are not supported, all weights are trained",
     "lora_rank": "adapters are not supported, all weights are trained",
     "lora": "adapters are not supported, all weights are trained",

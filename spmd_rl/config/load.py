@@ -7,11 +7,12 @@ the grammar is more lenient than Hydra's in two ways: a new key needs no `+`, an
 for a sweep (`~/models/x`, `a.jsonl,b.jsonl`), is a plain string. Every mistake is a `UserError` of one line.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from hydra import compose as hydra_compose
@@ -96,6 +97,20 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
         raise UserError(f"{where}: {error.problem}") from None
     with open_dict(values):
         values.pop("about", None)  # a run's own config.yaml, given back as `--config-name`
+    return values
+
+
+def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what the shipped options say that `overrides` choose by name (`algorithm=ppo`, `+experiment=demo`).
+
+    A sparse tree: without what other overrides say, defaults, types or checks.
+    """
+    groups, options = _groups(CONFIGS), []
+    for line in overrides:
+        name, _, option = line.lstrip("+").partition("=")
+        options += [line] if option in groups.get(name, ()) else []
+    values = OmegaConf.to_container(compose(pipeline, options))
+    assert isinstance(values, dict)
     return values
 
 
@@ -205,7 +220,19 @@ def _type_error(error: OmegaConfBaseException, values: DictConfig, schema: type)
     if leaf is None or "interpolation" in str(error).lower():
         return f"{key}: {_first_line(error)}"
     shown = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
-    return f"{key}: expected {type_name(leaf.type)}, got {'null' if shown is None else repr(shown)}"
+    line = f"{key}: expected {type_name(leaf.type)}, got {'null' if shown is None else repr(shown)}"
+    return f"{line}; say {key}='{_as_list(shown)}'" if _is_single(leaf.type, shown) else line
+
+
+def _is_single(kind: Any, given: Any) -> bool:
+    """Whether one value was given for a list, and in a form that a line can repeat."""
+    lists = [part for part in (kind, *get_args(kind)) if get_origin(part) is list]
+    return bool(lists) and isinstance(given, str | int | float) and "'" not in str(given)
+
+
+def _as_list(given: str | float) -> str:
+    """Return one value as a list of one, as Hydra reads it."""
+    return json.dumps([given.strip("[] ") or given] if isinstance(given, str) else [given], ensure_ascii=False)
 
 
 def _no_mapping(values: DictConfig, schema: type) -> str:

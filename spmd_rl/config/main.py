@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from spmd_rl.config.checks import check, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import to_dict
-from spmd_rl.config.load import CONFIGS, build, compose, load
+from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
 from spmd_rl.config.run_identity import run_dir, to_yaml
@@ -74,7 +74,7 @@ def main(
         check(cfg)
         notices = continue_run(cfg, pipeline)
         if rank() == 0:
-            warnings = unused_settings(cfg, load(pipeline, schema))
+            warnings = unused_settings(cfg, load(pipeline, schema), chosen(pipeline, asked.overrides))
             for line in (*(f"notice: {line}" for line in notices), *(f"warning: {line}" for line in warnings)):
                 print(line, file=sys.stderr)
         if asked.dry_run:

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,15 +91,36 @@ def saved_config(directory: str | Path) -> dict[str, Any] | None:
 
 
 def write_config(cfg: Any, directory: str | Path, pipeline: str) -> None:
-    """Write `config.yaml`, whole or not at all; on rank 0."""
+    """Write `config.yaml`, whole or not at all; on rank 0.
+
+    Where the directory holds steps of other settings, `about.until` keeps these, with the step up to which they held.
+    """
     about = {"pipeline": pipeline, "git_revision": git_revision(), "versions": package_versions()}
     if found := sources(cfg):
         about["sources"] = found
+    if until := _until(cfg, Path(directory)):
+        about["until"] = until
     path = Path(directory) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(to_yaml({**to_dict(cfg), "about": about}))
     os.replace(draft, path)
+
+
+def _until(cfg: Any, directory: Path) -> list[dict[str, Any]]:
+    """Return the settings that the steps in a run directory had and that `cfg` changes, each with their last step."""
+    saved = saved_config(directory) or {}
+    latest = directory / "checkpoints" / "latest"
+    digits = re.search(r"\d+", latest.read_text()) if saved and latest.exists() else None
+    if digits is None:
+        return []
+    until = list((saved.pop("about", None) or {}).get("until", ()))
+    step, now, then = int(digits[0]), identity(to_dict(cfg)), identity(saved)
+    changed = {key: then[key] for key in then if key in now and then[key] != now[key]}
+    if until and until[-1]["step"] == step:  # a start that trained nothing lies between
+        changed |= until.pop()["settings"]
+    changed = {key: value for key, value in changed.items() if now.get(key) != value}
+    return [*until, {"step": step, "settings": changed}] if changed else until
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:

@@ -1,12 +1,13 @@
 """Settings that a user gave and that have no effect under the other settings: each is a warning, none is an error.
 
-    for line in unused_settings(cfg, load("rlvr", RlvrConfig)):
+    for line in unused_settings(cfg, load("rlvr", RlvrConfig), chosen("rlvr", overrides)):
         print(f"warning: {line}")
 
 Settings that contradict each other are errors: see `sections/` and `checks.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from spmd_rl.config.algorithm_targets import is_own, parameters
@@ -15,13 +16,14 @@ from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LO
 from spmd_rl.config.sections.data import GENERATORS, RewardConfig
 
 
-def unused_settings(cfg: Any, shipped: Any) -> Iterator[str]:
+def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
     """Yield one line for each setting without effect that the user changed.
 
-    A changed setting differs from the schema's default and from `shipped`, the settings of a command without overrides.
+    A changed setting differs from the schema's default, from `shipped`, the settings of a command without overrides,
+    and from `chosen`, a tree of what the experiment, recipe or data that the user chose by name says by itself.
     """
     rewards = {domain: to_dict(RewardConfig(reward.target)) for domain, reward in cfg.reward.domains.items()}
-    defaults = [dict(flatten(tree)) for tree in (to_dict(shipped), to_dict(type(cfg)()), {"reward": rewards})]
+    defaults = [dict(flatten(tree)) for tree in (to_dict(shipped), to_dict(type(cfg)()), {"reward": rewards}, chosen)]
     reasons = dict([*without_effect(cfg), *unread_algorithm_keys(cfg.algorithm)])
     for key, value in flatten(to_dict(cfg)):
         names = key.split(".")

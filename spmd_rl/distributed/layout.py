@@ -4,7 +4,9 @@
     lengths = layout.data.gather("lengths", [len(x) for x in mine])  # [all] one record per data shard
 
 The ranks of a tensor-parallel block compute one model together: all of them hold the same data shard, and one of them,
-its leader, counts for it in every sum over samples. Not built: pipeline, context and expert parallelism.
+its leader, counts for it in every sum over samples. With `dp_replicate` the data-parallel ranks fall into groups of
+neighbours: each group holds all weights once, shared out over its ranks (hybrid sharding, HSDP). Each block has a data
+shard of its own all the same. Not built: pipeline, context and expert parallelism.
 """
 
 import math
@@ -14,10 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from spmd_rl.config.ranks import check_layout
 from spmd_rl.distributed.collectives import Reduction
 from spmd_rl.distributed.world import World
-from spmd_rl.errors import UserError
 
+AXES = ("dp_replicate", "dp_shard", "tp")
+"""Of a mesh, the last one varying fastest; torchtitan's names."""
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 
 
@@ -53,36 +57,43 @@ class DataShard:
 
 
 class Layout:
-    """A world's ranks as a mesh of data parallelism (`dp`) by tensor parallelism (`tp`, which varies fastest)."""
+    """A world's ranks as a mesh with the axes `AXES`: copies of the model, shards of a copy, tensor parallelism."""
 
-    def __init__(self, world: World, *, tp: int = 1, key: str = "train") -> None:
-        """[all] The data-parallel size is what is left of the world's ranks.
+    def __init__(self, world: World, *, tp: int = 1, dp_replicate: int = 1, key: str = "train") -> None:
+        """[all] The size of `dp_shard` is what is left of the world's ranks.
 
-        key: the settings section that an error names. UserError if `tp` does not divide the ranks.
+        key: the settings section that an error names. UserError if `tp` does not divide the ranks, or `dp_replicate`
+        what `tp` leaves of them.
         """
-        if world.size % tp:
-            raise UserError(f"{key}.tp: {tp} does not divide {world.size} ranks")
+        check_layout(key, world.size, tp, dp_replicate)
         self.world, self.key = world, key
         self.data = DataShard(world, tp)
-        self._sizes = {"dp": world.size // tp, "tp": tp}
+        sizes = (dp_replicate, world.size // tp // dp_replicate, tp)
+        self._sizes = dict(zip(AXES, sizes, strict=True))
         self._mesh: DeviceMesh | None = None
         if dist.is_initialized():
-            axes = {axis: size for axis, size in self._sizes.items() if axis == "dp" or size > 1}
+            axes = {axis: size for axis, size in self._sizes.items() if axis == "dp_shard" or size > 1}
             self._mesh = world.mesh(**axes)  # [all]
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The torch mesh, with the axis `dp`, and `tp` where its size is more than 1."""
+        """The torch mesh, with the axis `dp_shard`, and of the others those whose size is more than 1."""
         assert self._mesh is not None, "a world without process groups has no mesh"
         return self._mesh
 
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The part of `mesh` over which gradients are summed, as `fully_shard` takes it: without the axis `tp`."""
+        return self.mesh["dp_replicate", "dp_shard"] if self._sizes["dp_replicate"] > 1 else self.mesh["dp_shard"]
+
     def size(self, axis: str) -> int:
-        """Number of ranks along `dp` or `tp`."""
+        """Number of ranks along one of `AXES`."""
         return self._sizes[axis]
 
     def rank(self, axis: str) -> int:
-        """This rank's place along `dp` or `tp`."""
-        return dict(zip(("dp", "tp"), divmod(self.world.rank, self._sizes["tp"]), strict=True))[axis]
+        """This rank's place along one of `AXES`."""
+        block, tp = divmod(self.world.rank, self._sizes["tp"])
+        return dict(zip(AXES, (*divmod(block, self._sizes["dp_shard"]), tp), strict=True))[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of the ranks that differ from this one along `axis` alone; None where its size is 1."""

@@ -18,6 +18,7 @@ from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.coordinator import Coordinator
+from spmd_rl.rollout.filters import ADVICE
 from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes, last_segments
 from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.types import Group
@@ -186,15 +187,24 @@ def review(collected: Collected, cfg: RlvrConfig, world: World) -> Collected:
     if rank == 0:
         _tell_missing(step, outcomes)
     if rank == 0 and outcomes.num_accepted < wanted:
-        reasons = Counter(outcomes.reasons.values())
-        counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        print(
-            f"step {step}: {outcomes.num_accepted} of {wanted} groups qualified among {len(outcomes)} "
-            f"tickets ({counts}): {'it trains on fewer' if outcomes.num_accepted else 'no update'}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _tell_few(step, outcomes, wanted)
     return collected
+
+
+def _tell_few(step: int, outcomes: Outcomes, wanted: int) -> None:
+    """Print that a step trains on fewer prompts than it wants, why, and what helps against the most frequent reason."""
+    accepted, reasons = outcomes.num_accepted, Counter(outcomes.reasons.values()).most_common()
+    scores = outcomes.answers["score"][outcomes.answers["scored"]]
+    mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
+    print(
+        f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to {accepted} prompts, "
+        f"not to {wanted}; {len(outcomes)} were asked{mean}, and {len(outcomes) - accepted} are of no use "
+        f"({', '.join(f'{count} {reason}' for reason, count in reasons)})",
+        *(f": {ADVICE[reason]}" for reason, _ in reasons[:1]),
+        sep="",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _tell_missing(step: int, outcomes: Outcomes) -> None:

@@ -6,6 +6,19 @@ import numpy as np
 
 from spmd_rl.config.schema import FilterConfig
 
+ADVICE = {
+    "too few scored": "fewer than rollout.min_answers answers to such a prompt got a score: another line says why",
+    "zero variance": "all answers to such a prompt scored alike, from which nothing is learned: take harder problems "
+    "where the score is high, easier ones where it is low, or more rollout.answers_per_prompt; "
+    "rollout.filter.zero_variance=false trains on these prompts too",
+    "too hard": "they scored below rollout.filter.min_mean_score: lower it, or take easier problems",
+    "too easy": "they scored above rollout.filter.max_mean_score: raise it, or take harder problems",
+    "too many truncated": "more answers than rollout.filter.max_truncated allows were cut off: raise it, or "
+    "rollout.max_new_tokens",
+    "too long": "their answers are longer than rollout.filter.max_mean_tokens: raise it",
+}
+"""What a user may do about each reason of `reject_reason`."""
+
 
 def reject_reason(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
     """Return why the group of these answers does not qualify, in two or three words; None if it does.

@@ -5,16 +5,17 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.distributed import Layout, World, solo
+from spmd_rl.distributed.layout import AXES
 from spmd_rl.errors import UserError
 from tests.dist.harness import run_ranks
 
 
-def facts(world: World, tp: int) -> dict:
+def facts(world: World, tp: int, copies: int = 1) -> dict:
     """What one rank sees."""
-    layout = Layout(world, tp=tp)
+    layout = Layout(world, tp=tp, dp_replicate=copies)
     data = layout.data
     sums = {}
-    for axis in ("dp", "tp"):
+    for axis in AXES if copies > 1 else AXES[1:]:
         total = torch.tensor(world.rank)
         if layout.group(axis) is not None:
             dist.all_reduce(total, group=layout.group(axis))
@@ -22,7 +23,8 @@ def facts(world: World, tp: int) -> dict:
     value = {"x": float(10 * data.rank + (0 if data.is_leader else 1000))}
     return {
         "shard": [data.rank, data.size, data.is_leader],
-        "place": [layout.rank("dp"), layout.rank("tp"), layout.size("dp"), layout.size("tp")],
+        "place": [layout.rank("dp_shard"), layout.rank("tp"), layout.size("dp_shard"), layout.size("tp")],
+        "copy": [layout.rank("dp_replicate"), layout.size("dp_replicate"), layout.data_mesh.ndim],
         "ranks": [data.ranks_of(shard) for shard in range(data.size)],
         "gathered": data.gather("ranks", world.rank),
         "reduced": [data.reduce(f"x {op}", value, op)["x"] for op in ("sum", "max", "mean")],
@@ -35,22 +37,30 @@ def test_a_block_holds_one_shard_and_its_leader_counts_once() -> None:
         assert seen == {
             "shard": [rank // 2, 2, rank % 2 == 0],
             "place": [rank // 2, rank % 2, 2, 2],
+            "copy": [0, 1, 1],
             "ranks": [[0, 1], [2, 3]],
             "gathered": [0, 2],
             "reduced": [10.0, 10.0, 5.0],
-            "sums": {"dp": 2 + 2 * (rank % 2), "tp": 1 if rank < 2 else 5},
+            "sums": {"dp_shard": 2 + 2 * (rank % 2), "tp": 1 if rank < 2 else 5},
         }
 
 
 def test_without_tensor_parallelism_each_rank_leads_its_own_shard() -> None:
     for rank, seen in enumerate(run_ranks(3, facts, 1)):
         assert seen["shard"] == [rank, 3, True] and seen["gathered"] == [0, 1, 2]
-        assert seen["reduced"] == [30.0, 20.0, 10.0] and seen["sums"] == {"dp": 3, "tp": rank}
+        assert seen["reduced"] == [30.0, 20.0, 10.0] and seen["sums"] == {"dp_shard": 3, "tp": rank}
+
+
+def test_copies_of_the_model_are_on_neighbours_and_every_rank_still_has_a_shard_of_data() -> None:
+    for rank, seen in enumerate(run_ranks(4, facts, 1, 2)):
+        assert seen["shard"] == [rank, 4, True] and seen["gathered"] == [0, 1, 2, 3]
+        assert seen["place"] == [rank % 2, 0, 2, 1] and seen["copy"] == [rank // 2, 2, 2]
+        assert seen["sums"] == {"dp_replicate": 2 + 2 * (rank % 2), "dp_shard": 1 if rank < 2 else 5, "tp": rank}
 
 
 def refusals(world: World) -> list[str]:
     told = []
-    for axes in ({"tp": 2}, {"tp": 2, "key": "reference.train"}):
+    for axes in ({"tp": 2}, {"dp_replicate": 2, "key": "reference.train"}, {"tp": 3, "dp_replicate": 2}):
         try:
             Layout(world, **axes)
         except UserError as error:
@@ -61,7 +71,8 @@ def refusals(world: World) -> list[str]:
 def test_a_layout_that_does_not_fit_is_the_users_mistake() -> None:
     wanted = [
         "train.tp: 2 does not divide 3 ranks",
-        "reference.train.tp: 2 does not divide 3 ranks",
+        "reference.train.dp_replicate: 2 does not divide 3 ranks",
+        "train.dp_replicate: 2 does not divide 1, which is 3 ranks / tp 3",
     ]
     assert run_ranks(3, refusals) == [wanted] * 3
 

@@ -33,9 +33,9 @@ from tests.training import (
 from tests.unit.test_sharing import exact
 
 BACKENDS = {"fsdp2": backend}
-LAYOUTS = [(1, 1, 1), (2, 1, 2), (4, 1, 1), (2, 2, 3), (3, 3, 2), (4, 2, 1)]
-"""Ranks, how many of them tensor parallelism takes, and how many models: what tells them apart is how they are loaded
-and split, for which two or three ranks are enough."""
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 2), (4, 1, 1, 1), (2, 2, 1, 3), (3, 3, 1, 2), (4, 2, 1, 1)]
+"""Ranks, how many of them tensor parallelism takes, copies of the model, each on a machine of its own, and how many
+models: what tells them apart is how they are loaded and split, for which two or three ranks are enough."""
 SIZES = {"head_dim": 8, "intermediate_size": 90, "vocab_size": 263}  # of these nothing divides by 4
 FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS = {
@@ -44,7 +44,7 @@ MODELS = {
     "qwen2": ("qwen2", {**SIZES, "num_attention_heads": 12, "num_key_value_heads": 6}),
     "qwen3": ("qwen3", {**SIZES, **FEW_HEADS}),
 }
-UPDATES = [pytest.param(*layout, marks=pytest.mark.slow) for layout in [*LAYOUTS[:-1], (4, 2, 3)]]
+UPDATES = [pytest.param(*layout, marks=pytest.mark.slow) for layout in [*LAYOUTS[:-1], (4, 2, 1, 3), (2, 1, 2, 1)]]
 """The optimizer sees shards and nothing of the layout: where gradients are right, three layouts stand for all."""
 CHOSEN = {1: ("llama", "qwen2"), 2: ("llama", "qwen2", "qwen3"), 3: ("smollm2", "qwen2")}
 """By tensor-parallel size. Qwen3's norms of each head have gradients that are summed over the ranks."""
@@ -78,12 +78,13 @@ def reference(path: str, dtype: str, truncated: bool) -> tuple[torch.nn.Module, 
     return model, *plain_backward(model, global_batch(truncated=truncated))
 
 
-def gradients(world: World, build, path, tp: int, dtype: str, case) -> dict[str, float]:
+def gradients(world: World, build, path, tp: int, copies: int, dtype: str, case) -> dict[str, float]:
     """Relative L2 error of each gradient, of the loss and of the norm."""
     share, budget, checkpointing, *truncated = case
     whole = global_batch(truncated=bool(truncated))
     scale = 100.0 if dtype == "float32" else 1.0  # a float32 weight rounds away what is much smaller than itself
-    options = {"dtype": dtype, "master": dtype, "budget": budget, "checkpointing": checkpointing, "tp": tp}
+    options = {"dtype": dtype, "master": dtype, "budget": budget, "checkpointing": checkpointing}
+    options |= {"tp": tp, "dp_replicate": copies}
     mine = build(world, path, **options, **AS_GRADIENT, lr=scale * HUGE)
     before = exported(mine)
     metrics = mine.update(share_of(mine, share, whole), loss, TEMPERATURE)
@@ -100,9 +101,9 @@ def gradients(world: World, build, path, tp: int, dtype: str, case) -> dict[str,
     return errors | {name: abs(metrics[name] / mean - 1) for name, mean in means.items()}
 
 
-def all_gradients(world: World, name: str, paths: dict[str, str], tp: int) -> dict[str, dict[str, float]]:
+def all_gradients(world: World, name: str, paths: dict[str, str], tp: int, copies: int) -> dict[str, dict[str, float]]:
     return {
-        f"{model} {dtype} {case}": gradients(world, BACKENDS[name], path, tp, dtype, case)
+        f"{model} {dtype} {case}": gradients(world, BACKENDS[name], path, tp, copies, dtype, case)
         for model, path in paths.items()
         for dtype, cases in (CASES if tp == 1 else OF_A_SPLIT).items()
         for case in cases
@@ -111,22 +112,28 @@ def all_gradients(world: World, name: str, paths: dict[str, str], tp: int) -> di
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("size", "tp", "count"), [*LAYOUTS, pytest.param(4, 2, 3, marks=pytest.mark.slow)])
-def test_the_gradient_is_the_same_in_every_layout(name: str, size: int, tp: int, count: int, models) -> None:
+@pytest.mark.parametrize(
+    ("size", "tp", "copies", "count"),
+    [*LAYOUTS, (4, 1, 2, 1), pytest.param(4, 2, 1, 3, marks=pytest.mark.slow)],
+)
+def test_the_gradient_is_the_same_in_every_layout(
+    name: str, size: int, tp: int, copies: int, count: int, models
+) -> None:
     chosen = {model: models[model] for model in CHOSEN[tp][:count]}
-    for errors in run_ranks(size, all_gradients, name, chosen, tp, timeout=280):
+    args = (all_gradients, name, chosen, tp, copies)
+    for errors in run_ranks(size, *args, per_machine=size // copies, timeout=280):
         for case, found in errors.items():
             worst = max(found, key=found.get)
             assert found[worst] < LIMITS[case.split()[1]], (case, worst, found[worst])
 
 
-def three_updates(world: World, name: str, path: str, tp: int) -> list[float]:
+def three_updates(world: World, name: str, path: str, tp: int, copies: int) -> list[float]:
     """Errors of exported weights, logprobs and entropy after three updates of torch's own AdamW and clipping.
 
     An epsilon of 1e-3 hides gradients that are rounding alone, of which AdamW would make whole steps.
     """
     eps = 1e-3
-    mine = BACKENDS[name](world, path, budget=60, tp=tp, eps=eps)
+    mine = BACKENDS[name](world, path, budget=60, tp=tp, dp_replicate=copies, eps=eps)
     batch = global_batch()
     share = share_of(mine, "dealt", batch)
     model = build_model(path, torch.float32, "cpu", attention="sdpa")
@@ -153,15 +160,18 @@ def three_updates(world: World, name: str, path: str, tp: int) -> list[float]:
     return [drift, *(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))]
 
 
-def all_updates(world: World, name: str, paths: dict[str, str], tp: int) -> dict[str, list[float]]:
-    return {model: three_updates(world, name, path, tp) for model, path in paths.items()}
+def all_updates(world: World, name: str, paths: dict[str, str], tp: int, copies: int) -> dict[str, list[float]]:
+    return {model: three_updates(world, name, path, tp, copies) for model, path in paths.items()}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("size", "tp", "count"), [(2, 1, 1), (2, 2, 1), (4, 2, 1), *UPDATES])
-def test_three_updates_follow_plain_torch(name: str, size: int, tp: int, count: int, models) -> None:
+@pytest.mark.parametrize(
+    ("size", "tp", "copies", "count"), [(2, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 1), (4, 2, 2, 1), *UPDATES]
+)
+def test_three_updates_follow_plain_torch(name: str, size: int, tp: int, copies: int, count: int, models) -> None:
     chosen = {model: models[model] for model in CHOSEN[tp][:count]}
-    for found in run_ranks(size, all_updates, name, chosen, tp, timeout=200):
+    args = (all_updates, name, chosen, tp, copies)
+    for found in run_ranks(size, *args, per_machine=size // copies, timeout=200):
         for model, (drift, logprobs, entropy) in found.items():
             assert drift < 1e-5, (model, drift)
             assert max(logprobs, entropy) < 1e-4, (model, logprobs, entropy)

@@ -1,4 +1,4 @@
-"""Tensor parallelism through the real door: same tokens, and the same gradient as one rank without it."""
+"""Tensor parallelism and copies of the model through the real door: same tokens, and the same gradient as one rank."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,8 +14,12 @@ SIZES = {
 }
 
 
-MORE = [("smollm2", 3, 3), ("qwen2", 2, 2)]
-CASES = [("qwen2", 4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+MORE = [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2")]
+CASES = [
+    ("qwen2", 4, "train.tp=2"),
+    ("qwen2", 4, "train.dp_replicate=2"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+]
 """`tests/dist/test_train_parity` has every model in every layout."""
 
 
@@ -33,10 +37,10 @@ def alone(toys) -> Callable[[str], Running]:
     return cache(lambda model: toys[model].run(*SETTINGS, ranks=0, name="alone"))
 
 
-@pytest.mark.parametrize(("model", "ranks", "tp"), CASES)
-def test_tensor_parallelism_changes_no_gradient(toys, alone, model: str, ranks: int, tp: int) -> None:
+@pytest.mark.parametrize(("model", "ranks", "layout"), CASES)
+def test_no_layout_changes_the_gradient(toys, alone, model: str, ranks: int, layout: str) -> None:
     toy, expected = toys[model], alone(model)
-    run = toy.run(*SETTINGS, f"train.tp={tp}", ranks=ranks, name=f"{ranks} ranks")
+    run = toy.run(*SETTINGS, layout, ranks=ranks, name=f"{ranks} ranks, {layout}")
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
     assert expected.metrics()[1]["actor/grad_norm"] > 0.01

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from rewards.choice import ChoiceReward
@@ -20,7 +21,7 @@ from spmd_rl import audit, wire
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import RunFailed
-from spmd_rl.reward_audit import EMPTY, GOLD, OTHER, PROMPT, describe, paid_cheats
+from spmd_rl.reward_audit import EMPTY, GOLD, OTHER, PROMPT, describe, paid_cheats, unjudged
 from spmd_rl.reward_audit import audit as audited
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sidecar.worker import judge
@@ -33,6 +34,7 @@ def row(truth: str, question: str = "What is it?", **extra) -> Prompt:
     return Prompt("0" * 32, (Message("user", question),), "x", truth, extra)
 
 
+ADD = "def add(a, b):\n    return a + b"
 ROWS = {
     MathReward: [row("18"), row("\\frac{3}{4}"), row("(0, 1]"), row("{1, 2, 3}"), row("x^2 + 1"), row("5 \\text{ km}")],
     ChoiceReward: [row("B"), row("AC"), row("J")],
@@ -57,11 +59,10 @@ def test_no_known_cheat_of_code_is_paid():
         sandbox.prove()
     except RuntimeError as error:
         pytest.skip(str(error))
-    solution = "def add(a, b):\n    return a + b"
     rows = [
-        row("", test="def check(candidate):\n    assert candidate(1, 2) == 3", entry_point="add", solution=solution),
-        row("", test_cases=[{"assert_code": "assert add(1, 2) > 2"}], case_type="assert", solution=solution),
-        row("", test_cases=[{"input": "1\n2", "output": "3"}], test_case_function="add", solution=solution),
+        row("", test="def check(candidate):\n    assert candidate(1, 2) == 3", entry_point="add", solution=ADD),
+        row("", test_cases=[{"assert_code": "assert add(1, 2) > 2"}], case_type="assert", solution=ADD),
+        row("", test_cases=[{"input": "1\n2", "output": "3"}], test_case_function="add", solution=ADD),
         row("", test_cases=[{"input": "4", "output": "16"}], solution="print(int(input()) ** 2)"),
     ]
     kinds = audited(CodeReward(sandbox), rows, 9)
@@ -144,6 +145,36 @@ def test_the_table_and_its_end(tmp_path, capsys):
     with pytest.raises(RunFailed, match="paid that solve nothing: math: empty answer"):
         audit.show(load("rlvr", RlvrConfig, given), 2)
     assert "! 2 paid" in capsys.readouterr().out
+
+
+class Fails:
+    """Cannot judge an empty answer."""
+
+    def score(self, prompt, answer, info):
+        return float(answer.split()[0] == prompt.ground_truth)
+
+
+def test_a_reward_that_fails_on_an_answer_is_told(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(9)))
+    given = [f"data.train={tmp_path}/rows.jsonl", "reward.math.target=tests.unit.test_audit:Fails"]
+    with pytest.raises(RunFailed, match=r"^2 rows cannot be judged: math, row \w+, empty answer: error: .*IndexError"):
+        audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 2)
+    assert "! 2 not: error: " in capsys.readouterr().out
+
+
+def test_rows_whose_tests_check_nothing_are_told():
+    try:
+        sandbox = ForkServer()
+        sandbox.prove()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    idle = row("", test_cases=[{"assert_code": "assert 1 < 2"}], case_type="assert", solution="x = 1")
+    idle = msgspec.structs.replace(idle, id="idle")
+    good = row("", test_cases=[{"assert_code": "assert add(1, 2) > 2"}], case_type="assert", solution=ADD)
+    kinds = audited(CodeReward(sandbox), [idle, good], 9)
+    sandbox.close()
+    (told,) = unjudged(kinds)
+    assert told.startswith(f"row idle, {GOLD}: error: ") and "ask the code nothing" in told and not paid_cheats(kinds)
 
 
 @pytest.mark.parametrize(

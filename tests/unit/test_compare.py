@@ -1,5 +1,6 @@
 """Runs compared on one page: seeds as a band, one colour a line, and a table of last and best values."""
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -36,6 +37,27 @@ def test_seeds_are_one_lane(four: list[Path]) -> None:
     assert [step for step, _ in mean] == list(range(1, 7))
     values = [dict(run.series("critic/score/mean"))[3] for run in found[0].runs]
     assert (mean[2][1], low[2][1], high[2][1]) == (pytest.approx(sum(values) / 3), min(values), max(values))
+
+
+def test_a_setting_that_changed_on_the_way_is_shown_with_both_values(four: list[Path]) -> None:
+    path = four[0] / "config.yaml"
+    settings = yaml.safe_load(path.read_text())
+    settings["about"]["until"] = [{"step": 4, "settings": {"policy.lr": 3e-5}}]
+    path.write_text(yaml.safe_dump(settings))
+    found = lanes([read_run(path) for path in (four[0], four[1])])
+    assert differences(found) == ["policy.lr=3e-05 to step 4, then 1e-05", "policy.lr=1e-05"]
+
+
+def test_columns_that_no_run_has_are_left_out(four: list[Path], tmp_path: Path, capsys) -> None:
+    for run in four[:2]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        kept = [{key: value for key, value in line.items() if not key.startswith("val/")} for line in lines]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert main([*map(str, four[:2]), "--out", str(tmp_path / "out.html")]) == 0
+    told = capsys.readouterr().out
+    assert "val/" not in told and "critic/score/mean" in told
+    assert main([*map(str, four), "--out", str(tmp_path / "out.html")]) == 0
+    assert "val/" in capsys.readouterr().out
 
 
 def test_many_runs_have_as_many_colours_and_names() -> None:

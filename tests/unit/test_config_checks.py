@@ -7,7 +7,7 @@ import pytest
 
 from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.checks import check
-from spmd_rl.config.load import CONFIGS, load
+from spmd_rl.config.load import CONFIGS, chosen, load
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.config.sections.data import files
@@ -109,6 +109,7 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ("reward.math.packages=[numpy,nowhere]", "reward.math.packages: nowhere is not installed here"),
         ("~reward.math", "reward: no domain has a rewarder; say reward.<domain>.target=module:Class"),
         ("train.tp=2", "train.tp: 2 does not divide 1 ranks"),
+        ("train.dp_replicate=2", "train.dp_replicate: 2 does not divide 1 ranks"),
         ("train.cp=2", "train.cp: unknown key; did you mean train."),
         ("engine.tp=2", "engine.tp: 2 is impossible, engine=native holds a whole model per rank"),
         ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
@@ -197,6 +198,9 @@ def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
         (1, ["critic.train.tp=2", "algorithm=ppo"], "critic.train.tp: 2 ranks cannot share the 9 heads"),
         (1, ["reference.train.tp=5", "algorithm.kl_coef=0.1"], "reference.train.tp: 5 does not divide 18 ranks"),
         (1, ["reference.train.tp=5"], ""),
+        (3, ["train.dp_replicate=6"], ""),
+        (3, ["train.dp_replicate=4"], "train.dp_replicate: 4 does not divide 6, which is 18 ranks / tp 3"),
+        (1, ["critic.train.dp_replicate=5", "algorithm=ppo"], "critic.train.dp_replicate: 5 does not divide 18 ranks"),
     ],
 )
 def test_ranks_that_can_share_a_role(place, monkeypatch, tp, overrides, words):
@@ -343,6 +347,16 @@ def test_more_settings_without_effect(place):
     # What the shipped settings say of their own problems is no mistake of a user with a file.
     cfg = load("rlvr", RlvrConfig, [f"data.train={place}/rows.jsonl"])
     assert list(unused_settings(cfg, shipped())) == []
+
+
+def test_what_a_chosen_experiment_says_by_itself_is_no_mistake_of_the_user(place):
+    def warned(*overrides: str) -> list[str]:
+        cfg = load("rlvr", RlvrConfig, overrides)
+        return [line.split(":")[0] for line in unused_settings(cfg, shipped(), chosen("rlvr", overrides))]
+
+    assert warned("+experiment=demo", "eval.every=0") == []
+    assert warned("+experiment=demo", "eval.every=0", "eval.answers=7") == ["eval.answers"]
+    assert warned("+experiment=demo", "algorithm=dapo", "algorithm.overlong_coef=0", "eval.prompts=3") == []
 
 
 def test_files_and_generators_may_be_mixed(tmp_path) -> None:

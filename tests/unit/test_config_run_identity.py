@@ -113,3 +113,24 @@ def test_config_yaml_can_be_given_back(tmp_path):
     write_config(cfg, tmp_path, "rlvr")
     again = load("rlvr", RlvrConfig, [], config_dir=str(tmp_path), config_name="config")
     assert again == cfg
+
+
+def test_settings_that_a_resume_changes_are_kept_with_their_last_step(tmp_path):
+    def start(lr: float, temperature: float = 1.0) -> list:
+        cfg = load("rlvr", RlvrConfig, [f"policy.lr={lr}", f"rollout.temperature={temperature}"])
+        write_config(cfg, tmp_path, "rlvr")
+        return saved_config(tmp_path)["about"].get("until", [])
+
+    def saved(step: int) -> None:
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        (tmp_path / "checkpoints" / "latest").write_text(f"step-{step:06d}\n")
+
+    assert start(1e-3) == start(3e-5) == []  # nothing is trained yet
+    saved(10)
+    assert start(3e-5) == []
+    first = {"step": 10, "settings": {"policy.lr": 3e-5}}
+    assert start(1e-4) == start(1e-5) == [first]  # the start between them trained nothing
+    assert start(3e-5) == []
+    assert start(1e-5) == [first]
+    saved(20)
+    assert start(1e-6, 0.5) == [first, {"step": 20, "settings": {"policy.lr": 1e-5, "rollout.temperature": 1.0}}]

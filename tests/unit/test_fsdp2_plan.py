@@ -66,6 +66,11 @@ def test_the_plan_follows_keys_not_the_layout(order):
     assert planned == [[(1, 0), (2, 0), (2, 1), (10, 0)], [(1, 1)], [(3, 0)]]
 
 
+def test_the_dearest_micro_batch_comes_first():
+    batch = batch_of([3, 9, 4, 10, 2, 5, 5], [[i, 0] for i in range(7)])
+    assert plan(batch, 10) == [[3], [5, 6], [1], [0, 2, 4]]  # of as many tokens, the longer sequences
+
+
 def test_token_index_says_where_selected_tokens_lie():
     batch = batch_of([3, 2, 4], [[0, 0], [0, 1], [0, 2]])
     index = token_index(batch, [2, 0])

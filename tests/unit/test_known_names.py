@@ -46,6 +46,11 @@ def test_no_name_of_theirs_is_one_of_ours():
         ("policy.warmup_step", "did you mean policy.warmup_steps?"),
         ("lr", "did you mean policy.lr?"),
         ("algorithm.kl_coeff", "did you mean algorithm.kl_coef?"),
+        ("repetition_penalty", "there is no such setting: answers are sampled without penalties"),
+        ("rollout.presence_penalty", "there is no such setting: answers are sampled without penalties"),
+        ("policy.attn", "there is no such setting: attention in training is torch's own"),
+        ("policy.attn_implementation", "there is no such setting: attention in training is torch's own"),
+        ("actor.fsdp_config.fsdp_size", "there is no such setting: ranks / train.tp / train.dp_replicate"),
         ("foo.bar", "--help lists all"),
     ],
 )

@@ -41,6 +41,20 @@ def test_the_arithmetic_of_a_step() -> None:
     assert told["tokens"].startswith("at most 128 a sample (100 prompt + 28 answer), 3,072 a step")
 
 
+def test_the_tokens_of_an_episode_of_ones_own_are_those_of_a_turn_unless_they_are_limited() -> None:
+    def tokens(**settings) -> str:
+        rollout = RolloutConfig(prompts_per_step=6, answers_per_prompt=4, max_prompt_tokens=100, max_new_tokens=28)
+        for key, value in settings.items():
+            setattr(rollout, key, value)
+        return dict(describe_batch(RlvrConfig(rollout=rollout), 1))["tokens"]
+
+    own = {"target": "mine:episode"}
+    turn = "at most 128 in a first turn (100 prompt + 28 answer), more with each further one of rollout.target, 4,096 a"
+    assert tokens(**own).startswith(turn)
+    limited = "at most 500 a sample (rollout.max_context_tokens), 12,000 a step, 4,096 a micro-batch"
+    assert tokens(**own, max_context_tokens=500) == tokens(max_context_tokens=500) == limited
+
+
 def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:
     model = write_model(tmp_path / "model")
     cfg = RlvrConfig(

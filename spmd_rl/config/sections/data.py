@@ -32,7 +32,8 @@ class DataConfig:
     eval: str | None = None
     """Held-out prompts, given like `train`. Default: the held-out share of `train`."""
     holdout: float = 0.25
-    """Share of `train` that is held out, by content hash, when `eval` is not given."""
+    """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
+    nothing is evaluated."""
     size: int = 1000
     """Number of rows to generate, before duplicates are dropped (reasoning_gym only)."""
     seed: int = 0
@@ -59,9 +60,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         self.train = self.train and expand_list(self.train)
         self.eval = self.eval and expand_list(self.eval)
-        above(self, holdout=0)
         require(self.holdout < 1, f"holdout: must be less than 1, not {self.holdout}")
-        at_least(self, size=1)
+        at_least(self, holdout=0, size=1)
         one_of(self, overlong=("drop", "error"))
         for name in self.keys:
             require(name in ROW_KEYS, f"keys.{name}: rows have no such field; known: {', '.join(ROW_KEYS)}")

@@ -83,6 +83,9 @@ class TrainConfig:
     """Training backend: `fsdp2`."""
     tp: int = 1
     """Number of tensor-parallel ranks that share one copy of the model."""
+    dp_replicate: int = 1
+    """Number of copies of the model, each shared out over ranks / tp / dp_replicate neighbouring ranks (HSDP). With
+    one copy a node, weights are gathered within a node, and only gradients cross between nodes, once an update."""
     tokens_per_microbatch: int = 4096
     """Token budget of one forward and backward pass, from which the number of micro-batches follows (there is no
     gradient accumulation to set). A longer single sequence gets a micro-batch of its own."""
@@ -101,7 +104,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, tokens_per_microbatch=1, updates_per_step=1)
+        at_least(self, tp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
         # torch may meet a layer's second pass with another graph than its first, and then refuses
         both = self.compile and self.activation_checkpointing
         require(not both, "compile: not together with activation_checkpointing")
@@ -116,6 +119,8 @@ class TrainOverrides:
     """Training backend: `fsdp2`."""
     tp: int | None = None
     """Number of tensor-parallel ranks that share one copy of the model."""
+    dp_replicate: int | None = None
+    """Number of copies of the model, each shared out over ranks / tp / dp_replicate neighbouring ranks (HSDP)."""
     tokens_per_microbatch: int | None = None
     """Token budget of one forward and backward pass."""
     activation_checkpointing: bool | None = None
@@ -129,7 +134,7 @@ class TrainOverrides:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, tokens_per_microbatch=1)
+        at_least(self, tp=1, dp_replicate=1, tokens_per_microbatch=1)
 
     def over(self, train: TrainConfig) -> TrainConfig:
         """The settings of `train`, with those of this section that are not null in their place."""

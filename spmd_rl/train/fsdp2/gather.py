@@ -28,6 +28,7 @@ Bucket = list[tuple[str, DTensor]]
 class Gather:
     """The gather of one model's parameters, each sharded in one dimension over one mesh axis by `fully_shard`.
 
+    Ranks that hold a copy of the model together meet each other alone, not those of the other copies.
     Parameters that tensor parallelism has cut before are put together in a second stage, one by one.
     """
 
@@ -36,8 +37,8 @@ class Gather:
         on_device = layout.world.device.type != "cpu"
         buckets = list(_buckets(parameters, dtype.itemsize, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
-        self._layout, self._group = layout, layout.group("dp")
-        self._rank, self._size = layout.rank("dp"), layout.size("dp")
+        self._layout, self._group = layout, layout.group("dp_shard")
+        self._rank, self._size = layout.rank("dp_shard"), layout.size("dp_shard")
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +73,7 @@ class Gather:
 
 
 def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
-    """What the data-parallel ranks of this one's place in its block hold together."""
+    """What the ranks of this one's copy, at its place in their blocks, hold together."""
     shape, dim = list(parameter.shape), sharded_dim(parameter)
     if dim is not None:
         shape[dim] //= layout.size("tp")
@@ -80,8 +81,8 @@ def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
 
 
 def _dim(parameter: DTensor) -> int:
-    """The dimension in which the data-parallel ranks share a parameter out."""
-    return parameter.placements[parameter.device_mesh.mesh_dim_names.index("dp")].dim
+    """The dimension in which the ranks of a copy share a parameter out."""
+    return parameter.placements[parameter.device_mesh.mesh_dim_names.index("dp_shard")].dim
 
 
 def _piece(shape: torch.Size, size: int, dim: int) -> int:

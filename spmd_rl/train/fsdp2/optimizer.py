@@ -87,6 +87,8 @@ class Optimizer:
 
     def _counts_here(self, name: str) -> bool:
         """Whether a parameter's elements on this rank count in sums over all ranks: each counts once."""
+        if self._layout.rank("dp_replicate") > 0:
+            return False  # the first copy counts for all of them
         return self._layout.data.is_leader or sharded_dim(self._parameters[name]) is not None
 
     def zero_grad(self) -> None:

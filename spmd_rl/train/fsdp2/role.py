@@ -185,6 +185,7 @@ class FSDP2Role:
             real = i < len(bins)
             micro = batch.select(bins[i]) if real else dummy(batch)
             with self._world.collective(f"update: micro-batch {i + 1}/{count}"), self._compiling():
+                shard.sum_over_copies(self._model, now=i == count - 1)  # between nodes, so not for each micro-batch
                 outputs, micro = forward(micro), micro.to(self._world.device)
                 per_token, quantities = loss(*outputs, micro)
                 total = (per_token * micro.weights[micro.sampled.index]).sum()

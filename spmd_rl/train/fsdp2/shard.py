@@ -1,4 +1,4 @@
-"""Shard a Hugging Face model over the data-parallel ranks with FSDP2.
+"""Shard a Hugging Face model over the data-parallel ranks with FSDP2; with `dp_replicate`, over those of each copy.
 
 A unit is a decoder layer, or the root with what is left (embedding, final norm, head).
 """
@@ -22,15 +22,15 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
     master = next(iter(trained), dtype)
     layers = decoder_layers(model)
-    data_parallel = layout.size("dp")
+    num_shards, data_parallel = layout.size("dp_shard"), layout.size("dp_replicate") * layout.size("dp_shard")
     # alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
     # a policy of the same dtype would copy every gradient once more
     policy = MixedPrecisionPolicy() if {p.dtype for p in model.parameters()} == {dtype} else mixed
     common = {
-        "mesh": layout.mesh["dp"],
+        "mesh": layout.data_mesh,
         "mp_policy": policy,
-        "shard_placement_fn": lambda p: placement(p.shape, data_parallel),
+        "shard_placement_fn": lambda p: placement(p.shape, num_shards),
     }
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -85,6 +85,14 @@ def reshard(model: nn.Module) -> None:
     """Free all gathered parameters. After a forward without backward the root holds its own in any case."""
     for unit in fsdp_units(model):
         unit.reshard()
+
+
+def sum_over_copies(model: nn.Module, now: bool) -> None:
+    """Let the next backward sum gradients over the copies of the model too; until then each copy adds up its own.
+
+    Of no effect where there is one copy.
+    """
+    fsdp_units(model)[0].set_requires_all_reduce(now)
 
 
 def local(tensor: Tensor) -> Tensor:
