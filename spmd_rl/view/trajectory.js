@@ -96,10 +96,12 @@ function environment(step) {
     ? h("span", { className: "action none" }, "no action")
     : h("code", { className: "action" }, step.action.trim() || "(empty)");
   const metrics = Object.entries(step.metrics || {}).map(([name, value]) => fact(name, number(value)));
+  const seen = step.board || step.observation || "(nothing)";
+  const dense = seen.split("\n").every((line) => line.length < 24 && !line.includes(" "));
   const both = step.board && step.observation && step.board.trim() !== step.observation.trim();
   return h("div", { className: "environment" },
     h("div", { className: "outcome" }, action, h("b", { className: `reward ${tone(step.reward)}` }, signed(step.reward))),
-    h("pre", { className: "board", textContent: step.board || step.observation || "(nothing)" }),
+    h("pre", { className: dense ? "board dense" : "board", textContent: seen }),
     both ? h("details", {}, h("summary", {}, "observation"), h("pre", { className: "given", textContent: step.observation })) : null,
     h("div", { className: "facts" }, metrics, fact("state", step.state)));
 }
