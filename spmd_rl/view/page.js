@@ -2,6 +2,7 @@
 
 const POLL_MS = 2000;
 const SHOWN = 400;
+const MANY_TOKENS = 40000;
 const KINDS = [["step", "Training"], ["eval", "Held-out"]];
 const at = { run: "", kind: "step", step: "", ticket: "", answer: "", color: "logprob", view: "one", key: "" };
 const filter = { domain: "", end: "", kept: "", low: "", high: "", shortest: "", longest: "", text: "" };
@@ -171,11 +172,15 @@ async function drawMain() {
   const place = { run: at.run, kind: at.kind, step: at.step, ticket: at.ticket };
   const found = await get("trajectories", at.view === "group" ? place : { ...place, answer: at.answer });
   if (!found.length) return main.replaceChildren(h("p", { className: "soft pad" }, "This step has no such trajectory."));
-  const scale = Math.max(0.001, ...rows.map((row) => Math.abs(row.advantage || 0)));
+  const advantages = found.flatMap((one) => one.segments.flatMap((segment) => segment.turns.map((turn) => turn.advantage)));
+  const scale = {
+    advantage: Math.max(0.001, ...[...advantages, ...rows.map((row) => row.advantage)].map((value) => Math.abs(value || 0))),
+    coarse: found.reduce((sum, one) => sum + one.tokens, 0) > MANY_TOKENS,
+  };
   const bar = h("div", { className: "bar" },
     buttons("View", at.view, [["one", "Trajectory"], ["group", "Group side by side"]], (view) => go({ view })),
     buttons("Colour of tokens", at.color, COLORS, (color) => go({ color })),
-    h("span", { className: "legend" }, legend(at.color, found, scale)));
+    h("span", { className: "legend" }, legend(at.color, found, scale.advantage)));
   const note = run.no_tokenizer ? h("p", { className: "note" }, `Token texts are missing: ${run.no_tokenizer}`) : null;
   const shown = at.view === "group"
     ? [task(found[0]), h("div", { className: "columns" }, found.map((one) =>

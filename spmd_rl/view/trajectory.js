@@ -46,22 +46,41 @@ function legend(color, trajectories, scale) {
 }
 
 function tokens(turn, segment, color, scale) {
-  const advantage = turn.advantage ?? segment.advantage;
   const texts = turn.tokens || turn.token_ids.map((id) => `${id} `);
-  const made = texts.map((text, index) => {
-    const token = { logprob: turn.logprobs[index], version: turn.versions[index], advantage, trained: segment.kept };
-    const span = h("span", { textContent: text });
-    if (SPECIAL.test(text)) span.className = "special";
-    span.style.background = background(color, token, scale);
-    const chance = Math.exp(token.logprob);
-    span.title = [`token ${turn.token_ids[index]}`, `logprob ${number(token.logprob)} (p ${number(chance, 2)})`,
-      `version ${token.version}`, advantage === null ? "" : `advantage ${signed(advantage)}`,
-      token.trained ? "trained on" : "not trained on"].filter(Boolean).join("\n");
-    return span;
-  });
+  const advantage = turn.advantage ?? segment.advantage;
+  const all = texts.map((text, index) => ({
+    text, id: turn.token_ids[index], logprob: turn.logprobs[index], version: turn.versions[index], advantage, trained: segment.kept,
+  }));
+  const made = scale.coarse ? merged(all, color, scale) : all.map((token) => single(token, color, scale));
   const shown = [h("pre", { className: "tokens" }, made)];
   if (!turn.tokens) shown.unshift(h("pre", { className: "tokens", textContent: turn.text }));
   return shown;
+}
+
+function single(token, color, scale) {
+  const span = h("span", { textContent: token.text });
+  if (SPECIAL.test(token.text)) span.className = "special";
+  span.style.background = background(color, token, scale.advantage);
+  span.title = [`token ${token.id}`, `logprob ${number(token.logprob)} (p ${number(Math.exp(token.logprob), 2)})`,
+    `version ${token.version}`, token.advantage === null ? "" : `advantage ${signed(token.advantage)}`,
+    token.trained ? "trained on" : "not trained on"].filter(Boolean).join("\n");
+  return span;
+}
+
+function merged(all, color, scale) {
+  // of very many tokens, those of one colour that follow each other become one element
+  const found = [];
+  for (const token of all) {
+    const paint = background(color, { ...token, logprob: Math.round(token.logprob) }, scale.advantage);
+    const last = found[found.length - 1];
+    if (last && last.paint === paint) last.texts.push(token.text);
+    else found.push({ paint, texts: [token.text] });
+  }
+  return found.map(({ paint, texts }) => {
+    const span = h("span", { textContent: texts.join("") });
+    span.style.background = paint;
+    return span;
+  });
 }
 
 function given(turn, first, color) {
@@ -77,10 +96,12 @@ function environment(step) {
     ? h("span", { className: "action none" }, "no action")
     : h("code", { className: "action" }, step.action.trim() || "(empty)");
   const metrics = Object.entries(step.metrics || {}).map(([name, value]) => fact(name, number(value)));
+  const seen = step.board || step.observation || "(nothing)";
+  const dense = seen.split("\n").every((line) => line.length < 24 && !line.includes(" "));
   const both = step.board && step.observation && step.board.trim() !== step.observation.trim();
   return h("div", { className: "environment" },
     h("div", { className: "outcome" }, action, h("b", { className: `reward ${tone(step.reward)}` }, signed(step.reward))),
-    h("pre", { className: "board", textContent: step.board || step.observation || "(nothing)" }),
+    h("pre", { className: dense ? "board dense" : "board", textContent: seen }),
     both ? h("details", {}, h("summary", {}, "observation"), h("pre", { className: "given", textContent: step.observation })) : null,
     h("div", { className: "facts" }, metrics, fact("state", step.state)));
 }
