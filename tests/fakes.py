@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-from spmd_rl.engine.base import Capacity
+from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.model.bridge import Bridge
 from spmd_rl.rollout.outcomes import Outcomes, SliceReport, answer_row, gather_outcomes, step_rows
 from spmd_rl.types import AnswerInfo, Completion, Group, Message, Prompt, Request, Sample, Verdict
@@ -41,7 +41,7 @@ class FakeEngine:
     leads = True
 
     def __init__(self, length: Callable[[Request], int] = lambda request: 3, max_running: int = 64) -> None:
-        self.capacity = Capacity(max_running, 10**6, 4096)
+        self.capacity, self.prompt_tokens = Capacity(max_running, 10**6, 4096), PromptTokens()
         self.length, self.version = length, 0
         self.running: dict[str, tuple[Request, int]] = {}
         self.aborted: list[str] = []

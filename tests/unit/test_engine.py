@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from spmd_rl import engine as engines
 from spmd_rl.config.schema import EngineConfig, RlvrConfig
+from spmd_rl.engine.base import PromptTokens
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.engine.native.kv import BLOCK, blocks_for
 from spmd_rl.errors import RunFailed, UserError
@@ -108,6 +109,67 @@ def test_tokens_do_not_depend_on_the_company(make):
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), torch.tensor(together[id].logprobs), atol=1e-5, rtol=0
         )
+
+
+def turns(engine: NativeEngine, lead: int, num: int = 4) -> list[Completion]:
+    """An agent's turns: each prompt is all before it, and an observation."""
+    history, done = array("i", (i * lead % 256 for i in range(37))), []
+    for turn in range(num):
+        done.append(run(engine, ask(f"{lead}/{turn}", prompt=history, new=9, seed=turn))[f"{lead}/{turn}"])
+        history = history + done[-1].token_ids + array("i", range(lead, lead + 11))
+    return done
+
+
+def test_a_turn_computes_what_it_adds(make):
+    engine = make()
+    turns(engine, 5)
+    prompts = [37 + turn * (9 + 11) for turn in range(4)]
+    # of each turn all but its last token is stored; less than a block of it is computed again
+    cached = [(n - 11 - 1) // BLOCK * BLOCK for n in prompts[1:]]
+    assert engine.prompt_tokens == PromptTokens(sum(prompts), sum(cached))
+
+
+def test_a_group_computes_its_prompt_once(make):
+    engine = make(max_running=8)
+    run(engine, *[ask(f"{i}", prompt=range(4 * BLOCK + 2), seed=i) for i in range(6)])
+    assert engine.prompt_tokens == PromptTokens(6 * (4 * BLOCK + 2), 5 * 4 * BLOCK)
+    run(engine, ask("the last token is fed", prompt=range(4 * BLOCK)))
+    assert engine.prompt_tokens.cached == 5 * 4 * BLOCK + 3 * BLOCK
+
+
+def test_other_weights_and_sleep_forget_what_was_computed(make, weights):
+    engine = make()
+    for forget in (lambda: engine.load(weights, 2), engine.pool.sleep):
+        first = run(engine, ask("a", prompt=range(40)))
+        forget()
+        engine.pool.wake()
+        engine.prompt_tokens.cached = 0
+        assert run(engine, ask("a", prompt=range(40)))["a"].token_ids == first["a"].token_ids
+        assert engine.prompt_tokens.cached == 0
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of its products")
+def test_bits_do_not_depend_on_the_cache_the_company_or_the_pieces(make, monkeypatch):
+    """A logprob is a function of the tokens before it: computed at once, token by token, alone, evicted or not."""
+    cached = [turns(make(), lead) for lead in (3, 5, 7)]
+    shared = make(kv_tokens=160)
+    assert [turns(shared, lead) for lead in (3, 5, 7)] == cached and shared.prompt_tokens.cached > 0
+    crowd = [ask(f"{n}", prompt=[i * n % 256 for i in range(n)], new=5 + n % 7, seed=n) for n in (3, 30, 31, 200, 350)]
+    engine = make(max_running=16, kv_tokens=2048)
+    for request in crowd:
+        engine.add(request)
+    assert [turns(engine, lead) for lead in (7, 3)] == [cached[2], cached[0]]
+    monkeypatch.setattr("spmd_rl.engine.native.engine.QUERIES", 7)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.BATCH_TOKENS", 20)
+    alone = {request.id: run(make(), request)[request.id] for request in crowd}
+    monkeypatch.undo()
+    assert run(make(max_running=16, kv_tokens=2048), *crowd) == alone
+    for completions in cached:  # each turn by an engine that has computed nothing before
+        history = array("i", (i * int(completions[0].id[0]) % 256 for i in range(37)))
+        for turn, completion in enumerate(completions):
+            assert run(make(), ask(completion.id, prompt=history, new=9, seed=turn))[completion.id] == completion
+            lead = int(completion.id[0])
+            history = history + completion.token_ids + array("i", range(lead, lead + 11))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.engine.answer import Answer, TextOf, check, no_text, says_stop
-from spmd_rl.engine.base import Capacity
+from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads
 from spmd_rl.errors import RunFailed
@@ -55,6 +55,7 @@ class VllmEngine:
         self._rows: dict[str, Answer] = {}
         self._aborted: list[Completion] = []
         self._version: int | None = None
+        self.prompt_tokens = PromptTokens()
         self._num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
         self._checksums: dict[str, bytes] = {}
@@ -125,6 +126,8 @@ class VllmEngine:
             return ended
         for output in self._llm.step():
             row = self._rows[output.request_id]
+            if not row.token_ids:
+                self.prompt_tokens.count(len(row.request.prompt_ids), output.num_cached_tokens or 0)
             if row.request.id == self._first:
                 self._first = ""
                 if output.num_cached_tokens:
