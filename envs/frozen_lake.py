@@ -177,5 +177,5 @@ class FrozenLake(Oracle):
         letters = ["O" if cell in self._holes else "_" for cell in range(len(self._next))]
         letters[self._goal] = "G"
         letters[self._player] = {"_": "P", "O": "X", "G": "\N{SQUARE ROOT}"}[letters[self._player]]
-        things = {"player": [self._player], "goal": [self._goal], "holes": sorted(self._holes)}
-        return show(self._observation, letters, self._size, things, self._steps == 0)
+        ground = {"holes": sorted(self._holes)}
+        return show(self._observation, letters, self._size, self._player, {"goal": [self._goal]}, ground)

@@ -6,10 +6,11 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-OBSERVATIONS = ("grid", "spaced", "coordinates", "changes")
-"""How a state can be shown: rows of letters, the same with blanks between the letters, a list of positions, or such a
-list that after the first has only what can move: the fewest tokens, for a policy that sees the whole conversation."""
-MOVING = ("player", "boxes")
+OBSERVATIONS = ("grid", "spaced", "coordinates", "relative")
+"""How a state can be shown: rows of letters, the same with blanks between the letters, a list of positions, or where
+things lie as seen from the player, which small models read best."""
+SIDES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+"""Row and column that lie on each side."""
 
 
 def generator(seed: int, purpose: str) -> Random:
@@ -30,19 +31,26 @@ def rules(observation: str, cells: str, size: tuple[int, int], actions: Mapping[
 
     `cells` explains the letters; `size` is (rows, columns).
     """
-    if observation in ("coordinates", "changes"):
-        rows, columns = size
+    rows, columns = size
+    if observation == "coordinates":
         cells = f"Positions are (row, column), from (0, 0) at the top left to ({rows - 1}, {columns - 1})."
+    elif observation == "relative":
+        cells = "Places are told as seen from you."
     return f"{cells}\nActions: {', '.join(actions)}."
 
 
 def show(
-    observation: str, letters: Sequence[str], width: int, things: Mapping[str, Iterable[int]], first: bool
+    observation: str,
+    letters: Sequence[str],
+    width: int,
+    player: int,
+    things: Mapping[str, Iterable[int]],
+    ground: Mapping[str, Iterable[int]],
 ) -> tuple[str, str]:
     """Return a state as an observation, and as rows of letters (the same if `observation` is `grid`).
 
-    `letters` holds one letter for each cell, row by row, and a cell is its place there; `things` are cells by name.
-    `first`: the episode begins.
+    `letters` holds one letter for each cell, row by row, and a cell is its place there; `player` is a cell, `things`
+    and `ground` are cells by name: of the ground, the player sees what is next to it.
     """
     rows = ["".join(letters[at : at + width]) for at in range(0, len(letters), width)]
     board = "\n".join(rows)
@@ -50,13 +58,31 @@ def show(
         return board, board
     if observation == "spaced":
         return "\n".join(map(" ".join, rows)), board
-    lines = []
-    for name, cells in things.items():
-        if observation == "changes" and not first and name not in MOVING:
-            continue
-        where = " ".join(f"({cell // width}, {cell % width})" for cell in cells)
-        lines.append(f"{name}: {where or 'none'}")
-    return "\n".join(lines), board
+    if observation == "relative":
+        lines = {name: [_direction(cell, player, width) for cell in cells] for name, cells in things.items()}
+        lines |= {name: _sides(cells, player, width, len(rows)) for name, cells in ground.items()}
+        return "\n".join(f"{name}: {'; '.join(where) or 'none'}" for name, where in lines.items()), board
+    lines = {
+        name: [f"({cell // width}, {cell % width})" for cell in cells]
+        for name, cells in {"player": [player], **things, **ground}.items()
+    }
+    return "\n".join(f"{name}: {' '.join(where) or 'none'}" for name, where in lines.items()), board
+
+
+def _direction(cell: int, player: int, width: int) -> str:
+    """How far a cell lies from the player: `Down 2, Left 1`."""
+    down, right = cell // width - player // width, cell % width - player % width
+    steps = {"Up": -down, "Down": down, "Left": -right, "Right": right}
+    return ", ".join(f"{side} {count}" for side, count in steps.items() if count > 0) or "here"
+
+
+def _sides(cells: Iterable[int], player: int, width: int, height: int) -> list[str]:
+    """On which sides of the player one of the cells is."""
+    row, column = divmod(player, width)
+    beside = {side: (row + down, column + right) for side, (down, right) in SIDES.items()}
+    inside = {side: r * width + c for side, (r, c) in beside.items() if 0 <= r < height and 0 <= c < width}
+    wanted = set(cells)
+    return [side for side, cell in inside.items() if cell in wanted]
 
 
 def check_observation(observation: str) -> None:

@@ -166,8 +166,11 @@ class Sokoban(Oracle):
         for cell in boxes:
             letters[cell] = box_on_target if letters[cell] == target else box
         letters[at] = player_on_target if letters[at] == target else player
-        things = {"player": [at], "boxes": boxes, "targets": self._targets, "inner walls": self._walls}
-        return show(self._observation, letters, self._level.width, things, self._steps == 0)
+        ground = {"inner walls": self._walls}
+        if self._observation == "relative":
+            ground = {"walls": [cell for cell, letter in enumerate(letters) if letter == self._letters[0]]}
+        things = {"boxes": boxes, "targets": self._targets}
+        return show(self._observation, letters, self._level.width, at, things, ground)
 
 
 def _numbers(mask: int) -> list[int]:
