@@ -133,3 +133,19 @@ def test_max_steps_truncates_and_counts_invalid_actions(make):
     ends = [env.step("?")[2:4] for _ in range(3)]
     assert ends == [(False, False), (False, False), (False, True)]
     assert env.solution() is None and env.best_return() == 0.0
+
+
+def test_a_relative_observation_tells_places_as_seen_from_the_player() -> None:
+    lake = FrozenLake(is_slippery=False, observation="relative")
+    for seed in range(30):
+        observation, info = lake.reset(seed)
+        rows = info["board"].split("\n")
+        at = {letter: (r, c) for r, row in enumerate(rows) for c, letter in enumerate(row)}
+        down, right = (goal - player for goal, player in zip(at["G"], at["P"], strict=True))
+        steps = {"Up": -down, "Down": down, "Left": -right, "Right": right}
+        goal, holes = observation.split("\n")
+        assert goal == "goal: " + ", ".join(f"{side} {n}" for side, n in steps.items() if n > 0)
+        beside = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+        near = [(side, at["P"][0] + r, at["P"][1] + c) for side, (r, c) in beside.items()]
+        dangerous = [side for side, r, c in near if 0 <= r < 4 and 0 <= c < 4 and rows[r][c] == "O"]
+        assert holes == f"holes: {'; '.join(dangerous) or 'none'}"
