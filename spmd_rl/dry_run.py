@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
-from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, tokens_per_turn
+from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, has_turns, tokens_per_turn
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.ranks import world_size
@@ -92,7 +92,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     shards, replicas, updates = ranks // cfg.train.tp, ranks // cfg.engine.tp, cfg.train.updates_per_step
     copies = f" x dp_replicate {cfg.train.dp_replicate}" if cfg.train.dp_replicate > 1 else ""
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
-    a_turn = r.target is not None and not r.max_context_tokens
+    a_turn = has_turns(cfg) and not r.max_context_tokens
     step_tokens, used = samples * at_most, cfg.steps * r.prompts_per_step
     microbatches = math.ceil(step_tokens / shards / updates / cfg.train.tokens_per_microbatch)
     overlong = sum(length > r.max_prompt_tokens for length in lengths)
@@ -110,7 +110,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                           + (f"; {overlong} of {len(lengths)} are longer (data.overlong={cfg.data.overlong})"
                              if overlong else "")),
         ("a step", f"{describe_samples(r)}; {samples / replicas:g} a replica, {samples / shards:g} a data shard"),
-        ("its tokens", describe_tokens(r, longest)),
+        ("its tokens", describe_tokens(cfg, longest)),
         ("updates", f"{updates} a step of {samples / updates:g} samples, {cfg.steps * updates} in all; each at most "
                     f"{microbatches} micro-batches of {cfg.train.tokens_per_microbatch} tokens a data shard"
                     + " and turn" * a_turn),

@@ -18,24 +18,30 @@ def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
             f"{_number(train.updates_per_step, 'optimizer step')} a step on about "
             f"{samples / train.updates_per_step:.4g} samples each",
         ),
-        ("tokens", f"{describe_tokens(rollout)}, {train.tokens_per_microbatch:,} a micro-batch"),
+        ("tokens", f"{describe_tokens(cfg)}, {train.tokens_per_microbatch:,} a micro-batch"),
     ]
 
 
-def describe_tokens(rollout: Any, prompt_tokens: int | None = None) -> str:
+def describe_tokens(cfg: Any, prompt_tokens: int | None = None) -> str:
     """Return the most tokens that a sample and a step can have, as far as the settings say.
 
-    An episode of the user's own may have several turns: without `rollout.max_context_tokens` one turn's tokens are all
-    that is known. prompt_tokens: the length of the longest prompt, where it is known.
+    Where episodes may have several turns, without `rollout.max_context_tokens` one turn's tokens are all that is known.
+    prompt_tokens: the length of the longest prompt, where it is known.
     """
+    rollout = cfg.rollout
     prompt = rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     longest, samples = tokens_per_turn(rollout, prompt), rollout.prompts_per_step * rollout.answers_per_prompt
     parts = f"{prompt} prompt + {rollout.max_new_tokens} answer"
     if rollout.max_context_tokens:
         parts = "rollout.max_context_tokens"
-    elif rollout.target is not None:
-        return f"at most {longest:,} in a first turn ({parts}), more with each further one of rollout.target"
+    elif has_turns(cfg):
+        return f"at most {longest:,} in the first turn of an episode ({parts}), more with each further one"
     return f"at most {longest:,} a sample ({parts}), {samples * longest:,} a step"
+
+
+def has_turns(cfg: Any) -> bool:
+    """Return whether episodes may have several turns: a user's own, or those of an environment."""
+    return (cfg.rollout.target is not None or hasattr(cfg, "env")) and cfg.rollout.max_turns != 1
 
 
 def tokens_per_turn(rollout: Any, prompt_tokens: int) -> int:

@@ -49,8 +49,9 @@ def test_the_tokens_of_an_episode_of_ones_own_are_those_of_a_turn_unless_they_ar
         return dict(describe_batch(RlvrConfig(rollout=rollout), 1))["tokens"]
 
     own = {"target": "mine:episode"}
-    turn = "at most 128 in a first turn (100 prompt + 28 answer), more with each further one of rollout.target, 4,096 a"
+    turn = "at most 128 in the first turn of an episode (100 prompt + 28 answer), more with each further one, 4,096 a"
     assert tokens(**own).startswith(turn)
+    assert tokens(**own, max_turns=1) == tokens() != tokens(**own)
     limited = "at most 500 a sample (rollout.max_context_tokens), 12,000 a step, 4,096 a micro-batch"
     assert tokens(**own, max_context_tokens=500) == tokens(max_context_tokens=500) == limited
 
