@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_rl.algo import (
-    ADVANTAGES,
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
@@ -27,6 +26,7 @@ from spmd_rl.algo import (
     shaping,
     values,
 )
+from spmd_rl.algo.advantages import ANSWER_ADVANTAGES, STEP_ADVANTAGES
 from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.correction import correction
 
@@ -40,7 +40,8 @@ INTRO = """\
 Each algorithm is one short function under `spmd_rl/algo/`, with the name that the settings use. Its keys are those of
 `algorithm`; [CONFIG.md](CONFIG.md) has their defaults, and the recipes that combine them (`algorithm=<recipe>`). All
 statistics are over the global batch, so no result depends on the number of ranks, the size of micro-batches or the
-packing. An answer without a score is in no mean and in no loss.
+packing. An answer without a score is in no mean and in no loss. An answer of many turns, an agent's trajectory, counts
+once, even where it is trained as several segments: a sequence, to every aggregation and every ratio, is the trajectory.
 """
 OWN = """\
 ## Your own
@@ -94,10 +95,21 @@ SCORES = (shaping.scale_shift, shaping.format_penalty, shaping.repetition_penalt
 MASKS = (masks.max_len_mask, masks.difficulty_mask, masks.variance_mask, masks.error_max_len_mask)
 WEIGHTS = (masks.difficulty_weight, masks.length_weight, masks.mean_one)
 SECTIONS = (
-    Section("Advantages of answers", "`algorithm.advantage`: one number for all tokens of an answer.", ADVANTAGES),
+    Section(
+        "Advantages of answers",
+        "`algorithm.advantage`: one number for all tokens of an answer, in all its turns.",
+        ANSWER_ADVANTAGES,
+    ),
+    Section(
+        "Advantages of an agent's steps",
+        "`algorithm.advantage`: one number for each turn, for the tokens of that turn alone. What the rewards "
+        "of the steps do not add up to (a penalty, a verdict on the whole episode) counts with the last one.",
+        STEP_ADVANTAGES,
+    ),
     Section(
         "Advantages of tokens",
-        "`algorithm.advantage`: from one reward per token, which `token_rewards` makes of the score.",
+        "`algorithm.advantage`: from one reward per token, which `token_rewards` makes of the score, or of the rewards "
+        "of an agent's steps. What an environment said between two turns is in no sum and discounts nothing.",
         {**TOKEN_ADVANTAGES, **_named(token_rewards, moments.whiten)},
     ),
     Section("Policy losses", "`algorithm.loss`: one value per token, weighted by the aggregation.", POLICY_LOSSES),

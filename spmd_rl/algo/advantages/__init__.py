@@ -1,4 +1,4 @@
-"""Advantage estimators by name: for samples (one number for a whole answer) and for tokens. No name is in both."""
+"""Advantage estimators by name: for whole answers, for the steps of agents and for tokens. No name is in two."""
 
 from spmd_rl.algo.advantages.group import (
     dr_grpo,
@@ -14,7 +14,7 @@ from spmd_rl.algo.advantages.group import (
 from spmd_rl.algo.advantages.steps import gigpo, starpo, step_reinforce
 from spmd_rl.algo.advantages.tokens import gae, reinforce_returns, turn_gae
 
-ADVANTAGES = {
+ANSWER_ADVANTAGES = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
@@ -24,8 +24,7 @@ ADVANTAGES = {
     "opo": opo,
     "lite_ppo": lite_ppo,
     "pass_at_k": pass_at_k,
-    "starpo": starpo,
-    "step_reinforce": step_reinforce,
-    "gigpo": gigpo,
 }
+STEP_ADVANTAGES = {"starpo": starpo, "step_reinforce": step_reinforce, "gigpo": gigpo}
+ADVANTAGES = {**ANSWER_ADVANTAGES, **STEP_ADVANTAGES}
 TOKEN_ADVANTAGES = {"gae": gae, "turn_gae": turn_gae, "reinforce_returns": reinforce_returns}
