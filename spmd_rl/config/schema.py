@@ -62,14 +62,14 @@ class PipelineConfig:
             f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold one request of "
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
-        limit, k, n = self.rollout.max_new_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
+        limit, k, n = self.rollout.max_answer_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
         require(
             self.algorithm.advantage != "pass_at_k" or k < n,
             f"algorithm.pass_k: {k} must be less than rollout.answers_per_prompt {n}, or no group has a gradient",
         )
         require(
             (self.algorithm.overlong_tokens or 0) <= limit,
-            f"algorithm.overlong_tokens: {self.algorithm.overlong_tokens} is more than rollout.max_new_tokens {limit}",
+            f"algorithm.overlong_tokens: {self.algorithm.overlong_tokens} is more than an answer can have, {limit}",
         )
 
 

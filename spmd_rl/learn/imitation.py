@@ -31,5 +31,5 @@ class Imitation(Learner):
         self._policy.lr_factor = self._lr_factor
         metrics = super().update(batches)  # [all]
         self._policy.lr_factor = 1.0
-        kept = ("actor/lr", "actor/grad_norm", "actor/backward_steps", "publish/changed_share")
-        return {"warmup/loss": metrics["actor/pg_loss"]} | {key: metrics[key] for key in kept if key in metrics}
+        own = {"warmup/loss": metrics.pop("actor/pg_loss")} if "actor/pg_loss" in metrics else {}
+        return own | {key: value for key, value in metrics.items() if not key.startswith(("train_infer/", "critic/"))}

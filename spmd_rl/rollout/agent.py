@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from statistics import fmean
 
-from msgspec.structs import replace
-
 from spmd_rl.config.sections.env import PATTERNS, EnvConfig, EnvsConfig
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import BudgetSpent, Context, abandoned
@@ -78,8 +76,7 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str
         except BudgetSpent:
             if not ctx.num_turns:
                 raise
-            if ctx.turns:
-                ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
+            ctx.cut_short()
             return "max_context"
         action = find_action(pattern, turn.text)
         reply = await session.step(action or "")

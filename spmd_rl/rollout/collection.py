@@ -29,7 +29,7 @@ from spmd_rl.rollout.claims import Claim, claims
 from spmd_rl.rollout.collected import Collected, RankReport, StepResult, review
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import EngineLoop
-from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, play, single_turn
+from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, in_order, play, single_turn
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.outcomes import AnswerRow, SliceReport, answer_rows
@@ -44,7 +44,7 @@ END = "generate: end of step"
 SCORE_POLLS = 200
 """Polls, at most, until a rank that waits for verdicts asks again for a ticket."""
 
-Samples = asyncio.Future[list[Sample]]
+Samples = asyncio.Future[list[list[Sample]]]
 
 _pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[AnswerRow]).decode
 
@@ -181,7 +181,7 @@ class Rollouts:
             with self._on_the_way_to_end():
                 await self._poll(coordinator)
             for group_slice in sorted(group_slice for group_slice, samples in self._running.items() if samples.done()):
-                samples = tuple(self._running.pop(group_slice).result())
+                samples = in_order(self._running.pop(group_slice).result())
                 _, prompt = self.prompts.ticket(group_slice.ticket, self._cfg.seed)
                 self._finished[group_slice] = Group(prompt, group_slice.ticket, samples)
                 self._report(group_slice, coordinator, step)
@@ -234,7 +234,8 @@ class Rollouts:
         seed = partial(counter_seed, any_of_them.seed, any_of_them.split, epoch, prompt.id)
         fixed = (self._budget, self._tokenizer, engine_loop, self._scorer, self._environments)
         contexts = [Context(prompt, ticket, answer, seed, sampling, *fixed) for answer, sampling in answers.items()]
-        samples = asyncio.ensure_future(first_of([play(self._episode, ctx) for ctx in contexts], len(contexts) - spare))
+        tasks = [asyncio.ensure_future(play(self._episode, ctx)) for ctx in contexts]
+        samples = asyncio.ensure_future(first_of(tasks, len(tasks) - spare)) if spare else asyncio.gather(*tasks)
         samples.add_done_callback(lambda _: engine_loop.wake())
         return samples
 
@@ -310,4 +311,4 @@ class Rollouts:
             self._tell_wait(engine_loop)
         self._notice.over()
         self._world.journal.idle(False)
-        return [Group(prompt, n, tuple(samples.result())) for prompt, n, samples in started]
+        return [Group(prompt, n, in_order(samples.result())) for prompt, n, samples in started]

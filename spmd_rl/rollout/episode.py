@@ -21,8 +21,9 @@ Left out: which episodes run and when (`collection.py`), the engine (`engine_loo
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -204,6 +205,12 @@ class Context:
         """Note what an environment made of the last turn."""
         self.turns[-1] = replace(self.turns[-1], step=step)
 
+    def cut_short(self) -> None:
+        """Mark the last turn as ended by a token limit, for there is no room for another one."""
+        if not self.turns:
+            self.turns = list(self.segments.pop())
+        self.turns[-1] = replace(self.turns[-1], finish_reason="length")
+
     def begin_segment(self) -> None:
         """Let the next `generate` begin with a prompt made afresh, instead of with all turns so far."""
         if self.turns:
@@ -258,7 +265,7 @@ async def play(episode: Episode, ctx: Context) -> list[Sample]:
     except BudgetSpent as spent:
         if not ctx.turns:
             return _failed(ctx, spent)
-        ctx.turns[-1] = replace(ctx.turns[-1], finish_reason="length")
+        ctx.cut_short()
         found = ctx.sample(await ctx.score(ctx.turns[-1].text))
         return found if isinstance(found, list) else [found]
     except (UserError, RunFailed):
@@ -282,22 +289,21 @@ def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
     return found if isinstance(found, list) else [found]
 
 
-async def first_of(episodes: Sequence[Coroutine[Any, Any, list[Sample]]], count: int) -> list[Sample]:
-    """Return the samples of the first `count` episodes to end, in the order of the episodes; cancel the others."""
-    tasks = [asyncio.ensure_future(episode) for episode in episodes]
+async def first_of(tasks: Sequence[asyncio.Future[list[Sample]]], count: int) -> list[list[Sample]]:
+    """Return the samples of the first `count` episodes to end, in the order of the tasks; the others are cancelled."""
     try:
         left = set(tasks)
         while len(tasks) - len(left) < count:
-            all_of_them = count == len(tasks)
-            _, left = await asyncio.wait(
-                left, return_when=asyncio.FIRST_EXCEPTION if all_of_them else asyncio.FIRST_COMPLETED
-            )
-            for task in tasks:
-                if task.done():
-                    task.result()  # raises what ends the run
-        ended = [task for task in tasks if task.done()][:count]
-        return sorted((sample for task in ended for sample in task.result()), key=attrgetter("answer"))
+            ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()  # raises what ends the run
+        return [task.result() for task in tasks if task.done()][:count]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def in_order(episodes: Iterable[list[Sample]]) -> tuple[Sample, ...]:
+    """Return the samples of a group's episodes, by answer."""
+    return tuple(sorted(chain.from_iterable(episodes), key=attrgetter("answer")))

@@ -11,7 +11,7 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.bridge import Bridge
 from spmd_rl.rollout import Agent, Context, Sampling
 from spmd_rl.rollout.agent import find_action
-from spmd_rl.rollout.episode import Budget, first_of, play
+from spmd_rl.rollout.episode import Budget, first_of, in_order, play
 from spmd_rl.rollout.prompt_text import first_messages, fresh_messages, next_messages
 from spmd_rl.types import Completion, EnvReply, Prompt, Request, Sample, SessionLost
 
@@ -228,8 +228,11 @@ def test_the_first_episodes_to_end_make_the_group() -> None:
             raise
         return [Sample(0, number, (), None)]
 
-    found = asyncio.run(first_of([ends(0, 0.02), ends(1, 60), ends(2, 0.0)], 2))
-    assert [sample.answer for sample in found] == [0, 2] and given_up == [1]
+    async def group() -> list[list[Sample]]:
+        return await first_of([asyncio.ensure_future(ends(n, s)) for n, s in enumerate((0.02, 60, 0.0))], 2)
+
+    found = asyncio.run(group())
+    assert [sample.answer for sample in in_order(found)] == [0, 2] and given_up == [1]
 
 
 def test_tasks_are_a_function_of_the_seed_and_held_out_ones_of_nothing() -> None:
