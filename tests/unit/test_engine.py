@@ -149,27 +149,30 @@ def test_other_weights_and_sleep_forget_what_was_computed(make, weights):
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="what MKL promises of its products")
-def test_bits_do_not_depend_on_the_cache_the_company_or_the_pieces(make, monkeypatch):
+def test_bits_do_not_depend_on_the_cache_the_company_or_the_pieces(tmp_path, monkeypatch):
     """A logprob is a function of the tokens before it: computed at once, token by token, alone, evicted or not."""
-    cached = [turns(make(), lead) for lead in (3, 5, 7)]
-    shared = make(kv_tokens=160)
-    assert [turns(shared, lead) for lead in (3, 5, 7)] == cached and shared.prompt_tokens.cached > 0
-    crowd = [ask(f"{n}", prompt=[i * n % 256 for i in range(n)], new=5 + n % 7, seed=n) for n in (3, 30, 31, 200, 350)]
-    engine = make(max_running=16, kv_tokens=2048)
+    wide = tiny("llama", tmp_path, hidden_size=576, intermediate_size=512, num_hidden_layers=1)
+    weights = list(AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).named_parameters())
+
+    def make(max_running=4, kv_tokens=512) -> NativeEngine:
+        engine = NativeEngine(empty_module(wide, torch.float32), max_running, kv_tokens)
+        engine.load(weights, 1)
+        return engine
+
+    cached = [turns(make(), lead, 2) for lead in (3, 5)]
+    evicting = make(kv_tokens=92)
+    assert [turns(evicting, lead, 2) for lead in (3, 5)] == cached
+    crowd = [ask(f"{n}", prompt=[i * n % 256 for i in range(n)], new=4, seed=n) for n in (30, 200, 300)]
+    engine = make(max_running=8, kv_tokens=1024)
     for request in crowd:
         engine.add(request)
-    assert [turns(engine, lead) for lead in (7, 3)] == [cached[2], cached[0]]
-    monkeypatch.setattr("spmd_rl.engine.native.engine.QUERIES", 7)
+    assert turns(engine, 3, 2) == cached[0]
+    together = run(make(max_running=8, kv_tokens=1024), *crowd)
+    monkeypatch.setattr("spmd_rl.engine.native.engine.QUERIES", 60)
     monkeypatch.setattr("spmd_rl.engine.native.engine.BATCH_TOKENS", 20)
-    alone = {request.id: run(make(), request)[request.id] for request in crowd}
-    monkeypatch.undo()
-    assert run(make(max_running=16, kv_tokens=2048), *crowd) == alone
-    for completions in cached:  # each turn by an engine that has computed nothing before
-        history = array("i", (i * int(completions[0].id[0]) % 256 for i in range(37)))
-        for turn, completion in enumerate(completions):
-            assert run(make(), ask(completion.id, prompt=history, new=9, seed=turn))[completion.id] == completion
-            lead = int(completion.id[0])
-            history = history + completion.token_ids + array("i", range(lead, lead + 11))
+    assert {request.id: run(make(), request)[request.id] for request in crowd} == together
+    second = array("i", (i * 3 % 256 for i in range(37))) + cached[0][0].token_ids + array("i", range(3, 14))
+    assert run(make(), ask("3/1", prompt=second, new=9, seed=1))["3/1"] == cached[0][1], "without what was cached"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
