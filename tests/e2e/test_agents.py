@@ -1,5 +1,6 @@
 """Agents through the real door: guarantees E and S, whatever plays the environments."""
 
+import psutil
 import pytest
 
 from tests.e2e.runs import EXACT, Running, Toy
@@ -76,3 +77,13 @@ def test_spare_episodes_are_given_up(toy: AgentToy) -> None:
     run = toy.run(*overrides, name="spare")
     answers = [(sample["ticket"], sample["answer"]) for sample in run.samples(1)]
     assert len(answers) == len(set(answers)) == 12
+
+
+def test_killed_workers_and_a_killed_host_cost_no_run(toy: AgentToy, straight: Running) -> None:
+    run = toy.start("steps=3", "env.echo.args.delay=0.5", "env.echo.mode=process", name="killed")
+    run.wait_for("progress generate")
+    for victim in ("worker", "host"):
+        psutil.Process(run.pid(victim)).kill()
+    assert run.wait() == 0, run.text()[-3000:]
+    assert [len(run.samples(step)) for step in (2, 3)] == [len(straight.samples(step)) for step in (2, 3)]
+    assert run.metrics()[-1]["rollout/error_share"] == 0.0
