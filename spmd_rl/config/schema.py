@@ -95,6 +95,14 @@ class AgenticConfig(PipelineConfig):
     env: EnvsConfig = field(default_factory=EnvsConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        r = self.rollout
+        whole = not r.redundancy or r.slice_size >= r.answers_per_prompt
+        require(whole, "rollout.redundancy: needs whole groups; leave rollout.answers_per_claim out")
+        greedy = r.redundancy and self.algorithm.uses_greedy
+        require(not greedy, f"rollout.redundancy: {self.algorithm.advantage} needs its greedy answer; 0 spares none")
+
 
 PIPELINES: dict[str, type] = {"rlvr": RlvrConfig, "agentic": AgenticConfig}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

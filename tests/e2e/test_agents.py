@@ -1,5 +1,7 @@
 """Agents through the real door: guarantees E and S, whatever plays the environments."""
 
+import time
+
 import psutil
 import pytest
 
@@ -80,8 +82,12 @@ def test_spare_episodes_are_given_up(toy: AgentToy) -> None:
 
 
 def test_killed_workers_and_a_killed_host_cost_no_run(toy: AgentToy, straight: Running) -> None:
-    run = toy.start("steps=3", "env.echo.args.delay=0.5", "env.echo.mode=process", name="killed")
-    run.wait_for("progress generate")
+    run = toy.start("steps=3", "env.echo.args.delay=1.5", "env.echo.mode=process", name="killed")
+    metrics, deadline = run.run_dir / "metrics.jsonl", time.time() + 90
+    while not metrics.exists() or '"step":1' not in metrics.read_text():
+        assert time.time() < deadline, run.text()[-3000:]
+        time.sleep(0.1)
+    time.sleep(0.5)  # the environments of the second step nap for seconds
     for victim in ("worker", "host"):
         psutil.Process(run.pid(victim)).kill()
     assert run.wait() == 0, run.text()[-3000:]
