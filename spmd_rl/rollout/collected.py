@@ -42,6 +42,8 @@ class RankReport(msgspec.Struct, array_like=True):
     seconds: float
     """From the step's beginning until it knew of its end."""
     num_aborted: int
+    prompt_tokens: tuple[int, int] = (0, 0)
+    """Of its requests: how many were asked for, and how many of these its engine had in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Collected:
     """Requests given up because the step had ended, over all ranks."""
     num_carried: int
     """Answers begun that go on in the next step, over all ranks."""
+    cached: float | None = None
+    """The share of the prompt tokens that the engines had in their caches; None without any."""
     failure: RunFailed | None = None
     """Why the run ends with this step, alike on all ranks: the error budget is spent."""
 
@@ -87,6 +91,8 @@ class Collected:
             "rollout/zero_variance": self.outcomes.zero_variance_share,
             "tokens": int(answers["num_tokens"][sampled].sum()),
         }
+        if self.cached is not None:
+            metrics["rollout/prefix_cache_hit"] = self.cached
         if num_sampled := int(np.count_nonzero(last)):
             stale = last_segments(answers)[(answers["lag"] > 0) & sampled]
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled
@@ -124,6 +130,8 @@ class StepResult:
     bubble: float
     """See `Collected.bubble`."""
     num_aborted: int
+    cached: float | None
+    """See `Collected.cached`."""
 
     @classmethod
     def of(cls, settings: RolloutConfig, coordinator: Coordinator, reports: list[RankReport]) -> "StepResult":
@@ -134,6 +142,7 @@ class StepResult:
         running = [group_slice for r in reports for group_slice in r.running]
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
         kept = [r for r in finished if r.ticket not in used] if settings.partial_rollout else []
+        asked = sum(r.prompt_tokens[0] for r in reports)
         seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
         idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         return cls(
@@ -143,6 +152,7 @@ class StepResult:
             num_carried=settings.slice_size * len(running) + sum(r.num_answers for r in kept),
             bubble=fmean(idle) / seconds,
             num_aborted=sum(r.num_aborted for r in reports),
+            cached=sum(r.prompt_tokens[1] for r in reports) / asked if asked else None,
         )
 
     def collected(self, step: int, finished: Mapping[GroupSlice, Group]) -> Collected:
@@ -160,6 +170,7 @@ class StepResult:
             bubble=self.bubble,
             num_aborted=self.num_aborted,
             num_carried=self.num_carried,
+            cached=self.cached,
         )
 
 

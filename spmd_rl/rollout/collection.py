@@ -141,6 +141,8 @@ class Rollouts:
             coordinator = coordinate(world.store, f"step{step}", round, self._num_replicas)
         with world.phase("generate"), engine.awake():
             began, self._engine_loop.idle_seconds, num_aborted = time.perf_counter(), 0.0, 0
+            tokens = engine.prompt_tokens
+            tokens.asked = tokens.cached = 0
             with engine.driven():
                 if engine.leads:
                     claim = claims(s.claim, coordinator, self._replica, self._num_replicas)
@@ -153,6 +155,7 @@ class Rollouts:
                 idle_seconds=self._engine_loop.idle_seconds if engine.leads else None,
                 seconds=time.perf_counter() - began,
                 num_aborted=0 if s.partial_rollout else num_aborted,
+                prompt_tokens=(tokens.asked, tokens.cached) if engine.leads else (0, 0),
             )
             reports = world.gather(END, report, RankReport)  # [all] who comes early waits here for the others' verdicts
         with world.phase("coordination"):
