@@ -67,7 +67,7 @@ class Rollouts:
 
         With `environments`, `prompts` are their tasks, and what they say is known when they begin.
         """
-        self.prompts, self._longest = prompts, (cfg.rollout.max_prompt_tokens, "of an environment")
+        self.prompts, self._longest = prompts, (cfg.rollout.max_prompt_tokens, "")
         if environments is None:
             self.prompts, *self._longest = drop_overlong(prompts, tokenizer, cfg, world)  # [all]
         self._cfg, self._settings = cfg, cfg.rollout
@@ -124,7 +124,8 @@ class Rollouts:
         else:
             key, needed = f"rollout.max_context_tokens={s.max_context_tokens}: it", s.max_context_tokens
             if length >= needed:
-                raise UserError(f"{key} leaves no room to answer prompt {prompt_id} of {length} tokens")
+                prompt = f"prompt {prompt_id} of" if prompt_id else "a prompt of rollout.max_prompt_tokens ="
+                raise UserError(f"{key} leaves no room to answer {prompt} {length} tokens")
         if needed > room:
             raise UserError(
                 f"{key} exceeds the {room} that fit "
