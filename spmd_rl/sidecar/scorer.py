@@ -78,10 +78,12 @@ def connect_both(
             host = HostProcess(address, rewards, keys or "", envs)
             host.wait_ready()
             stack.callback(host.stop)
-        scorer = ScoreClient(local_address(address), timeouts, host, client_keys)
-        stack.callback(scorer.close)
-        environments = RemoteEnvironments(local_address(address), patience, host, client_keys)
-        stack.callback(environments.close)
+        address = local_address(address)
+        scorer, environments = LocalScorer(None), LocalEnvironments(None)  # these know nothing, and connect to nothing
+        if rewards is not None:
+            scorer = stack.enter_context(closing(ScoreClient(address, timeouts, host, client_keys)))
+        if envs is not None:
+            environments = stack.enter_context(closing(RemoteEnvironments(address, patience, host, client_keys)))
         yield scorer, environments
 
 

@@ -110,7 +110,10 @@ def test_a_run_directory_in_use_is_refused(tmp_path) -> None:
 
 def test_an_answer_longer_than_the_engine_holds_is_told_at_start(tmp_path) -> None:
     run = Toy(tmp_path).start(
-        "rollout.max_prompt_tokens=48", "rollout.max_new_tokens=90", "engine.kv_tokens=138", ranks=0
+        "rollout.max_prompt_tokens=30",
+        "rollout.max_new_tokens=89",
+        "engine.kv_tokens=119",
+        ranks=0,  # whole blocks: 116
     )
     assert run.wait() == 2
-    assert "rollout.max_new_tokens=90" in run.text().splitlines()[-1]
+    assert "rollout.max_new_tokens=89" in run.text().splitlines()[-1]
