@@ -1,5 +1,5 @@
 # make demo    a real model learns a real task on two ranks, from nothing but Python and a package registry
-# make demo-agent  the same model learns to cross a frozen lake, then to push a box
+# make demo-agent  the same model learns to cross a frozen lake, then tries Sokoban
 # make test    what CI runs
 # make test-gpu  what only a GPU can show, in a few minutes on one
 # make bench   the benchmarks of tests/bench, one after the other: half an hour on a quiet machine
