@@ -58,16 +58,17 @@ demo-agent: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_frozen_lake $(ARGS)
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_sokoban $(ARGS)
 
-# Five parts at once, though there may be two cores: each waits much of its time for processes that it started.
-PARTS := units plugs walls runs rest
+# Six parts at once, though there may be two cores: each waits much of its time for processes that it started.
+PARTS := units plugs walls runs ends rest
 TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play simulate,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
 TESTS_units := tests/unit $(addprefix --ignore ,$(TESTS_plugs) $(TESTS_walls))
-TESTS_runs := tests/e2e tests/house
+TESTS_ends := $(foreach name,kills stalls mistakes agents doctor wheel,tests/e2e/test_$(name).py)
+TESTS_runs := tests/e2e tests/house $(addprefix --ignore ,$(TESTS_ends))
 TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house
 
 test: $(BIN)/.setup-test model
-	@$(MAKE) --no-print-directory --jobs 5 --keep-going --output-sync=target $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --jobs 6 --keep-going --output-sync=target $(PARTS:%=test-%)
 
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
