@@ -59,7 +59,7 @@ def show(
     if observation == "spaced":
         return "\n".join(map(" ".join, rows)), board
     if observation == "relative":
-        lines = {name: [_direction(cell, player, width) for cell in cells] for name, cells in things.items()}
+        lines = {name: [direction(cell, player, width) for cell in cells] for name, cells in things.items()}
         lines |= {name: _sides(cells, player, width, len(rows)) for name, cells in ground.items()}
         return "\n".join(f"{name}: {'; '.join(where) or 'none'}" for name, where in lines.items()), board
     lines = {
@@ -69,8 +69,8 @@ def show(
     return "\n".join(f"{name}: {' '.join(where) or 'none'}" for name, where in lines.items()), board
 
 
-def _direction(cell: int, player: int, width: int) -> str:
-    """How far a cell lies from the player: `Down 2, Left 1`."""
+def direction(cell: int, player: int, width: int) -> str:
+    """Say how far a cell lies from the player, or from another cell: `Down 2, Left 1`."""
     down, right = cell // width - player // width, cell % width - player % width
     steps = {"Up": -down, "Down": down, "Left": -right, "Right": right}
     return ", ".join(f"{side} {count}" for side, count in steps.items() if count > 0) or "here"

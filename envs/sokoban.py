@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from envs.grids import Oracle, check_observation, generator, rules, show, spellings, step_info
+from envs.grids import Oracle, check_observation, direction, generator, rules, show, spellings, step_info
 from envs.sokoban_levels import TRIALS, LevelMaker, cells, read_levels, shift
 from envs.sokoban_solver import solve
 
@@ -170,7 +170,19 @@ class Sokoban(Oracle):
         if self._observation == "relative":
             ground = {"walls": [cell for cell, letter in enumerate(letters) if letter == self._letters[0]]}
         things = {"boxes": boxes, "targets": self._targets}
-        return show(self._observation, letters, self._level.width, at, things, ground)
+        observation, board = show(self._observation, letters, self._level.width, at, things, ground)
+        if self._observation == "relative":
+            observation += f"\nfrom box to target: {'; '.join(map(self._to_target, boxes))}"
+        return observation, board
+
+    def _to_target(self, box: int) -> str:
+        """Where the nearest target lies, as seen from a box."""
+        width = self._level.width
+
+        def distance(target: int) -> int:
+            return abs(target // width - box // width) + abs(target % width - box % width)
+
+        return direction(min(self._targets, key=distance), box, width)
 
 
 def _numbers(mask: int) -> list[int]:

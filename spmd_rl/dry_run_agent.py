@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl.config.batch_arithmetic import describe_samples
-from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.data import EnvTasks
-from spmd_rl.dry_run import dtype, outputs, short, table, without_torch
+from spmd_rl.dry_run import outputs, roles_and_ranks, short, table, without_torch
 from spmd_rl.errors import UserError
-from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import demonstrate
 from spmd_rl.sidecar import LocalEnvironments
@@ -48,7 +46,7 @@ def show(cfg: AgenticConfig) -> None:
 def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
     """Return the lines of the first table."""
     r, ranks, updates = cfg.rollout, world_size(), cfg.train.updates_per_step
-    shards, replicas = ranks // cfg.train.tp, ranks // cfg.engine.tp
+    shards = ranks // cfg.train.ranks_per_shard
     samples = r.prompts_per_step * r.answers_per_prompt
     shares = {tag: env.share for tag, env in cfg.env.tags.items()}
     turns = f"at most {r.max_turns} turns" if r.max_turns else "no limit of turns"
@@ -59,10 +57,7 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
         f"{len(tasks.eval)} held-out tasks x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"
     )
     return [
-        ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
-        ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
-        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x tp {cfg.train.tp}; "
-                  f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
+        *roles_and_ranks(cfg),
         ("environments", ", ".join(f"{tag} {share / sum(shares.values()):.0%}" for tag, share in shares.items())),
         ("at once", f"{places} a node, in sidecar workers"),
         ("a step", f"{describe_samples(r)}; {samples / shards:g} a data shard"),

@@ -55,10 +55,10 @@ async def person(
             if action is None:
                 break
             reply = await session.step(action.strip())
-            valid = bool(action.strip()) and reply.info.get("metrics", {}).get("action_is_valid", 1)
-            reward = reply.reward + (0.0 if valid else env.format_penalty)
+            metrics = reply.info.get("metrics", {})
+            reward = reply.reward + sum(env.penalties(action.strip(), metrics).values())
             total += reward
-            show_outcome(console, action.strip() or None, reward, reply.info.get("metrics", {}))
+            show_outcome(console, action.strip() or None, reward, metrics)
         end = "terminated" if session.reply.terminated else "truncated" if session.reply.truncated else ""
         show_end(console, session.reply, end or ("max_turns" if turn == limit else "given up"), total)
     finally:

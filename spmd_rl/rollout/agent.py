@@ -29,7 +29,6 @@ AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
 }
 """How the numbers of the steps become one of the episode: `info["metrics_agg_mode"]`."""
 
-
 STOPS = ("terminated", "truncated", "max_turns", "max_context", "env_timeout", "env_error", "env_lost")
 """Why an episode ends: by the environment in one of Gymnasium's two ways, at a limit of ours, or for a failure of the
 environment under `env.<tag>.on_error=zero`."""
@@ -63,7 +62,7 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
         reason = await _turns(ctx, env, session, modes)
     finally:
         await session.close()
-    return abandoned(ctx, _verdict(ctx, reason, modes))
+    return ctx.samples(_verdict(ctx, reason, modes))
 
 
 async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str, str]) -> str:
@@ -80,8 +79,7 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str
             return "max_context"
         action = find_action(pattern, turn.text)
         reply = await session.step(action or "")
-        valid = action is not None and reply.info.get("metrics", {}).get("action_is_valid", 1)
-        ctx.record(_step(before, reply, action, 0.0 if valid else env.format_penalty))
+        ctx.record(_step(env, before, reply, action))
         modes.update(reply.info.get("metrics_agg_mode", {}))
         story.past.append((before.observation, turn.text))
         if ctx.num_turns == ctx.budget.max_turns and not reply.done:
@@ -124,17 +122,18 @@ def find_action(pattern: str, text: str) -> str | None:
     return found[0].strip() or None if len(found) == 1 else None
 
 
-def _step(before: EnvReply, reply: EnvReply, action: str | None, penalty: float) -> AgentStep:
+def _step(env: EnvConfig, before: EnvReply, reply: EnvReply, action: str | None) -> AgentStep:
     """What an action came to, which was chosen in the state of `before`."""
     key = str(before.info.get("state_key", before.observation))
     state = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
     metrics = {str(name): float(value) for name, value in reply.info.get("metrics", {}).items()}
+    penalties = env.penalties(action, metrics)
     return AgentStep(
         reply.observation,
-        reply.reward + penalty,
+        reply.reward + sum(penalties.values()),
         state,
         action,
-        metrics | {"format_penalty": penalty},
+        metrics | penalties,
         str(reply.info.get("board", "")),
     )
 
@@ -161,6 +160,6 @@ def _given_up(ctx: Context, env: EnvConfig, lost: SessionLost) -> list[Sample]:
     if env.on_error == "raise":
         raise RunFailed(detail, lost.traceback)
     if env.on_error == "zero" and ctx.num_turns:
-        return abandoned(ctx, _verdict(ctx, f"env_{lost.reason}", {}))
+        return ctx.samples(_verdict(ctx, f"env_{lost.reason}", {}))
     status = "timeout" if lost.reason == "timeout" else "error"
     return abandoned(ctx, Verdict(status, detail=detail, traceback=lost.traceback))

@@ -110,9 +110,5 @@ class Script(Context):
             ids = ids + (end if end and end[0] in self.tokenizer.stop_ids else array("i"))
         if self.num_tokens + len(prompt_ids) + len(ids) > self.budget.max_context_tokens:
             raise BudgetSpent(f"{self.num_tokens + len(prompt_ids)} tokens leave no room to answer")
-        turn = Turn(prompt_ids, ids, array("f", bytes(4 * len(ids))), array("i", bytes(4 * len(ids))), "stop", text)
-        self.turns.append(turn)
-        self.num_turns += 1
-        self.num_sampled += len(ids)
-        self.num_tokens += len(prompt_ids) + len(ids)
-        return turn
+        zeros = bytes(4 * len(ids))
+        return self.append(Turn(prompt_ids, ids, array("f", zeros), array("i", zeros), "stop", text))

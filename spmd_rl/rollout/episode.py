@@ -171,10 +171,14 @@ class Context:
             c = _joined(begun, c)
         text = self.tokenizer.decode(c.token_ids)
         turn = Turn(prompt_ids, c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
+        return self.append(turn)
+
+    def append(self, turn: Turn) -> Turn:
+        """Count a turn among those so far, and return it."""
         self.turns.append(turn)
         self.num_turns += 1
         self.num_sampled += len(turn.token_ids)
-        self.num_tokens += len(prompt_ids) + len(turn.token_ids)
+        self.num_tokens += len(turn.prompt_ids) + len(turn.token_ids)
         return turn
 
     def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
@@ -223,17 +227,22 @@ class Context:
         self.turns, self.segments = [], []
         self.num_turns = self.num_sampled = self.num_tokens = 0
 
+    def samples(self, verdict: Verdict) -> list[Sample]:
+        """Return the finished trajectory: all turns so far, and this verdict. Each segment is a sample."""
+        greedy = self.sampling.temperature == 0
+        segments = [*self.segments, tuple(self.turns)] if self.turns else self.segments
+        if len(segments) == 1:
+            return [Sample(self.ticket, self.answer, segments[0], verdict, greedy)]
+        numbers = [self.answer + number * SEGMENTS for number in range(len(segments))]
+        return [
+            Sample(self.ticket, number, turns, verdict, greedy, self.answer, last=number == numbers[-1])
+            for number, turns in zip(numbers, segments, strict=True)
+        ]
+
     def sample(self, verdict: Verdict) -> Sample | list[Sample]:
         """Return the finished sample: all turns so far, and this verdict. Of several segments, each is a sample."""
-        greedy = self.sampling.temperature == 0
-        if not self.segments:
-            return Sample(self.ticket, self.answer, tuple(self.turns), verdict, greedy)
-        segments = [*self.segments, tuple(self.turns)] if self.turns else self.segments
-        return [
-            Sample(self.ticket, self.answer + number * SEGMENTS, turns, verdict, greedy, self.answer, last)
-            for number, turns in enumerate(segments)
-            for last in (number == len(segments) - 1,)
-        ]
+        samples = self.samples(verdict)
+        return samples if self.segments else samples[0]
 
 
 def _joined(begun: Completion, rest: Completion) -> Completion:
@@ -266,8 +275,7 @@ async def play(episode: Episode, ctx: Context) -> list[Sample]:
         if not ctx.turns:
             return _failed(ctx, spent)
         ctx.cut_short()
-        found = ctx.sample(await ctx.score(ctx.turns[-1].text))
-        return found if isinstance(found, list) else [found]
+        return ctx.samples(await ctx.score(ctx.turns[-1].text))
     except (UserError, RunFailed):
         raise
     except Exception as error:  # noqa: BLE001  a user's code may raise anything
@@ -285,8 +293,7 @@ def abandoned(ctx: Context, verdict: Verdict) -> list[Sample]:
         nothing = array("i"), array("f"), array("i")
         prompt_ids = ctx.render(ctx.prompt.messages) if ctx.prompt.messages else array("i", ctx.tokenizer.stop_ids[:1])
         ctx.turns.append(Turn(prompt_ids, *nothing, "abort"))
-    found = ctx.sample(verdict)
-    return found if isinstance(found, list) else [found]
+    return ctx.samples(verdict)
 
 
 async def first_of(tasks: Sequence[asyncio.Future[list[Sample]]], count: int) -> list[list[Sample]]:

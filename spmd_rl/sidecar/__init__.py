@@ -12,6 +12,7 @@
 | `scorer`, `launcher` | the rank's side: connect, start the node's host |
 | `host_client`, `score_client`, `environments` | its clients: what both have in common, verdicts, sessions |
 | `local` | rewarders and environments in this process, for `debug=true` |
+| `open_session` | an episode of an environment here or there, as its player sees it |
 | `host`, `event_loop` | the host, which keeps a pool of workers for each domain and each environment |
 | `crew`, `pool`, `env_pool` | the pools: what both have in common, of rewarders, of environments |
 | `sessions` | the host's book of sessions: their clients, calls sent again, leases |

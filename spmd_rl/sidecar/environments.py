@@ -8,46 +8,15 @@ await session.close()
 
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.sidecar.host_client import Call, HostClient
 from spmd_rl.sidecar.launcher import HostProcess
+from spmd_rl.sidecar.open_session import OpenSession
 from spmd_rl.sidecar.sockets import send
 from spmd_rl.types import EnvReply, SessionLost
-
-
-class RemoteSession:
-    """A `Session` in a sidecar."""
-
-    def __init__(self, environments: "RemoteEnvironments", id_: int, tag: str, reply: EnvReply) -> None:
-        self.tag = tag
-        self.reply = reply
-        self._environments, self._id = environments, id_
-        self._number = 0
-        self._lost: SessionLost | None = None
-        self._closed = False
-
-    async def step(self, action: str) -> EnvReply:
-        """See `Session`. One step at a time; a step that is cancelled closes the session."""
-        assert not self._closed, "the session is closed"
-        if self._lost is not None:
-            raise self._lost
-        self._number += 1
-        try:
-            self.reply = await self._environments.call(
-                self._id, self.tag, wire.StepRequest(self._id, self._number, action)
-            )
-        except SessionLost as error:
-            self._lost = error
-            raise
-        return self.reply
-
-    async def close(self) -> None:
-        """See `Session`. Does not wait for the host."""
-        if not self._closed:
-            self._closed = True
-            self._environments.end(self._id)
 
 
 class RemoteEnvironments(HostClient):
@@ -60,7 +29,7 @@ class RemoteEnvironments(HostClient):
         super().__init__(address, {f"env.{tag}": seconds for tag, seconds in patience.items()}, host, keys)
         self._ended: deque[int] = deque()
 
-    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> RemoteSession:
+    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> OpenSession:
         """See `Environments`. Cancelling it ends the session."""
         if f"env.{tag}" not in self._patience:
             raise SessionLost("error", f"no env.{tag} is set")
@@ -70,7 +39,7 @@ class RemoteEnvironments(HostClient):
         except SessionLost:
             self.end(id_)
             raise
-        return RemoteSession(self, id_, tag, reply)
+        return OpenSession(id_, tag, reply, partial(self.call, id_, tag), partial(self.end, id_))
 
     async def call(self, id_: int, tag: str, request: wire.ResetRequest | wire.StepRequest) -> EnvReply:
         """Make one call of a session and wait for its reply. SessionLost if there is none."""

@@ -3,11 +3,13 @@
 There are no deadlines and there is no isolation: what hangs or dies takes the run with it.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
 from spmd_rl.sidecar.env_worker import Slot
 from spmd_rl.sidecar.launcher import env_pool_spec
+from spmd_rl.sidecar.open_session import OpenSession
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import judge
 from spmd_rl.targets import build_target, start_target
@@ -55,20 +57,19 @@ class LocalEnvironments:
         for tag in self._specs:
             self._free[tag][0].build()
 
-    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> "LocalSession":
+    async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> OpenSession:
         """See `Environments`. There may be any number of sessions."""
         if tag not in self._specs:
             raise SessionLost("error", f"no env.{tag} is set")
         slot = self._free[tag].pop() if self._free[tag] else self._new_slot(tag)
-        session = LocalSession(self, slot, tag)
         try:
-            session.reply = await self.play(slot, wire.ResetRequest(0, tag, seed, held_out, solve))
+            reply = await self._play(slot, wire.ResetRequest(0, tag, seed, held_out, solve))
         except SessionLost:
-            await session.close()
+            self._free[tag].append(slot)
             raise
-        return session
+        return OpenSession(0, tag, reply, partial(self._play, slot), partial(self._free[tag].append, slot))
 
-    async def play(self, slot: Slot, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
+    async def _play(self, slot: Slot, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
         """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
@@ -79,10 +80,6 @@ class LocalEnvironments:
             raise SessionLost(outcome.reason, outcome.detail, outcome.traceback)
         return wire.ENV_REPLY.unpack(outcome.reply)
 
-    def free(self, tag: str, slot: Slot) -> None:
-        """Take back the slot of a session that is over."""
-        self._free[tag].append(slot)
-
     def close(self) -> None:
         """Give up the environments of all sessions that are over."""
         for slots in self._free.values():
@@ -92,33 +89,3 @@ class LocalEnvironments:
     def _new_slot(self, tag: str) -> Slot:
         spec = self._specs[tag]
         return Slot(tag, spec, service_factories(f"env.{tag}", spec.sandbox, packages=spec.packages))
-
-
-class LocalSession:
-    """A `Session` in this process."""
-
-    reply: EnvReply
-
-    def __init__(self, environments: LocalEnvironments, slot: Slot, tag: str) -> None:
-        self.tag = tag
-        self._environments, self._slot = environments, slot
-        self._lost: SessionLost | None = None
-        self._closed = False
-
-    async def step(self, action: str) -> EnvReply:
-        """See `Session`."""
-        assert not self._closed, "the session is closed"
-        if self._lost is not None:
-            raise self._lost
-        try:
-            self.reply = await self._environments.play(self._slot, wire.StepRequest(0, 1, action))
-        except SessionLost as error:
-            self._lost = error
-            raise
-        return self.reply
-
-    async def close(self) -> None:
-        """See `Session`."""
-        if not self._closed:
-            self._closed = True
-            self._environments.free(self.tag, self._slot)

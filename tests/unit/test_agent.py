@@ -145,6 +145,18 @@ def test_missing_and_invalid_actions_cost_the_penalty_and_reach_the_environment_
     assert sample.verdict.parts["format_penalty"] == -0.125
 
 
+def test_actions_that_change_nothing_cost_a_penalty_of_their_own() -> None:
+    env = EnvConfig("maze:Maze", format_penalty=-0.5, ineffective_penalty=-0.25)
+    bump, step, wrong = (
+        {"action_is_valid": v, "action_is_effective": e} for v, e in ((1.0, 0.0), (1.0, 1.0), (0.0, 0.0))
+    )
+    found = [
+        sum(env.penalties(action, said).values())
+        for action, said in (("go", bump), ("go", step), ("?", wrong), (None, {}), ("go", {}))
+    ]
+    assert found == [-0.25, 0.0, -0.5, -0.5, 0.0]
+
+
 def test_limits_end_an_episode_with_their_own_reasons() -> None:
     (sample,) = episode(Policy("<answer>go</answer>"), Maze(length=9), turns=2)
     assert stop(sample) == "stop/max_turns" and len(sample.turns) == 2 and sample.turns[-1].finish_reason == "stop"
@@ -252,6 +264,7 @@ def test_tasks_are_a_function_of_the_seed_and_held_out_ones_of_nothing() -> None
         ({"pattern": "<go>"}, "pattern: '<go>' is none"),
         ({"pattern": "("}, "pattern: '(' is no regular expression"),
         ({"format_penalty": 0.1}, "format_penalty: is added"),
+        ({"ineffective_penalty": 0.1}, "ineffective_penalty: is added"),
         ({"template": "go"}, "template: must contain {observation}"),
         ({"target": "Maze"}, "target: must be module:Class"),
         ({"mode": "fibre"}, "mode: unknown name 'fibre'"),

@@ -1,6 +1,7 @@
 """The environments of an agent: `env`."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,9 @@ class EnvConfig:
     environment offers tools, whose calls it finds by itself, else `action`."""
     format_penalty: float = 0.0
     """Added to the reward of a step whose action is missing or not valid: a negative number, or 0."""
+    ineffective_penalty: float = 0.0
+    """Added to the reward of a step whose action is valid and changes nothing, such as a step into a wall: a negative
+    number, or 0. Environments say so as `action_is_effective` in `info["metrics"]`."""
     system: str = "You are a helpful assistant and good at games. Your goal is to get the highest reward."
     """System message; an empty one: none."""
     template: str = "{instruction}\n{history}\n{observation}\n{suffix}\n{reminder}"
@@ -88,10 +92,9 @@ class EnvConfig:
         above(self, reset_timeout=0, step_timeout=0, episode_timeout=0, start_seconds=0)
         one_of(self, mode=MODES, on_error=ON_ERROR, sandbox=SANDBOXES)
         require(self.cpus is None or bool(CPUS.fullmatch(self.cpus)), f"cpus: must be like 0-3,8, not {self.cpus!r}")
-        require(
-            self.format_penalty <= 0,
-            f"format_penalty: is added to the reward; must not be above 0, is {self.format_penalty}",
-        )
+        for name in ("format_penalty", "ineffective_penalty"):
+            value = getattr(self, name)
+            require(value <= 0, f"{name}: is added to the reward; must not be above 0, is {value}")
         for name in ("template", "next_template"):
             require("{observation}" in getattr(self, name), f"{name}: must contain {{observation}}")
         if self.pattern is not None and self.pattern not in PATTERNS:
@@ -107,6 +110,14 @@ class EnvConfig:
     def pattern_for(self, tools: bool) -> str:
         """Return `pattern`, or its default. `tools`: whether the environment offers some."""
         return self.pattern or ("all" if tools else "action")
+
+    def penalties(self, action: str | None, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return by name what is added to the reward of an action. `metrics`: what the environment says of it."""
+        valid, effective = bool(action and metrics.get("action_is_valid", 1)), metrics.get("action_is_effective", 1)
+        return {
+            "format_penalty": 0.0 if valid else self.format_penalty,
+            "ineffective_penalty": self.ineffective_penalty if valid and not effective else 0.0,
+        }
 
     @property
     def cpu_numbers(self) -> list[int]:
