@@ -21,7 +21,7 @@ from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, h
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import PipelineConfig, RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
@@ -89,8 +89,8 @@ def _lengths(prompts: Prompts, tokenizer: Tokenizer) -> list[int]:
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
     """Return the lines of the first table. `longest` is the length of the longest prompt that is not too long."""
     r, ranks = cfg.rollout, world_size()
-    shards, replicas, updates = ranks // cfg.train.tp, ranks // cfg.engine.tp, cfg.train.updates_per_step
-    copies = f" x dp_replicate {cfg.train.dp_replicate}" if cfg.train.dp_replicate > 1 else ""
+    shards, replicas = ranks // cfg.train.ranks_per_shard, ranks // cfg.engine.tp
+    updates = cfg.train.updates_per_step
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
     a_turn = has_turns(cfg) and not r.max_context_tokens
     step_tokens, used = samples * at_most, cfg.steps * r.prompts_per_step
@@ -100,11 +100,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     epoch = math.ceil(kept / r.prompts_per_step)
     asked = min(cfg.eval.prompts, len(prompts.eval))
     return [
-        ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
-        ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
-        *((role, str(getattr(cfg, role).model)) for role in loaded_roles(cfg) if role != "policy"),
-        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x tp {cfg.train.tp}{copies}; "
-                  f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
+        *roles_and_ranks(cfg),
         ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"),
         ("prompt tokens", f"mean {mean(lengths):.0f}, longest {max(lengths)}, limit {r.max_prompt_tokens}"
                           + (f"; {overlong} of {len(lengths)} are longer (data.overlong={cfg.data.overlong})"
@@ -121,6 +117,20 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                       f"{cfg.policy.warmup_steps} warm-up updates"),
         ("evaluation", f"{asked} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"
          if cfg.eval.every and asked else "none"),
+    ]  # fmt: skip
+
+
+def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
+    """Return the lines that all pipelines begin with: the models, their dtype and what the ranks do."""
+    ranks = world_size()
+    shards, replicas = ranks // cfg.train.ranks_per_shard, ranks // cfg.engine.tp
+    axes = " x ".join(f"{axis} {size}" for axis, size in cfg.train.used_axes.items())
+    return [
+        ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
+        ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
+        *((role, str(getattr(cfg, role).model)) for role in loaded_roles(cfg) if role != "policy"),
+        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x {axes}; "
+                  f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
     ]  # fmt: skip
 
 

@@ -88,15 +88,14 @@ def backend(
     path,
     dtype="float32",
     budget=4096,
-    checkpointing=False,
-    tp=1,
+    checkpointing="none",
     master="float32",
-    dp_replicate=1,
+    axes=None,
     **settings,
 ) -> FSDP2Backend:
-    """[all] A policy from a model directory; `settings` are the optimizer's."""
-    train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, tp=tp)
-    layout = Layout(world, tp=tp, dp_replicate=dp_replicate)
+    """[all] A policy from a model directory; `axes` are the layout's sizes, `settings` the optimizer's."""
+    train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, **axes or {})
+    layout = Layout(world, **train.axes)
     model = build_model(path, getattr(torch, master), "cpu")
     model = exact(model) if master == "float64" else model
     policy = PolicyConfig(**{**SETTINGS, **settings})

@@ -15,12 +15,28 @@ REFUSED = {
     "gemma2": "caps its attention logits",
     "gpt_oss": "has attention sinks",
     **dict.fromkeys(("falcon", "bloom", "mpt"), "computes its attention by itself"),
+    **dict.fromkeys(("cohere", "cohere2", "granite", "granitemoe"), "scales its logits"),
     **dict.fromkeys(RECURRENT.split(), "has recurrent layers"),
 }
 """By `model_type`, why it cannot be trained"""
 SLIDING = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "cohere2", "olmo3", "exaone4")
 """Types some of whose layers see only a window, even where `config.json` does not say it"""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of which one says how many experts each layer of a mixture has"""
 WORKING = "Llama, Qwen2, Qwen3, Mistral, Mixtral, Phi, OLMo2, Gemma, GPT-2 and OPT"
+
+
+def experts_in(folder: Path) -> int | None:
+    """Return how many experts each layer of the model in `folder` has, 0 if it is no mixture; None if that is unknown.
+
+    A directory without a readable `config.json` is for others to refuse.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        text: dict[str, Any] = config.get("text_config") or config
+    except (OSError, ValueError, AttributeError):
+        return None
+    return next((count for name in EXPERT_COUNTS if (count := text.get(name))), 0)
 
 
 def check_architecture(key: str, folder: Path, engine: str, longest: int) -> None:
@@ -47,6 +63,8 @@ def check_architecture(key: str, folder: Path, engine: str, longest: int) -> Non
     if engine == "native" and (layers or kind in SLIDING or text.get("sliding_window_pattern")):
         what = ", ".join(sorted(layers)) or "sliding_attention"
         raise UserError(f"{key}: engine=native cannot run the {what} layers of {kind}; engine=vllm can")
+    if engine == "native" and text.get("kv_lora_rank"):
+        raise UserError(f"{key}: engine=native cannot run the latent attention of {kind}; engine=vllm can")
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     if window and longest > window:
         raise UserError(

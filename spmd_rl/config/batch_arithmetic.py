@@ -7,7 +7,7 @@ def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
     """Return the arithmetic of a step as names and texts, for the settings of a pipeline on so many ranks."""
     rollout, train, engine = cfg.rollout, cfg.train, cfg.engine
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
-    shards, replicas = max(1, num_ranks // train.tp), max(1, num_ranks // engine.tp)
+    shards, replicas = max(1, num_ranks // train.ranks_per_shard), max(1, num_ranks // engine.tp)
     running = replicas * engine.max_running
     return [
         ("step", describe_samples(rollout)),

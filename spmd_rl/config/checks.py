@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.algorithm_targets import check_algorithm
-from spmd_rl.config.architectures import check_architecture
+from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.env_checks import check_envs
-from spmd_rl.config.ranks import check_layout, local_rank, world_size
+from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_run, check_wandb
 from spmd_rl.config.sections.data import files, sources
@@ -71,16 +71,30 @@ def names_of_the_hub(cfg: Any) -> list[str]:
 
 
 def check_mesh(cfg: Any) -> None:
-    """Check that each role's layout divides the world size, and its tensor parallelism the model's heads."""
+    """Check that each role's layout divides the world size, its tensor parallelism the heads, `ep` the experts."""
     roles = {"train": (cfg.train, cfg.policy.model)}
     for name, used in (("reference", cfg.algorithm.uses_reference), ("critic", cfg.algorithm.uses_critic)):
         own = getattr(cfg, name)
         if used:
             roles[f"{name}.train"] = own.train.over(cfg.train), own.model or cfg.policy.model
     for section, (train, model) in roles.items():
-        check_layout(section, world_size(), train.tp, train.dp_replicate)
+        LayoutSizes.of(section, world_size(), **train.axes)
+        folder = model_folder(model)
+        if (count := experts_in(folder)) is not None:
+            check_experts(section, count, str(folder), tp=train.tp, ep=train.ep)
+        if train.pp > 1:
+            check_layers(section, train.pp, folder / "config.json")
         if train.tp > 1:
-            check_heads(f"{section}.tp", train.tp, model_folder(model) / "config.json")
+            check_heads(f"{section}.tp", train.tp, folder / "config.json")
+
+
+def check_layers(section: str, pp: int, path: Path) -> None:
+    """Check that each pipeline stage gets a layer of a model; `path` is its `config.json`."""
+    try:
+        model = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return  # `check_model` reports this
+    deal_layers(section, (model.get("text_config") or model).get("num_hidden_layers", pp), pp)
 
 
 def check_engine(cfg: Any) -> None:
@@ -111,7 +125,7 @@ def check_episode(cfg: Any) -> None:
 def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
     """Check that `tp` divides a model's heads and feed-forward units; `path` is its `config.json`.
 
-    engine: it may give several ranks a copy of the same key-value head, and shards the vocabulary too.
+    Several ranks may have a copy of the same key-value head. engine: it shares out a padded vocabulary too.
     """
     try:
         model = json.loads(path.read_text())
@@ -119,7 +133,7 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
         return  # `check_model` reports this
     heads = model.get("num_attention_heads", tp)
     kv_heads = model.get("num_key_value_heads") or heads
-    fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or (engine and n % kv_heads == 0))]
+    fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if tp not in fit:
         raise UserError(
             f"{key}: {tp} ranks cannot share the {heads} heads and {kv_heads} key-value heads of {path.parent}; "

@@ -1,6 +1,8 @@
 """What torchrun says of this process: its rank, its rank on its node, and the number of ranks."""
 
 import os
+from dataclasses import dataclass
+from itertools import accumulate
 
 from spmd_rl.errors import UserError
 
@@ -20,13 +22,88 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_layout(section: str, num_ranks: int, tp: int, dp_replicate: int) -> None:
-    """Raise a `UserError` unless `tp` divides the ranks, and `dp_replicate` what `tp` leaves of them.
+@dataclass(frozen=True, slots=True)
+class LayoutSizes:
+    """Numbers of ranks along the axes of one role's model, see `distributed.Layout`."""
 
-    section: the settings section that the error names, `train` or `reference.train`.
+    pp: int
+    """ranks that share out the layers (pipeline)"""
+    dp_replicate: int
+    """copies of the model, each on ranks of its own"""
+    dp_shard: int
+    """data shards of a copy"""
+    cp: int
+    """ranks that share out the tokens of a data shard (context)"""
+    tp: int
+    """ranks that share out each layer (tensor)"""
+    ep: int
+    """ranks, of dp_shard x cp, that share out the experts of a mixture"""
+
+    @classmethod
+    def of(
+        cls, section: str, num_ranks: int, *, pp: int = 1, dp_replicate: int = 1, cp: int = 1, tp: int = 1, ep: int = 1
+    ) -> "LayoutSizes":
+        """Return the sizes, of which `dp_shard` is what the others leave of the ranks.
+
+        section: the settings section that an error names, `train` or `reference.train`. UserError if they do not divide
+        the ranks.
+        """
+        left, said = num_ranks, f"{num_ranks} ranks"
+        for key, size in {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": dp_replicate}.items():
+            if left % size:
+                of = said if left == num_ranks else f"{left}, which is {said}"
+                raise UserError(f"{section}.{key}: {size} does not divide {of}")
+            left //= size
+            said += f" / {key} {size}" if size > 1 else ""
+        if left * cp % ep:
+            raise UserError(f"{section}.ep: {ep} does not divide {left * cp}, the ranks over which weights are shared")
+        return cls(pp, dp_replicate, left, cp, tp, ep)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which FSDP shares out most weights."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Ranks over which FSDP shares out each expert."""
+        return self.fsdp // self.ep
+
+
+def check_experts(section: str, count: int, model: str, *, tp: int, ep: int) -> None:
+    """Raise a UserError if a layout does not go with `count` experts a layer, 0 of a model that is no mixture.
+
+    section: the settings section that the error names. model: what it calls the model.
     """
-    if num_ranks % tp:
-        raise UserError(f"{section}.tp: {tp} does not divide {num_ranks} ranks")
-    if num_ranks // tp % dp_replicate:
-        left = f"{num_ranks} ranks" if tp == 1 else f"{num_ranks // tp}, which is {num_ranks} ranks / tp {tp}"
-        raise UserError(f"{section}.dp_replicate: {dp_replicate} does not divide {left}")
+    if ep > 1 and not count:
+        raise UserError(f"{section}.ep: {model} has no experts to share out; must be 1")
+    fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    if count and tp > 1:
+        raise UserError(
+            f"{section}.tp: must be 1 for {model}, a mixture of {count} experts: share them out with {section}.ep "
+            f"(sizes that fit: {fitting}), and the tokens of long sequences with {section}.cp"
+        )
+    if ep > 1 and count % ep:
+        raise UserError(
+            f"{section}.ep: {ep} ranks cannot share the {count} experts of {model}; sizes that fit: {fitting}"
+        )
+
+
+def deal_layers(section: str, num_layers: int, num_stages: int) -> list[range]:
+    """Return the layers of each pipeline stage: neighbours, and about as much work for each stage.
+
+    The input and the output embedding count as one layer each. A layer that may go to several stages goes to the last
+    of them, since later stages keep fewer micro-batches. section: as in `LayoutSizes.of`. UserError if a stage would
+    have none.
+    """
+    if num_stages > num_layers:
+        raise UserError(f"{section}.pp: {num_stages} stages cannot share {num_layers} layers; at most {num_layers}")
+    counts, costs = [1] * num_stages, [1] * num_stages
+    costs[0] += 1
+    costs[-1] += 1
+    for _ in range(num_layers - num_stages):
+        stage = min(reversed(range(num_stages)), key=costs.__getitem__)
+        counts[stage] += 1
+        costs[stage] += 1
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

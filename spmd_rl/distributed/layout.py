@@ -3,48 +3,55 @@
     layout = Layout(world, tp=2)                                  # [all] 4 ranks: two data shards on two ranks each
     lengths = layout.data.gather("lengths", [len(x) for x in mine])  # [all] one record per data shard
 
-The ranks of a tensor-parallel block compute one model together: all of them hold the same data shard, and one of them,
-its leader, counts for it in every sum over samples. With `dp_replicate` the data-parallel ranks fall into groups of
-neighbours: each group holds all weights once, shared out over its ranks (hybrid sharding, HSDP). Each block has a data
-shard of its own all the same. Not built: pipeline, context and expert parallelism.
+The ranks of a block (`pp` x `cp` x `tp`) compute one model together on one data shard: all of them hold the shard, and
+one of them, its leader, counts for it in every sum over samples. Weights are shared out over `fsdp`, which is the data
+shards of one copy of the model times `cp`; with `dp_replicate` there are several copies (hybrid sharding, HSDP). The
+experts of a mixture are spread over `ep` of these ranks, and each of them over the others (`expert_fsdp`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmd_rl.config.ranks import check_layout
+from spmd_rl.config.ranks import LayoutSizes
 from spmd_rl.distributed.collectives import Reduction
 from spmd_rl.distributed.world import World
 
-AXES = ("dp_replicate", "dp_shard", "tp")
-"""Of a mesh, the last one varying fastest; torchtitan's names."""
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Of a world's ranks, the last one varying fastest; torchtitan's names."""
+DENSE = ("pp", "dp_replicate", "fsdp", "tp")
+"""The same ranks, as most weights lie on them: `fsdp` is `dp_shard` x `cp`."""
+EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep", "tp")
+"""The same ranks, as the weights of experts lie on them: `expert_fsdp` x `ep` is `dp_shard` x `cp`."""
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 
 
 class DataShard:
     """One rank's part of the batch: which it is, and how the data shards meet. Made by `Layout`."""
 
-    def __init__(self, world: World, ranks_per_shard: int) -> None:
-        """`ranks_per_shard` neighbouring ranks hold the same shard; the first of them leads."""
-        self._world, self._block = world, ranks_per_shard
-        self.rank, self.size = world.rank // ranks_per_shard, world.size // ranks_per_shard
-        self.is_leader = world.rank % ranks_per_shard == 0
+    def __init__(self, world: World, ranks: Sequence[tuple[int, ...]]) -> None:
+        """`ranks`: those that hold each shard; the first of them leads."""
+        self._world, self._ranks = world, ranks
+        self.rank = next(shard for shard, members in enumerate(ranks) if world.rank in members)
+        self.size = len(ranks)
+        self.is_leader = world.rank == ranks[self.rank][0]
         """Whether this rank counts for its shard: exactly one rank of each does."""
 
     def ranks_of(self, shard: int) -> tuple[int, ...]:
         """The ranks, of the layout's world, that hold data shard number `shard`; the leader comes first."""
-        return tuple(range(shard * self._block, (shard + 1) * self._block))
+        return self._ranks[shard]
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
         """[all] The record of each data shard's leader, by shard; what the other ranks pass is ignored.
 
         Records and `type` are as in `World.gather`.
         """
-        return self._world.gather(name, record, type)[:: self._block]
+        found = self._world.gather(name, record, type)
+        return [found[ranks[0]] for ranks in self._ranks]
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
         """[all] `sum`, `max` or `mean` over the leaders' values, key by key, in float64; equal on all ranks.
@@ -57,44 +64,108 @@ class DataShard:
 
 
 class Layout:
-    """A world's ranks as a mesh with the axes `AXES`: copies of the model, shards of a copy, tensor parallelism."""
+    """A world's ranks as meshes with the axes `AXES`, `DENSE` and `EXPERTS`."""
 
-    def __init__(self, world: World, *, tp: int = 1, dp_replicate: int = 1, key: str = "train") -> None:
-        """[all] The size of `dp_shard` is what is left of the world's ranks.
+    def __init__(
+        self,
+        world: World,
+        *,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        key: str = "train",
+    ) -> None:
+        """[all] The size of `dp_shard` is what the other axes leave of the world's ranks.
 
-        key: the settings section that an error names. UserError if `tp` does not divide the ranks, or `dp_replicate`
-        what `tp` leaves of them.
+        key: the settings section that an error names. UserError if the axes do not divide the ranks.
         """
-        check_layout(key, world.size, tp, dp_replicate)
+        sizes = LayoutSizes.of(key, world.size, pp=pp, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep)
         self.world, self.key = world, key
-        self.data = DataShard(world, tp)
-        sizes = (dp_replicate, world.size // tp // dp_replicate, tp)
-        self._sizes = dict(zip(AXES, sizes, strict=True))
+        self._sizes = {axis: getattr(sizes, axis) for axis in {*AXES, *DENSE, *EXPERTS}}
+        shards = range(sizes.dp_replicate * sizes.dp_shard)
+        places = [self._places(rank, AXES) for rank in range(world.size)]
+        numbers = [place["dp_replicate"] * sizes.dp_shard + place["dp_shard"] for place in places]
+        self.data = DataShard(world, [tuple(r for r, n in enumerate(numbers) if n == shard) for shard in shards])
         self._mesh: DeviceMesh | None = None
+        self._expert_mesh: DeviceMesh | None = None
+        self._cp_group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            axes = {axis: size for axis, size in self._sizes.items() if axis == "dp_shard" or size > 1}
-            self._mesh = world.mesh(**axes)  # [all]
+            self._mesh = self._mesh_of(DENSE, "fsdp")  # [all]
+            if ep > 1:
+                self._expert_mesh = self._mesh_of(EXPERTS, "expert_fsdp")  # [all]
+            if cp > 1:
+                self._cp_group = world.process_group("cp", ranks=self.ranks("cp"))  # [block]
+
+    def _mesh_of(self, axes: Sequence[str], always: str) -> DeviceMesh:
+        sizes = {axis: self.size(axis) for axis in axes if axis == always or self.size(axis) > 1}
+        return self.world.mesh(**sizes)  # [all]
+
+    def _places(self, rank: int, axes: Sequence[str]) -> dict[str, int]:
+        """Where a rank stands along each of `axes`, which together make up the world."""
+        found = {}
+        for axis in reversed(axes):
+            rank, found[axis] = divmod(rank, self._sizes[axis])
+        return found
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The torch mesh, with the axis `dp_shard`, and of the others those whose size is more than 1."""
+        """The torch mesh, with the axis `fsdp`, and of the others of `DENSE` those whose size is more than 1."""
         assert self._mesh is not None, "a world without process groups has no mesh"
         return self._mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The part of `mesh` over which gradients are summed, as `fully_shard` takes it: without the axis `tp`."""
-        return self.mesh["dp_replicate", "dp_shard"] if self._sizes["dp_replicate"] > 1 else self.mesh["dp_shard"]
+        """The part of `mesh` over which gradients are summed, as `fully_shard` takes it."""
+        return self.mesh["dp_replicate", "fsdp"] if self.size("dp_replicate") > 1 else self.mesh["fsdp"]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The torch mesh of experts, with the axis `expert_fsdp`, and of `EXPERTS` those whose size is more than 1."""
+        assert self._expert_mesh is not None, "experts are not spread over ranks"
+        return self._expert_mesh
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh:
+        """The part of `expert_mesh` over which gradients of experts are summed."""
+        several = self.size("dp_replicate") > 1
+        return self.expert_mesh["dp_replicate", "expert_fsdp"] if several else self.expert_mesh["expert_fsdp"]
 
     def size(self, axis: str) -> int:
-        """Number of ranks along one of `AXES`."""
+        """Number of ranks along one of `AXES`, `DENSE` and `EXPERTS`."""
         return self._sizes[axis]
 
     def rank(self, axis: str) -> int:
-        """This rank's place along one of `AXES`."""
-        block, tp = divmod(self.world.rank, self._sizes["tp"])
-        return dict(zip(AXES, (*divmod(block, self._sizes["dp_shard"]), tp), strict=True))[axis]
+        """This rank's place along such an axis."""
+        axes = next(axes for axes in (AXES, DENSE, EXPERTS) if axis in axes)
+        return self._places(self.world.rank, axes)[axis]
+
+    def ranks(self, axis: str) -> list[int]:
+        """The ranks, of the layout's world, that differ from this one along one of `AXES` alone, in order."""
+        mine = self._places(self.world.rank, AXES) | {axis: 0}
+        return [rank for rank in range(self.world.size) if self._places(rank, AXES) | {axis: 0} == mine]
+
+    def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
+        """[stage] Journal a meeting of the ranks of this pipeline stage, which number theirs apart; see `World`.
+
+        Of all ranks where there is one stage: stages run different micro-batches at the same time.
+        """
+        if self.size("pp") == 1:
+            return self.world.collective(name, kind)  # [all]
+        stage = self.rank("pp")
+        per_stage = self.world.size // self.size("pp")
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        return self.world.collective(name, kind, f"stage {stage}", ranks)  # [all] of the stage
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one along `axis` alone; None where its size is 1."""
-        return self.mesh.get_group(axis) if self._sizes[axis] > 1 else None
+        """The process group of the ranks that differ from this one along `axis` alone; None where its size is 1.
+
+        `dp_shard` has none: what is shared out is shared out over `fsdp`.
+        """
+        if self._sizes[axis] == 1:
+            return None
+        if axis == "cp":
+            return self._cp_group
+        mesh = self.mesh if axis in DENSE else self.expert_mesh
+        return mesh.get_group(axis)

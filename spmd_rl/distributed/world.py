@@ -220,13 +220,24 @@ class World:
             dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._joined.host)
         return arrived
 
-    def collective(self, name: str, kind: str = "compute") -> AbstractContextManager[int]:
+    def collective(
+        self,
+        name: str,
+        kind: str = "compute",
+        part: str = "",
+        ranks: Sequence[int] | None = None,
+        written: bool = True,
+    ) -> AbstractContextManager[int]:
         """[all] Journal a meeting that happens inside a library (FSDP, checkpoints), so that a report can name it.
 
-        kind: what most of the time inside is; see `Journal.kind`.
+        kind: what most of the time inside is; see `Journal.kind`. part, ranks: the meeting is one of these ranks
+        (indices, like `rank`) alone, which number theirs apart under this name. written: as in `subset`.
         """
-        subset = self._subset
-        return self.journal.collective(name, kind, subset.name, subset.ranks, subset.written)
+        subset, members = self._subset, self._subset.ranks
+        if ranks is not None:
+            members = tuple(self.ranks[rank] for rank in ranks)
+        where = "/".join(filter(None, (subset.name, part)))
+        return self.journal.collective(name, kind, where, members, subset.written and written)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charge the time inside to a phase; see `Journal.phase`."""

@@ -176,7 +176,8 @@ def _mean(updates: list[Metrics], role: str) -> Metrics:
 
 def _name(key: str, role: str) -> str:
     name = _NAMES.get((role, key), key)
-    return name if "/" in name else f"{role}/{name}"
+    own = role == "critic" and name.startswith("moe/")  # the policy's have no prefix
+    return name if "/" in name and not own else f"{role}/{name}"
 
 
 _NAMES = {

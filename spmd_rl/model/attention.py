@@ -6,16 +6,17 @@ see the whole path from the root to it, and themselves causally, so that many sa
 have in common.
 
 Two kernels behind one function: variable-length flash attention on an accelerator, and elsewhere a scatter into
-right-padded rows, where causal attention needs no mask but for the parents. Left out: key-value caches, dropout,
-sliding windows that would cut a sequence.
+right-padded rows, where causal attention needs no mask but for the parents. A row may also be shared out over ranks,
+see `context.py`. Left out: key-value caches, dropout, sliding windows that would cut a sequence.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,14 +49,36 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Segments of similar length (within a factor of two), padded to the longest of them."""
+    """Rows of similar length (within a factor of two), padded to the longest of them."""
 
     queries: Rows
-    """a segment's own tokens"""
+    """a segment's own tokens; or those of several short ones that continue the same path"""
     keys: Rows
-    """those of the path before it, then its own; the same as `queries` where none has a parent"""
+    """those of the path before them, then their own; the same as `queries` where none has a parent"""
     mask: Tensor | None
     """bool [num_rows, 1, queries.length, keys.length]: which keys a query sees; None for plain causal attention"""
+
+
+class Exchange(Protocol):
+    """How ranks that share out a row attend together."""
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[all] From this rank's tokens to the queries, keys and values that it computes with: [tokens, heads, D]."""
+        ...
+
+    def after(self, out: Tensor) -> Tensor:
+        """[all] From what it has computed back to its own tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which queries of a row this rank computes, where all its ranks have all keys and values."""
+
+    chunks: tuple[range, ...]
+    """tokens of the row that lie here, one after the other"""
+    places: Tensor
+    """int64 [T]: where each token of the row lies among the keys"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +96,15 @@ class Packing:
     """the same with the path before it"""
     blocks: tuple[Block, ...]
     order: Tensor | None
-    """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end; None without blocks"""
+    """int64 [T]: index of each packed token among the blocks' query tokens, laid end to end; None if these are in
+    order, or without blocks"""
     seen: Tensor | None
     """int64 [n]: for each segment the tokens of the path before it and its own, laid end to end; None if there are no
     parents, or with blocks"""
     seen_starts: Tensor
     """int32 [S+1]: where each segment's begin in `seen`"""
+    exchange: Exchange | None = None
+    """None where this rank has the whole row"""
 
     @classmethod
     def of(
@@ -87,31 +113,37 @@ class Packing:
         parents: Tensor | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        exchange: Exchange | None = None,
+        share: Share | None = None,
     ) -> "Packing":
         """From the first token of each segment, then T (int64 [S+1]); every segment holds a token.
 
         parents: int64 [S], index of the segment that each one continues, -1 for none; without circles. device, dtype:
-        of the queries that it is for; by default the device of `starts`, and float32.
+        of the queries that it is for; by default the device of `starts`, and float32. share: which of the queries; by
+        default all.
         """
         device = device or starts.device
         runs = [range(begin, end) for begin, end in pairwise(starts.tolist())]
         assert all(runs), "an empty segment"
-        before = _paths(runs, [-1] * len(runs) if parents is None else parents.tolist())
-        lengths = [_total(path) + len(own) for path, own in zip(before, runs, strict=True)]
+        paths = _paths(runs, [-1] * len(runs) if parents is None else parents.tolist())
+        pieces = _pieces(paths, runs, share)
+        lengths = [piece.num_seen for piece in pieces]
         blocks, order, seen = (), None, None
         if not uses_varlen(device, dtype):
-            blocks = _blocks(before, runs)
-            order = torch.argsort(torch.cat([block.queries.tokens for block in blocks]))
-        elif any(before):
-            seen = _token_indices([[*path, own] for path, own in zip(before, runs, strict=True)])
+            blocks = _blocks(pieces, runs[-1].stop, share)
+            tokens = torch.cat([block.queries.tokens for block in blocks])
+            order = None if torch.equal(tokens, torch.arange(len(tokens))) else torch.argsort(tokens)
+        elif share or any(paths):
+            seen = _among_keys(_token_indices([piece.keys for piece in pieces]), share)
         packing = cls(
-            starts=starts.to(torch.int32),
-            max_length=max(map(len, runs)),
+            starts=torch.tensor([0, *(piece.queries.stop for piece in pieces)]).to(torch.int32),
+            max_length=max(len(piece.queries) for piece in pieces),
             max_seen=max(lengths),
             blocks=blocks,
             order=order,
             seen=seen,
             seen_starts=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+            exchange=exchange,
         )
         return _moved(packing, device)
 
@@ -133,7 +165,7 @@ def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
     return paths
 
 
-def _total(path: list[range]) -> int:
+def _total(path: Sequence[range]) -> int:
     """Tokens of a path."""
     return sum(map(len, path))
 
@@ -143,34 +175,98 @@ def _size(num_tokens: int) -> int:
     return (max(num_tokens, SHORT) - 1).bit_length() if num_tokens else 0
 
 
-def _blocks(before: list[list[range]], runs: list[range]) -> tuple[Block, ...]:
-    """Segments, with the paths before them, by classes of similar length."""
-    classes: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for segment, (path, own) in enumerate(zip(before, runs, strict=True)):
-        classes[_size(_total(path)), _size(len(own))].append(segment)
-    return tuple(
-        _block([before[s] for s in some], [runs[s] for s in some], runs[-1].stop) for _, some in sorted(classes.items())
-    )
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A segment, or the part of one that lies on this rank."""
+
+    before: tuple[range, ...]
+    """tokens of the row that all of its tokens see"""
+    own: range
+    """its tokens of the row"""
+    queries: range
+    """where they lie among this rank's"""
+
+    @property
+    def keys(self) -> list[range]:
+        """What its last token sees."""
+        return [*self.before, self.own]
+
+    @property
+    def num_seen(self) -> int:
+        """The same as a number."""
+        return _total(self.keys)
 
 
-def _block(before: list[list[range]], runs: list[range], num_tokens: int) -> Block:
-    """One block of segments with the paths before them. num_tokens: T."""
-    queries = _rows([[own] for own in runs], num_tokens)
-    if not any(before):
+def _pieces(paths: list[list[range]], runs: list[range], share: Share | None) -> list[_Piece]:
+    """The segments, cut where the chunks of a shared row end: those that lie here, in order."""
+    if share is None:
+        return [_Piece(tuple(path), own, own) for path, own in zip(paths, runs, strict=True)]
+    found, place = [], 0
+    for chunk in share.chunks:
+        for path, run in zip(paths, runs, strict=True):
+            own = range(max(run.start, chunk.start), min(run.stop, chunk.stop))
+            if own:
+                before = [*path, range(run.start, own.start)] if own.start > run.start else path
+                found.append(_Piece(tuple(before), own, range(place, place + len(own))))
+                place += len(own)
+    return found
+
+
+def _blocks(pieces: list[_Piece], num_tokens: int, share: Share | None) -> tuple[Block, ...]:
+    """Pieces, with the paths before them, by classes of similar length. num_tokens: T."""
+    classes: dict[tuple[int, int], list[list[_Piece]]] = defaultdict(list)
+    for row in _side_by_side(pieces):
+        classes[_size(_total(row[0].before)), _size(sum(len(piece.own) for piece in row))].append(row)
+    num_queries = pieces[-1].queries.stop
+    return tuple(_block(some, num_queries, num_tokens, share) for _, some in sorted(classes.items()))
+
+
+def _side_by_side(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """The pieces of each padded row: several short ones that continue the same path, whose keys are then there once."""
+    rows: list[list[_Piece]] = []
+    begun: dict[tuple[range, ...], list[_Piece]] = {}
+    for piece in pieces:
+        row = begun.get(piece.before) if piece.before else None
+        if row is None or sum(len(other.own) for other in row) + len(piece.own) > SHORT:
+            rows.append(row := [])
+            begun[piece.before] = row
+        row.append(piece)
+    return rows
+
+
+def _block(rows: list[list[_Piece]], num_queries: int, num_keys: int, share: Share | None) -> Block:
+    """One block of rows of pieces."""
+    queries = _rows([[piece.queries for piece in row] for row in rows], num_queries)
+    has_path = any(row[0].before for row in rows)
+    if share is None and not has_path:
         return Block(queries, queries, None)
-    keys = _rows([[*path, own] for path, own in zip(before, runs, strict=True)], num_tokens)
-    # A segment's first token sees the path before it and itself, the next one token more, and so on: never a pad.
-    last = torch.tensor([_total(path) for path in before])[:, None] + torch.arange(queries.length)
-    return Block(queries, keys, (torch.arange(keys.length) <= last[:, :, None])[:, None])
+    keys = _rows([[*row[0].before, *(piece.own for piece in row)] for row in rows], num_keys, share)
+    if not has_path:
+        return Block(queries, keys, None)
+    # A query sees the path, and of its own piece what is not after it: never a pad, nor another piece beside it.
+    paths = torch.tensor([_total(row[0].before) for row in rows])[:, None]
+    lengths = [[len(piece.own) for piece in row] for row in rows]
+    first = torch.zeros(queries.num_rows, queries.length, dtype=torch.int64)
+    for number, own in enumerate(lengths):
+        sizes = torch.tensor(own)
+        first[number, : sum(own)] = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    first, last = (paths + first)[:, :, None], (paths + torch.arange(queries.length))[:, :, None]
+    key = torch.arange(keys.length)
+    return Block(queries, keys, ((key < paths[:, :, None]) | ((key >= first) & (key <= last)))[:, None])
 
 
-def _rows(rows: list[list[range]], num_tokens: int) -> Rows:
-    """Padded rows of these runs. num_tokens: T."""
+def _rows(rows: list[list[range]], num_tokens: int, share: Share | None = None) -> Rows:
+    """Padded rows of these runs. num_tokens: of all that there are."""
     lengths = [_total(row) for row in rows]
     longest = -(-max(lengths) // ROUND) * ROUND
-    tokens = _token_indices(rows)
+    tokens = _among_keys(_token_indices(rows), share)
     slots = torch.cat([torch.arange(i * longest, i * longest + n) for i, n in enumerate(lengths)])
     return Rows(len(rows), longest, tokens, slots, torch.equal(tokens, torch.arange(num_tokens)))
+
+
+def _among_keys(tokens: Tensor, share: Share | None) -> Tensor:
+    """Where tokens of the row lie among the keys."""
+    return tokens if share is None else share.places[tokens]
 
 
 def _token_indices(rows: list[list[range]]) -> Tensor:
@@ -208,9 +304,17 @@ def packed_attention(
     if sliding_window is not None and packing.max_seen > sliding_window:
         raise ValueError(f"a sequence of {packing.max_seen} tokens exceeds the sliding window of {sliding_window}")
     assert attention_mask is None and query.shape[0] == 1
+    width = value.shape[-1]
+    if width < key.shape[-1]:  # latent attention: what exchanges or reads both wants them alike
+        value = F.pad(value, (0, key.shape[-1] - width))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packing.exchange:
+        q, k, v = packing.exchange.before(q, k, v)  # [all]
     attend = _varlen if uses_varlen(q.device, q.dtype) else _padded
-    return attend(q, k, v, packing, scaling)[None], None
+    out = attend(q, k, v, packing, scaling)
+    if packing.exchange:
+        out = packing.exchange.after(out)  # [all]
+    return out[None, ..., :width], None
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
@@ -229,7 +333,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.queries.slots))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, packing.order)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    out = out if packing.order is None else out.index_select(0, packing.order)
     return out.to(dtype)
 
 

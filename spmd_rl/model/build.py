@@ -61,8 +61,17 @@ def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool 
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=packed.NAME, trust_remote_code=trust_remote_code
             )
+    keep_float32(model)
     model.config.use_cache = False
     return model.eval()
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Give back to buffers the dtype that transformers would load them in: those that correct a router's scores."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for name, buffer in model.named_buffers():
+        if any(part in name for part in names):
+            buffer.data = buffer.data.float()
 
 
 @contextmanager

@@ -156,12 +156,16 @@ def owned_region(tensor: Tensor) -> Region:
         for axis in reversed(range(mesh.ndim)):
             if not tensor.placements[axis].is_replicate():
                 dim = tensor.placements[axis].dim
-                begin, end = region[dim].start, region[dim].stop
-                piece = -(-(end - begin) // mesh.size(axis))
-                begin = min(end, begin + mesh.get_local_rank(axis) * piece)
-                region[dim] = slice(begin, min(end, begin + piece))
+                region[dim] = share(region[dim], mesh.size(axis), mesh.get_local_rank(axis))
         assert tuple(part.stop - part.start for part in region) == _local(tensor).shape
     return tuple(region)
+
+
+def share(whole: slice, num_ranks: int, rank: int) -> slice:
+    """Which part of a dimension a rank has: all of one size but for the last ones, like `torch.chunk`."""
+    piece = -(-(whole.stop - whole.start) // num_ranks)
+    begin = min(whole.stop, whole.start + rank * piece)
+    return slice(begin, min(whole.stop, begin + piece))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,16 +3,22 @@
 The projection to the vocabulary goes in chunks of it, forward with a running softmax, and once more backward: what is
 kept between the two is two numbers a token. Sums are float32 whatever the dtype of the model, and a chunk's logits are
 rounded to that dtype first, as the model itself and an engine round them. Peak memory does not grow with tokens times
-vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel).
+vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel). Ranks that share the vocabulary out
+(Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053) combine four numbers a token, and never a logit.
 
 Where sampling cut tokens off (top-k, top-p, min-p), an answer's distribution is the softmax over the survivors that the
 engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same tokens.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.model.load import owned_region
 
 CHUNK, DEVICE_CHUNK = 2**21, 2**27
 """Logits at a time: 8 MiB in float32 on the CPU, for its caches; 512 MiB on devices, for few and large products."""
@@ -25,23 +31,43 @@ Pairs = tuple[Tensor, Tensor]
 """(row, token id) of every survivor, int64 [M] each; a row without any is drawn from all tokens."""
 
 
+class VocabularyShare(NamedTuple):
+    """Which part of the vocabulary this rank has, where the ranks of a group share it out in order."""
+
+    first: int
+    """the token id of its first row"""
+    group: dist.ProcessGroup
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, survivors: Pairs | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    survivors: Pairs | None = None,
+    share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
     hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]; survivors: the softmax is over these alone, to
     which the targets belong. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
     `weight`; that of the entropy costs nothing where no loss uses it.
+
+    share: `weight` has this rank's part of the vocabulary alone, token ids are those of the whole. [all] The ranks give
+    the same rows and get the same results; the gradient to `hidden` on each is a term of a sum over them.
     """
     assert temperature > 0
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, *(survivors or (None, None)))
+    rows, ids = survivors or (None, None)
+    if share is not None:  # token ids count from this rank's first row on, and those of others lie outside
+        targets, ids = targets - share.first, None if ids is None else ids - share.first
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, ids, share and share.group)  # [all]
 
 
 class TokenHead(nn.Module):
     """A model's output embedding that gives logprob and entropy of `targets` for their hidden states.
 
     In place of the projection, so that the model's own forward, its shards and its parameter names stay as they are.
+    The weight may be a DTensor, shared out by rows over the one axis of its mesh.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -56,8 +82,12 @@ class TokenHead(nn.Module):
         self.survivors: Pairs | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, N, h] -> float32 [1, N, 2]: logprob and entropy."""
-        logprobs, entropy = token_logprobs(hidden[0], self.weight, self.targets, self.temperature, self.survivors)
+        """[1, N, h] -> float32 [1, N, 2]: logprob and entropy; [all] of the mesh that shares the weight out, if any."""
+        weight, share = self.weight, None
+        if isinstance(weight, DTensor):
+            share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
+            weight = weight.to_local()
+        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, self.temperature, self.survivors, share)
         return torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
 
 
@@ -71,6 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         rows: Tensor | None,
         ids: Tensor | None,
+        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         top = hidden.new_full((len(hidden),), -torch.inf, dtype=dtype)
@@ -83,14 +114,14 @@ class _TokenLogprobs(torch.autograd.Function):
             inside, places = _inside(targets, begin, end)
             chosen = torch.where(inside, x.gather(1, places[:, None])[:, 0], chosen)
             higher = torch.maximum(top, x.amax(-1))
-            fall = torch.where(top == -torch.inf, 0.0, top - higher)
-            spread = fall.exp() * (spread + fall * total)
-            total *= fall.exp()
+            total, spread = _moved(top, higher, total, spread)
             top = higher
             x -= top[:, None]
             p = x.exp()
             total += p.sum(-1)
             spread += p.mul_(x).sum(-1)
+        if group is not None:
+            top, total, spread, chosen = _combined(top, total, spread, chosen, group)  # [all]
         log_z, entropy = total.log() + top, total.log() - spread / total
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, rows, ids)
         ctx.temperature = temperature
@@ -100,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None and entropy_grad is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         hidden, weight, targets, log_z, entropy, rows, ids = ctx.saved_tensors
         scaled = (torch.zeros_like(log_z) if grad is None else grad) / ctx.temperature
         hidden_grad, weight_grad = torch.zeros_like(hidden, dtype=log_z.dtype), torch.empty_like(weight)
@@ -120,7 +151,24 @@ class _TokenLogprobs(torch.autograd.Function):
             x = x.to(hidden.dtype)
             hidden_grad += x @ weight[begin:end]
             torch.mm(x.T, hidden, out=weight_grad[begin:end])
-        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None
+        return hidden_grad.to(hidden.dtype), weight_grad, None, None, None, None, None
+
+
+def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums, relative to `top`, relative to what is at least as high."""
+    fall = torch.where(top == -torch.inf, 0.0, top - higher)
+    return total * fall.exp(), fall.exp() * (spread + fall * total)
+
+
+def _combined(
+    top: Tensor, total: Tensor, spread: Tensor, chosen: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[all] The statistics over the whole vocabulary from those over each rank's part: four numbers a row travel."""
+    highest = top.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([*_moved(top, highest, total, spread), chosen])  # a target is chosen on one rank, 0 elsewhere
+    dist.all_reduce(sums, group=group)
+    return highest, *sums.unbind()
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from spmd_rl.model.moe import num_experts
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -54,8 +56,7 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 def _idle(model: nn.Module) -> int:
     """Parameters of the routed experts that a token is not sent to."""
     config = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for name in names if (n := getattr(config, name, None))), 0)
+    experts = num_experts(config)
     if not experts:
         return 0
     routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

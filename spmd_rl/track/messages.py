@@ -10,7 +10,7 @@ from spmd_rl.distributed import World
 
 def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
     """Describe the run: model, ranks, prompts, the arithmetic of a step, dtype, directory."""
-    copies = f", dp_replicate={cfg.train.dp_replicate}" if cfg.train.dp_replicate > 1 else ""
+    axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
     ranks, nodes = world.size, -(-world.size // world.local_size)
     model = Path(cfg.policy.model)
     epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
@@ -24,7 +24,7 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
         (
             "ranks",
             f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): each trains ({cfg.train.name}, "
-            f"tp={cfg.train.tp}{copies}) and generates ({cfg.engine.name}, tp={cfg.engine.tp})",
+            f"{axes}) and generates ({cfg.engine.name}, tp={cfg.engine.tp})",
         ),
         ("prompts", f"{train}, {num_eval} held out{evaluated}"),
         *describe_batch(cfg, ranks),

@@ -47,7 +47,7 @@ def build_role(name: str, cfg: RlvrConfig, world: World, total_updates: int = 1)
     own, key = getattr(cfg, name), "train" if name == "policy" else f"{name}.train"
     train = cfg.train if name == "policy" else own.train.over(cfg.train)
     dtype = getattr(torch, own.dtype or cfg.policy.dtype)
-    layout = Layout(world, tp=train.tp, dp_replicate=train.dp_replicate, key=key)  # [all]
+    layout = Layout(world, **train.axes, key=key)  # [all]
     folder, remote_code = model_directory(own.model or cfg.policy.model), cfg.policy.trust_remote_code
     held_dtype = dtype if name == "reference" else torch.float32
     model, files = build_on_meta(folder, held_dtype, remote_code), WeightFiles(folder)

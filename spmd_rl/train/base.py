@@ -99,12 +99,15 @@ class TrainBackend(Role, Protocol):
         """[all] One optimizer step over the global batch, of which `batch` is this rank's data shard (empty is legal).
 
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping), `lr`, `skipped` (1 where the gradient was
-        not finite and nothing changed), `num_microbatches`, and the global mean of each of the loss's quantities.
+        not finite and nothing changed), `num_microbatches`, and the global mean of each of the loss's quantities; of a
+        mixture of experts also `moe/*`, which are not means over tokens of the loss.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """[all] Every weight once, whole, under its Hugging Face name, in the compute dtype, in a fixed order.
+
+        Saved buffers, which are not trained, come last and in their own dtype.
 
         A tensor is valid until the next one is asked for. Tied weights appear once, under the name that
         `save_pretrained` keeps.

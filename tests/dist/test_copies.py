@@ -38,7 +38,7 @@ def train(role, seeds) -> list[dict[str, float]]:
 def against_one_copy(world: World, path: str, copies: int) -> dict[str, float | bool]:
     """Three updates of several micro-batches, in the layout with copies and in the plain one."""
     settings = {"budget": 40, "eps": 1e-3}  # an epsilon that hides gradients which are rounding alone
-    plain, hybrid = backend(world, path, **settings), backend(world, path, dp_replicate=copies, **settings)
+    plain, hybrid = backend(world, path, **settings), backend(world, path, axes={"dp_replicate": copies}, **settings)
     ours, theirs = train(hybrid, range(3)), train(plain, range(3))
     world.agree("metrics", ours)
     held, wanted = exported(hybrid), exported(plain)
@@ -73,7 +73,7 @@ def whole_state(role) -> str:
 
 def saved(world: World, path: str, folder: str, copies: int) -> list[str]:
     """The state, and the names of the files that this rank has written."""
-    role = backend(world, path, dp_replicate=copies)
+    role = backend(world, path, axes={"dp_replicate": copies})
     train(role, range(2))
     if world.rank == 0:
         Path(folder).mkdir()
@@ -82,7 +82,7 @@ def saved(world: World, path: str, folder: str, copies: int) -> list[str]:
 
 
 def loaded(world: World, other: str, folder: str, copies: int) -> list[str]:
-    role = backend(world, other, dp_replicate=copies)
+    role = backend(world, other, axes={"dp_replicate": copies})
     before = whole_state(role)
     role.load(Path(folder))
     return [whole_state(role), before]

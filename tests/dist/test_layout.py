@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.distributed import Layout, World, solo
-from spmd_rl.distributed.layout import AXES
 from spmd_rl.errors import UserError
 from tests.dist.harness import run_ranks
 
@@ -15,7 +14,7 @@ def facts(world: World, tp: int, copies: int = 1) -> dict:
     layout = Layout(world, tp=tp, dp_replicate=copies)
     data = layout.data
     sums = {}
-    for axis in AXES if copies > 1 else AXES[1:]:
+    for axis in ("dp_replicate", "fsdp", "tp") if copies > 1 else ("fsdp", "tp"):
         total = torch.tensor(world.rank)
         if layout.group(axis) is not None:
             dist.all_reduce(total, group=layout.group(axis))
@@ -41,21 +40,21 @@ def test_a_block_holds_one_shard_and_its_leader_counts_once() -> None:
             "ranks": [[0, 1], [2, 3]],
             "gathered": [0, 2],
             "reduced": [10.0, 10.0, 5.0],
-            "sums": {"dp_shard": 2 + 2 * (rank % 2), "tp": 1 if rank < 2 else 5},
+            "sums": {"fsdp": 2 + 2 * (rank % 2), "tp": 1 if rank < 2 else 5},
         }
 
 
 def test_without_tensor_parallelism_each_rank_leads_its_own_shard() -> None:
     for rank, seen in enumerate(run_ranks(3, facts, 1)):
         assert seen["shard"] == [rank, 3, True] and seen["gathered"] == [0, 1, 2]
-        assert seen["reduced"] == [30.0, 20.0, 10.0] and seen["sums"] == {"dp_shard": 3, "tp": rank}
+        assert seen["reduced"] == [30.0, 20.0, 10.0] and seen["sums"] == {"fsdp": 3, "tp": rank}
 
 
 def test_copies_of_the_model_are_on_neighbours_and_every_rank_still_has_a_shard_of_data() -> None:
     for rank, seen in enumerate(run_ranks(4, facts, 1, 2)):
         assert seen["shard"] == [rank, 4, True] and seen["gathered"] == [0, 1, 2, 3]
         assert seen["place"] == [rank % 2, 0, 2, 1] and seen["copy"] == [rank // 2, 2, 2]
-        assert seen["sums"] == {"dp_replicate": 2 + 2 * (rank % 2), "dp_shard": 1 if rank < 2 else 5, "tp": rank}
+        assert seen["sums"] == {"dp_replicate": 2 + 2 * (rank % 2), "fsdp": 1 if rank < 2 else 5, "tp": rank}
 
 
 def refusals(world: World) -> list[str]:

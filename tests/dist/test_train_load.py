@@ -68,7 +68,7 @@ def as_whole(world: World, path: str, tp: int) -> dict[str, bool]:
     batch, cfg = global_batch(), settings(path, tp=tp)
     cfg.policy = PolicyConfig(model=path, dtype="float32", **SETTINGS)
     ours = build_role("policy", cfg, world, total_updates=5)
-    whole = backend(world, path, tp=tp)
+    whole = backend(world, path, axes={"tp": tp})
     share = share_of(ours, "uneven", batch)
     facts = {}
     for number in range(2):

@@ -9,7 +9,7 @@ import torch
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.distributed import DataShard, World
+from spmd_rl.distributed import Layout, World
 from spmd_rl.learn.logprobs import RoleShards
 from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.learn.transfer import Route, transfer
@@ -25,7 +25,7 @@ GROUPS = [group(ticket, [(2 + ticket, 1.0), (30 - ticket, 0.0), (3, 0.5)]) for t
 
 def every_kind(world: World, block: int) -> int:
     """[all] Columns of every kind, from scattered ranks to shards of `block` ranks. Returns the samples that came."""
-    data, n = DataShard(world, block), len(SAMPLES)
+    data, n = Layout(world, tp=block).data, len(SAMPLES)
     batch = teacher_batch(SAMPLES)
     route = Route(
         keys=batch.keys.numpy(),
@@ -51,7 +51,7 @@ def test_every_kind_of_column_arrives_on_all_ranks_of_a_block(size: int, block: 
 
 def role(world: World, block: int) -> SimpleNamespace:
     """What is asked of a role's place."""
-    return SimpleNamespace(layout=SimpleNamespace(data=DataShard(world, block)), hidden_size=64)
+    return SimpleNamespace(layout=SimpleNamespace(data=Layout(world, tp=block).data), hidden_size=64)
 
 
 def fingerprints(batch: Batch) -> torch.Tensor:
@@ -100,7 +100,7 @@ def missing(world: World) -> str:
     """[all] A rank that believes in another route."""
     batch = teacher_batch(SAMPLES)
     ones = np.zeros(len(SAMPLES), np.int64)
-    route = Route(batch.keys.numpy(), batch.units.numpy(), batch.starts.diff().numpy(), ones, ones, DataShard(world, 1))
+    route = Route(batch.keys.numpy(), batch.units.numpy(), batch.starts.diff().numpy(), ones, ones, Layout(world).data)
     if world.rank == 1:
         route = replace(route, data_rank=ones + 1)
     with pytest.raises(Exception, match="differ from the others") as failed:

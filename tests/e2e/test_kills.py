@@ -19,7 +19,7 @@ POINTS = {
     "generate": "progress generate",
     "score": "enter score",
     "prepare": "collective prepare: samples",
-    "update": "collective update: micro-batch 1/1",
+    "update": "collective update: backward of micro-batch 1/1",
     "save": "progress save",
 }
 """Where each phase is struck: between two weights handed over, two engine steps, ..., two tensors written."""

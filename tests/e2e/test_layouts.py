@@ -1,4 +1,4 @@
-"""Tensor parallelism and copies of the model through the real door: same tokens, and the same gradient as one rank."""
+"""Layouts through the real door: same tokens, and the same gradient as one rank."""
 
 from collections.abc import Callable
 from functools import cache
@@ -6,18 +6,23 @@ from functools import cache
 import pytest
 
 from tests.e2e.runs import EXACT, Running, Toy
+from tests.models import EXPERTS
 
 SETTINGS = (*EXACT, "steps=2", "policy.lr=1e-5", "eval.every=0", "rollout.over_sample=0")
 SIZES = {
     "smollm2": ("llama", {"tie": True, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "qwen2": ("qwen2", {}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS["qwen3_moe"]),
 }
 
 
-MORE = [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2")]
+MORE = [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2"), ("qwen2", 2, "train.cp=2")]
 CASES = [
     ("qwen2", 4, "train.tp=2"),
     ("qwen2", 4, "train.dp_replicate=2"),
+    ("smollm2", 2, "train.cp=2"),
+    ("qwen3_moe", 2, "train.ep=2"),
+    ("qwen2", 2, "train.pp=2"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
 ]
 """`tests/dist/test_train_parity` has every model in every layout."""

@@ -33,7 +33,7 @@ AWAITED = {
     "generate": "generate: end of step",
     "score": "generate: end of step",
     "prepare": "prepare: samples",
-    "update": "update: micro-batch 1/1",
+    "update": "update: backward of micro-batch 1/1",
     "save": "save: shards",
 }
 """The collective in which the others wait for a rank that stopped in the phase."""
@@ -79,12 +79,12 @@ def skip(toy: Toy, collective: str, name: str) -> Running:
 
 
 def test_a_rank_that_skips_a_collective_inside_a_library_is_named(toy: Toy, record_property: Callable) -> None:
-    run = skip(toy, "update: micro-batch 1/1", "skips-backward")
+    run = skip(toy, "update: forward of micro-batch 1/1", "skips-forward")
     run.wait_for("collective update: gradient norm and averages", rank=1)
     report = ended_by_a_stall(run)
     record_property("report", report)
     assert "phase: update" in report
-    assert "collective: 'update: micro-batch 1/1'" in report
+    assert "collective: 'update: backward of micro-batch 1/1'" in report  # forward, weights were still gathered
     assert "arrived: rank 0\n" in report and "did not arrive: rank 1\n" in report
     assert "in collective 'update: gradient norm and averages'" in report
 

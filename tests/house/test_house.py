@@ -171,14 +171,30 @@ def test_no_file_speaks_of_work_undone_or_of_a_tracker() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["spmd_rl.types", "spmd_rl.config", "spmd_rl.wire", "spmd_rl.sidecar", "spmd_rl.sidecar.worker", "spmd_rl.rlvr"]
-    + [f"rewards.{p.stem}" for p in sorted((ROOT / "rewards").glob("*.py")) if p.stem != "__init__"],
-)
-def test_torch_free(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, f"{module} imports torch"
+TORCH_FREE = ["spmd_rl.types", "spmd_rl.config", "spmd_rl.wire", "spmd_rl.sidecar", "spmd_rl.sidecar.worker"]
+PLUGINS = [
+    ".".join(p.relative_to(ROOT).with_suffix("").parts)
+    for room in ("rewards", "envs")
+    for p in sorted((ROOT / room).rglob("*.py"))
+]
+
+
+def test_torch_free() -> None:
+    """Each alone: what one imports must not hide what another does."""
+    modules = [*TORCH_FREE, "spmd_rl.rlvr", "spmd_rl.agentic", *(name for name in PLUGINS if "__" not in name)]
+    code = "\n".join(
+        (
+            "import os, sys",
+            f"for module in {modules}:",
+            "    if not os.fork():",
+            "        __import__(module)",
+            "        os._exit('torch' in sys.modules)",
+            "    if os.wait()[1]:",
+            "        sys.exit(f'{module} imports torch')",
+        )
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_floors() -> None:

@@ -37,6 +37,7 @@ MISTRAL = {"model_type": "mistral", "sliding_window": 4096}
         ({"model_type": "gemma2"}, "vllm", "gemma2 caps its attention logits and cannot be trained here; Llama, "),
         ({"model_type": "y", "attn_logit_softcapping": 50.0}, "", "y caps its attention logits and cannot be trained"),
         ({"vocab_size": 260, "pad_token_id": 260}, "", "{folder}/config.json: pad_token_id 260 is outside of the voca"),
+        ({"model_type": "granite"}, "vllm", "granite scales its logits and cannot be trained here"),
         ({"model_type": "mamba2"}, "vllm", "mamba2 has recurrent layers and cannot be trained here"),
         ({"architectures": ["BertForMaskedLM"]}, "vllm", "{folder} is no causal language model but BertForMaskedLM"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "vllm", "{folder} is no causal language model but t5"),

@@ -110,7 +110,7 @@ def test_a_good_line_passes_and_writes_nothing(place):
         ("~reward.math", "reward: no domain has a rewarder; say reward.<domain>.target=module:Class"),
         ("train.tp=2", "train.tp: 2 does not divide 1 ranks"),
         ("train.dp_replicate=2", "train.dp_replicate: 2 does not divide 1 ranks"),
-        ("train.cp=2", "train.cp: unknown key; did you mean train."),
+        ("train.cp=2", "train.cp: 2 does not divide 1 ranks"),
         ("engine.tp=2", "engine.tp: 2 is impossible, engine=native holds a whole model per rank"),
         ("run.dir={place}/rows.jsonl/run", "run.dir: {place}/rows.jsonl is not a directory"),
         ("run.dir=/proc/run", "run.dir: /proc/run cannot be created: "),
@@ -193,18 +193,21 @@ def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
     ("tp", "overrides", "words"),
     [
         (3, [], ""),
-        (2, [], "train.tp: 2 ranks cannot share the 9 heads and 3 key-value heads of {place}/model; they allow 1, 3"),
-        (9, [], "train.tp: 9 ranks cannot share the 9 heads and 3 key-value heads"),
+        (2, [], "train.tp: 2 ranks cannot share the 9 heads and 3 key-value heads of {place}/model; they allow 1, 3, "),
+        (9, [], "train.tp: 9 does not divide the intermediate_size 1536 of {place}/model"),
         (1, ["critic.train.tp=2", "algorithm=ppo"], "critic.train.tp: 2 ranks cannot share the 9 heads"),
         (1, ["reference.train.tp=5", "algorithm.kl_coef=0.1"], "reference.train.tp: 5 does not divide 18 ranks"),
         (1, ["reference.train.tp=5"], ""),
         (3, ["train.dp_replicate=6"], ""),
         (3, ["train.dp_replicate=4"], "train.dp_replicate: 4 does not divide 6, which is 18 ranks / tp 3"),
         (1, ["critic.train.dp_replicate=5", "algorithm=ppo"], "critic.train.dp_replicate: 5 does not divide 18 ranks"),
+        (3, ["train.pp=3"], ""),
+        (1, ["train.pp=4"], "train.pp: 4 does not divide 18 ranks"),
+        (1, ["train.pp=6"], "train.pp: 6 stages cannot share 4 layers; at most 4"),
     ],
 )
 def test_ranks_that_can_share_a_role(place, monkeypatch, tp, overrides, words):
-    (place / "model" / "config.json").write_text(json.dumps(SMOL | {"vocab_size": 49151}))
+    (place / "model" / "config.json").write_text(json.dumps(SMOL | {"vocab_size": 49151, "num_hidden_layers": 4}))
     monkeypatch.setenv("WORLD_SIZE", "18")
     lines = [f"train.tp={tp}", *overrides]
     if words:

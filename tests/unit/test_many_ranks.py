@@ -10,6 +10,7 @@ from spmd_rl.distributed import Journal, Layout, World
 from spmd_rl.distributed.membership import Joined, Membership
 from spmd_rl.model.load import owned_region
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.experts import spread_experts
 
 RANKS = 256
 
@@ -56,6 +57,18 @@ def test_a_mixture_is_shared_out_evenly_where_there_are_fewer_experts_than_ranks
     assert parts["model.layers.0.mlp.experts.gate_up_proj"].shape == (128, 1536 // RANKS, 2048)
     region = owned_region(dict(model.named_parameters())["model.layers.1.mlp.experts.down_proj"])
     assert region == (slice(0, 128), slice(rank * 8, rank * 8 + 8), slice(0, 768))
+
+
+def test_experts_that_are_spread_are_shared_out_evenly_by_the_other_ranks(rank_of_many):
+    rank = 77
+    model, layout = experts_of_30b(2), Layout(rank_of_many(rank), ep=8)
+    total = sum(p.numel() for p in model.parameters())
+    spread_experts(model, layout)
+    shard.shard(model, layout, torch.bfloat16, keep_gathered=False)
+    assert sum(shard.local(p).numel() for p in model.parameters()) <= 1.01 * total / RANKS
+    region = owned_region(dict(model.named_parameters())["model.layers.1.mlp.experts.down_proj"])
+    first, rows = 16 * (rank % 8), 2048 // 32 * (rank // 8)
+    assert region == (slice(first, first + 16), slice(rows, rows + 64), slice(0, 768))
 
 
 @pytest.mark.parametrize(

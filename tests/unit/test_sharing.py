@@ -95,16 +95,41 @@ def separate(batch: Batch) -> PrefixTree:
 
 
 def exact(model: torch.nn.Module) -> torch.nn.Module:
-    """Its norms in the model's own dtype: transformers' go through float32, also in a float64 model."""
+    """Its norms and routers in the model's own dtype: transformers' go through float32, also in a float64 model."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
+        elif type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
+            has_groups = hasattr(module, "e_score_correction_bias")
+            module.forward = partial(_route_by_groups if has_groups else _route, module)
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # torch's grouped product knows no float64
     return model
 
 
 def _norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """With the weight of the moment: a sharded module's is another in each forward."""
     return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def _route(module: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.nn.functional.linear(x.flatten(0, -2), module.weight)
+    weights, chosen = torch.softmax(logits, -1).topk(module.top_k)
+    if getattr(module, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, chosen
+
+
+def _route_by_groups(module: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """DeepSeek-V3's: first the groups of experts whose best two are best, then the best experts of these."""
+    logits = torch.nn.functional.linear(x.flatten(0, -2), module.weight)
+    scores = logits.sigmoid()
+    groups = (scores + module.e_score_correction_bias).unflatten(1, (module.num_group, -1))
+    best = groups.topk(2)[0].sum(-1).topk(module.topk_group)[1]
+    allowed = torch.zeros_like(groups).scatter(1, best[..., None].expand(-1, -1, groups.shape[2]), 1.0)
+    chosen = groups.masked_fill(allowed == 0, -torch.inf).flatten(1).topk(module.top_k)[1]
+    weights = scores.gather(1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True) * module.routed_scaling_factor, chosen
 
 
 def gradients(path, dtype, batch: Batch, layout, loss, budget: int = 10**6) -> tuple[float, dict]:

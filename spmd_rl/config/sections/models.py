@@ -10,6 +10,7 @@ DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
 SCHEDULES = ("constant", "linear", "cosine")
 BACKENDS = ("fsdp2",)
+CHECKPOINTING = ("none", "selective", "full")
 ENGINES = ("native", "vllm")
 
 
@@ -49,13 +50,16 @@ class TrainedModelConfig(ModelConfig):
     dither: bool = True
     """Let the float32 master of each weight begin anywhere in the interval that rounds to it, not in the middle. The
     model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32."""
+    router_aux_coef: float = 0.0
+    """Mixtures of experts: coefficient of the auxiliary loss that keeps the load of the experts even, 1 where it is,
+    for each layer. Transformers' `router_aux_loss_coef`, in a model's config.json, is not read."""
     max_skipped_updates: int = 3
     """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, schedule=SCHEDULES)
-        at_least(self, lr=0, warmup_steps=0, weight_decay=0, max_skipped_updates=1)
+        at_least(self, lr=0, warmup_steps=0, weight_decay=0, router_aux_coef=0, max_skipped_updates=1)
         above(self, max_grad_norm=0, eps=0)
         two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
@@ -83,19 +87,31 @@ class TrainConfig:
     """Training backend: `fsdp2`."""
     tp: int = 1
     """Number of tensor-parallel ranks that share one copy of the model."""
+    cp: int = 1
+    """Number of context-parallel ranks that share the tokens of a micro-batch, for sequences too long for one rank.
+    `tokens_per_microbatch` is what they hold together."""
+    ep: int = 1
+    """Number of expert-parallel ranks that share the experts of a mixture: each holds 1/ep of every layer's, and tokens
+    travel to them. They are ranks of `dp_shard` x `cp`, and take none away from the data."""
+    pp: int = 1
+    """Number of pipeline stages, which share out the layers; micro-batches pass through them (1F1B), so that an update
+    should have several times as many as there are stages. All ranks of a pipeline hold the same data shard."""
     dp_replicate: int = 1
-    """Number of copies of the model, each shared out over ranks / tp / dp_replicate neighbouring ranks (HSDP). With
+    """Number of copies of the model, each shared out over ranks / tp / dp_replicate of them (HSDP). With
     one copy a node, weights are gathered within a node, and only gradients cross between nodes, once an update."""
     tokens_per_microbatch: int = 4096
     """Token budget of one forward and backward pass, from which the number of micro-batches follows (there is no
     gradient accumulation to set). A longer single sequence gets a micro-batch of its own."""
     updates_per_step: int = 1
     """Optimizer updates per training step, each on an equal share of its samples (mini-batches)."""
-    activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass: less memory, a third more compute."""
+    activation_checkpointing: str = "none"
+    """What is computed again in the backward pass instead of being kept: `full`, each layer's activations, which takes
+    a third more compute; `selective`, all but attention and every second matrix product; `none`. `true` is `full`,
+    `false` is `none`."""
     reshard_after_forward: bool | None = None
     """Free the gathered weights of a layer after each use. With `false` they stay until the optimizer's step, which
-    takes two more bytes per weight and saves two gathers per update. Default: `true` on devices, `false` on CPU."""
+    takes two more bytes per weight and saves two gathers per update. Default: `true` on devices, `false` on CPU and
+    in pipelines, where it would save two gathers per micro-batch."""
     compile: bool = False
     """Compile the decoder layers with `torch.compile`. The first steps take a minute or more longer, later ones less.
     Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
@@ -104,11 +120,35 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
+        at_least(self, tp=1, cp=1, ep=1, pp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
+        _name_checkpointing(self)
         # torch may meet a layer's second pass with another graph than its first, and then refuses
-        both = self.compile and self.activation_checkpointing
+        both = self.compile and self.activation_checkpointing != "none"
         require(not both, "compile: not together with activation_checkpointing")
-        require(not (self.compile and self.tp > 1), "compile: not together with tp > 1")
+        for axis in ("tp", "cp", "ep", "pp"):
+            require(not (self.compile and getattr(self, axis) > 1), f"compile: not together with {axis} > 1")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the layout, as `distributed.Layout` takes them."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp, "dp_replicate": self.dp_replicate}
+
+    @property
+    def used_axes(self) -> dict[str, int]:
+        """`tp`, and of the other axes those of more than one rank."""
+        return {axis: size for axis, size in self.axes.items() if size > 1 or axis == "tp"}
+
+    @property
+    def ranks_per_shard(self) -> int:
+        """Ranks that hold the same data shard."""
+        return self.tp * self.cp * self.pp
+
+
+def _name_checkpointing(section: Any) -> None:
+    """Check `activation_checkpointing`, which may also be true or false."""
+    value = section.activation_checkpointing
+    section.activation_checkpointing = {"True": "full", "False": "none"}.get(str(value), value)
+    one_of(section, activation_checkpointing=CHECKPOINTING)
 
 
 @dataclass
@@ -119,12 +159,18 @@ class TrainOverrides:
     """Training backend: `fsdp2`."""
     tp: int | None = None
     """Number of tensor-parallel ranks that share one copy of the model."""
+    cp: int | None = None
+    """Number of context-parallel ranks that share the tokens of a micro-batch."""
+    ep: int | None = None
+    """Number of expert-parallel ranks that share the experts of a mixture."""
+    pp: int | None = None
+    """Number of pipeline stages, which share out the layers."""
     dp_replicate: int | None = None
-    """Number of copies of the model, each shared out over ranks / tp / dp_replicate neighbouring ranks (HSDP)."""
+    """Number of copies of the model, each shared out over ranks / tp / dp_replicate of them (HSDP)."""
     tokens_per_microbatch: int | None = None
     """Token budget of one forward and backward pass."""
-    activation_checkpointing: bool | None = None
-    """Recompute each layer's activations in the backward pass."""
+    activation_checkpointing: str | None = None
+    """What is computed again in the backward pass: `full`, `selective` or `none`."""
     reshard_after_forward: bool | None = None
     """Free the gathered weights of a layer after each use."""
     compile: bool | None = None
@@ -134,7 +180,8 @@ class TrainOverrides:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, dp_replicate=1, tokens_per_microbatch=1)
+        at_least(self, tp=1, cp=1, ep=1, pp=1, dp_replicate=1, tokens_per_microbatch=1)
+        _name_checkpointing(self)
 
     def over(self, train: TrainConfig) -> TrainConfig:
         """The settings of `train`, with those of this section that are not null in their place."""

@@ -10,6 +10,7 @@ from transformers.initialization import no_init_weights
 from spmd_rl.engine.native.attention import ATTENTION
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
+from spmd_rl.model.build import keep_float32
 
 
 def empty_module(
@@ -26,6 +27,7 @@ def empty_module(
         module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust
         )
+    keep_float32(module)
     module.tie_weights()
     return module.eval().requires_grad_(False)
 
@@ -35,3 +37,5 @@ def _check(config: PreTrainedConfig) -> None:
     foreign = sorted(set(layers) - {"full_attention"})
     if foreign:
         raise UserError(f"policy.model: engine=native cannot run {', '.join(foreign)} layers ({config.model_type})")
+    if getattr(config, "kv_lora_rank", None):
+        raise UserError(f"policy.model: engine=native cannot run latent attention ({config.model_type})")

@@ -22,9 +22,9 @@ class FSDP2Backend(FSDP2Role):
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """[all] See `FSDP2Role`."""
         self._parts = stored_parts(model)
-        self._head = TokenHead(model.get_output_embeddings())
-        model.set_output_embeddings(self._head)
+        model.set_output_embeddings(TokenHead(model.get_output_embeddings()))
         super().__init__(model, *args, **kwargs)
+        self._head = model.get_output_embeddings()  # of another pipeline stage there is nothing left
         self._gather: Gather | None = None
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -38,15 +38,16 @@ class FSDP2Backend(FSDP2Role):
 
     def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy at each token of the loss mask: float32 [N] each."""
-        self._head.targets = to_device(filled_up(micro.token_ids[micro.sampled.index]), self._world.device)
+        row = self._row(micro)
+        self._head.targets = to_device(filled_up(micro.token_ids[row.targets]), self._world.device)
         self._head.temperature = temperature
         self._head.survivors = None
         if micro.survivors is not None:
-            lists = micro.survivors.index_select(0, micro.sampled.index)
+            lists = micro.survivors.index_select(0, row.targets)
             self._head.survivors = tuple(
                 to_device(part, self._world.device) for part in (lists.owners, lists.values.long())
             )
-        logprobs, entropy = self._outputs(micro).unbind(-1)
+        logprobs, entropy = self._outputs(micro, row).unbind(-1)
         return logprobs, entropy
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -55,6 +56,9 @@ class FSDP2Backend(FSDP2Role):
         parameters = dict(self._model.named_parameters())
         if self._gather is None:
             self._gather = Gather(parameters, self._dtype, self.layout)  # [all] like this whole method
-        for name, tensor in self._gather.whole(parameters):
+        own = self._gather.whole(parameters)
+        for name, tensor in self._pipeline.of_owners(own, self._dtype):
             self._world.progress()
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+        for name, buffer in self._model.named_buffers():
+            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))

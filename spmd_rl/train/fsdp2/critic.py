@@ -20,7 +20,7 @@ class FSDP2Critic(FSDP2Role):
 
     def _forward(self, micro: Batch) -> tuple[Tensor]:
         """[all] The value of what stands before each token of the loss mask: float32 [N]."""
-        return (self._outputs(micro)[:, 0].float(),)
+        return (self._outputs(micro, self._row(micro))[:, 0].float(),)
 
 
 def with_value_head(model: nn.Module) -> nn.Module:

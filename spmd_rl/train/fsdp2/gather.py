@@ -4,6 +4,7 @@ FSDP's own gather costs several times as much: it allocates anew for every layer
 than copying. Casting before the gather halves what travels, and rounds as the forward pass does.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.distributed import Layout
-from spmd_rl.train.fsdp2.tensor_parallel import sharded_dim, whole
+from spmd_rl.train.fsdp2.tensor_parallel import shape_of_share, whole
 
 BUCKET_BYTES = 2**25
 """Gathered at a time on the CPU; a larger parameter goes alone."""
@@ -37,8 +38,8 @@ class Gather:
         on_device = layout.world.device.type != "cpu"
         buckets = list(_buckets(parameters, dtype.itemsize, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
-        self._layout, self._group = layout, layout.group("dp_shard")
-        self._rank, self._size = layout.rank("dp_shard"), layout.size("dp_shard")
+        self._layout, self._group = layout, layout.group("fsdp")
+        self._rank, self._size = layout.rank("fsdp"), layout.size("fsdp")
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -50,7 +51,7 @@ class Gather:
                 yield name, whole(tensor, parameters[name], self._layout)  # [all]
 
     def _gather(self, bucket: Bucket, buffers: "_Buffers") -> Iterator[tuple[str, Tensor]]:
-        pieces = [_piece(_shape(p, self._layout), self._size, _dim(p)) for _, p in bucket]
+        pieces = [_piece(p, self._layout) for _, p in bucket]
         device = bucket[0][1].to_local().device
         mine = buffers.take("mine", sum(pieces), self._dtype, device)
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
@@ -59,35 +60,42 @@ class Gather:
         gathered = mine
         if self._size > 1:
             gathered = buffers.take("gathered", self._size * sum(pieces), self._dtype, device)
-            with self._layout.world.collective("weights: gather", kind="copy"):  # [all]
+            with self._layout.collective("weights: gather", kind="copy"):  # [all]
                 _all_gather(gathered, mine, group=self._group)
         columns = gathered.view(self._size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
             if self._size > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
-            shape, dim = _shape(p, self._layout), _dim(p)
-            if dim == 0:
-                yield name, column.reshape(-1)[: shape.numel()].view(shape)
-            else:  # shards of one size, one after the other: each row of the whole has a part in each
-                yield name, column.reshape(self._size, *p.to_local().shape).movedim(0, dim).reshape(shape)
+            yield name, _whole(column, p, self._layout)
 
 
-def _shape(parameter: DTensor, layout: Layout) -> torch.Size:
-    """What the ranks of this one's copy, at its place in their blocks, hold together."""
-    shape, dim = list(parameter.shape), sharded_dim(parameter)
-    if dim is not None:
-        shape[dim] //= layout.size("tp")
-    return torch.Size(shape)
+def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
+    """From the pieces of all ranks of a copy, [ranks, piece], to what they hold together."""
+    axis, dim, shape = _axis(parameter), _dim(parameter), shape_of_share(parameter, layout)
+    # Ranks along `ep` are neighbours, and each of them has experts of its own, which it shares with those of other `ep`
+    parts = column.view(layout.size(axis), -1, column.shape[1]).transpose(0, 1)
+    if dim == 0:  # the last shards are shorter
+        return parts.reshape(len(parts), -1)[:, : shape.numel() // len(parts)].reshape(shape)
+    # shards of one size, one after the other: each row of the whole has a part in each
+    local = parameter.to_local().shape
+    return parts.reshape(*parts.shape[:2], *local).movedim(1, dim + 1).reshape(shape)
+
+
+def _axis(parameter: DTensor) -> str:
+    """Along which the ranks of a copy share a parameter out, after `ep`."""
+    return next(axis for axis in parameter.device_mesh.mesh_dim_names if axis in ("fsdp", "expert_fsdp"))
 
 
 def _dim(parameter: DTensor) -> int:
-    """The dimension in which the ranks of a copy share a parameter out."""
-    return parameter.placements[parameter.device_mesh.mesh_dim_names.index("dp_shard")].dim
+    """The dimension in which they do."""
+    return parameter.placements[parameter.device_mesh.mesh_dim_names.index(_axis(parameter))].dim
 
 
-def _piece(shape: torch.Size, size: int, dim: int) -> int:
+def _piece(parameter: DTensor, layout: Layout) -> int:
     """Elements of the largest shard: FSDP cuts a dimension like `torch.chunk`."""
-    return -(-shape[dim] // size) * (shape.numel() // max(1, shape[dim]))
+    shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
+    shape[0] //= layout.size("fsdp") // size  # `ep` has cut before
+    return -(-shape[dim] // size) * (math.prod(shape) // max(1, shape[dim]))
 
 
 def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int) -> Iterator[Bucket]:

@@ -4,12 +4,15 @@ It works on this rank's shards as plain tensors, so that parameters on different
 other optimizers.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from spmd_rl.config.schema import CriticConfig, PolicyConfig
 from spmd_rl.distributed import Layout
+from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.shard import local
 from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, sharded_dim
 
@@ -27,18 +30,18 @@ class Optimizer:
         settings: PolicyConfig | CriticConfig,
         layout: Layout,
         dtype: torch.dtype,
-        partial: frozenset[str] = frozenset(),
+        pipeline: Pipeline,
     ) -> None:
-        """`dtype`: the compute dtype. `partial`: names of parameters as in `tensor_parallel.parallelize`."""
-        self._layout, self._dtype, self._partial = layout, dtype, partial
+        """`dtype`: the compute dtype."""
+        self._layout, self._dtype, self._pipeline = layout, dtype, pipeline
         self._max_norm = settings.max_grad_norm
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
         self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in self._parameters.items() for m in MOMENTS}
         self.rounds = any(dtype.itemsize < shard.dtype.itemsize for shard in self._shards.values())
         """Whether the compute dtype is narrower than the masters', so that a step may leave weights as they were."""
-        self._adamw = AdamW(
-            self._shards.values(),
+        self._adamw = AdamW(  # of a pipeline stage all parameters may be frozen
+            list(self._shards.values()) or [torch.zeros(0)],
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
@@ -52,9 +55,10 @@ class Optimizer:
     def local_grad_square(self) -> float:
         """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
         grads = self._local_grads()
+        self._pipeline.sum_tied(grads)
         replicated = {name: grad for name, grad in grads.items() if sharded_dim(self._parameters[name]) is None}
         if self._layout.size("tp") > 1:
-            complete_gradients(replicated, self._partial, self._layout)
+            complete_gradients(replicated, self._layout)
         counted = [grad for name, grad in grads.items() if self._counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
@@ -67,7 +71,7 @@ class Optimizer:
         """
         before = {name: self._sample(shard) for name, shard in self._shards.items()} if self.rounds else {}
         grads = self._local_grads()
-        if norm > self._max_norm:
+        if grads and norm > self._max_norm:
             torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
         for name, shard in self._shards.items():
             shard.grad = grads.get(name)
@@ -89,7 +93,9 @@ class Optimizer:
         """Whether a parameter's elements on this rank count in sums over all ranks: each counts once."""
         if self._layout.rank("dp_replicate") > 0:
             return False  # the first copy counts for all of them
-        return self._layout.data.is_leader or sharded_dim(self._parameters[name]) is not None
+        if not self._pipeline.counts_here(name):
+            return False
+        return self._layout.rank("tp") == 0 or sharded_dim(self._parameters[name]) is not None
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -101,12 +107,18 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Sharded tensors `<parameter>.exp_avg` and `.exp_avg_sq`, and one `step`, which all parameters share."""
-        return {"step": next(iter(self._adamw.state.values()))["step"], **self._moments}
+        step = [{"step": own["step"]} for own in self._adamw.state.values()][:1]
+        return dict(*step) | self._moments
 
     def load_step(self, state: dict[str, Tensor]) -> None:
         """Give every parameter its own copy of the step; the moments are loaded in place."""
         for own in self._adamw.state.values():
             own["step"].copy_(state["step"])
+
+    def names_of(self, parameters: Iterable[str]) -> set[str]:
+        """The names in the `state_dict` of a pipeline stage that holds `parameters`, of which some may be frozen."""
+        trained = [name for name in parameters if self._pipeline.held[name].is_trained]
+        return {f"{name}.{moment}" for name in trained for moment in MOMENTS} | {"step"}
 
     def moments(self) -> list[Tensor]:
         """The live tensors of the state that are as large as the parameters."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +22,21 @@ from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
+from spmd_rl.model.context import context_of
+from spmd_rl.model.differentiable import collect
 from spmd_rl.model.size import ModelSize
 from spmd_rl.train.base import Metrics
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.pipeline import Pipeline
+from spmd_rl.train.fsdp2.routing import Routing
 from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
+from spmd_rl.train.pipeline import forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.sharing import share_prefixes
 
@@ -71,6 +78,25 @@ class Pace:
         self._before = event
 
 
+class Row(NamedTuple):
+    """What a rank computes of a micro-batch: the tokens that enter its model, on the CPU."""
+
+    token_ids: Tensor
+    """int64 [t]"""
+    position_ids: Tensor
+    """int64 [t]"""
+    packing: Packing
+    """on the device"""
+    keep: Tensor
+    """int64 [n]: which of the tokens predict a target"""
+    targets: Tensor
+    """int64 [n]: the tokens of the micro-batch that they predict"""
+    own: Tensor | None
+    """int64 [n]: which of all its targets these are; None: all, in order"""
+    routed: Tensor
+    """bool [t]: which tokens count as a mixture's load, those that are no filling"""
+
+
 class FSDP2Role:
     """What `train.base.Role` asks for, except `update`."""
 
@@ -96,23 +122,34 @@ class FSDP2Role:
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
         self.lr_factor = 1.0
         self._model = model
+        self._context = None
+        if (group := layout.group("cp")) is not None:
+            config, tp = model.config.get_text_config(), layout.size("tp")
+            heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+            self._context = context_of(group, heads // tp, max(1, (kv_heads or heads) // tp))
         if optimizer is None:
             model.requires_grad_(False)
-        recompute = train.activation_checkpointing and optimizer is not None
+        self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._pipeline = Pipeline(model, layout, dtype)  # [all]
+        recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
             layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
         # A gathered layer holds the weights until the next update: whoever has room need not gather it again
         on_device = self._world.device.type != "cpu"
-        self._keep_gathered = not (on_device if train.reshard_after_forward is None else train.reshard_after_forward)
-        partial = parallelize(model, layout)  # [all]
-        shard.shard(model, layout, dtype, self._keep_gathered, recompute)
+        costly = not on_device or layout.size("pp") > 1
+        self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
+        self._routing = Routing(model, layout, optimizer.router_aux_coef) if optimizer is not None else None
+        spread_experts(model, layout)  # [all]
+        parallelize(model, layout)  # [all]
+        shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
         if load is not None:
             shard.materialize(model, self._world.device)
             load(model)
         if optimizer is not None and optimizer.dither:
             dither(model, dtype)
-        self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self._optimizer = Optimizer(model, optimizer, layout, dtype, partial) if optimizer is not None else None
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline)
         self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
@@ -125,31 +162,32 @@ class FSDP2Role:
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = self._agree_on_count(what, len(bins))
         pace, found = Pace(self._world.device), []
-        for i in range(count):
-            real = i < len(bins)
-            micro = batch.select(bins[i]) if real else dummy(batch)
-            with self._world.collective(f"{what}: micro-batch {i + 1}/{count}"), self._compiling():  # [all]
-                outputs = forward(micro)
+        for i, _ in forward_only(count):
+            micro = batch.select(bins[i]) if i < len(bins) else dummy(batch)
+            with self.layout.collective(f"{what}: micro-batch {i + 1}/{count}"), self._compiling():  # [stage]
+                outputs = forward(micro) if self._pipeline.is_last else (self._hidden(micro),)
+                self._pipeline.forwarded(outputs[0])
                 pace.keep()
-            if real:
+            if self._pipeline.is_last and i < len(bins):
                 found.append((token_index(batch, bins[i])[micro.sampled.index], outputs))
             self._world.progress()
-        columns = [torch.zeros(batch.num_tokens, device=batch.token_ids.device) for _ in range(num_columns)]
+        columns = torch.zeros(num_columns, batch.num_tokens, device=batch.token_ids.device)
         with self._world.collective(f"{what}: results"):  # where a rank waits whose device waits for another rank
+            self._pipeline.finish()
             for places, outputs in found:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
+            columns = self._pipeline.of_last(columns).to(columns.device)  # [all]
         if not self._keep_gathered:
             shard.reshard(self._model)
-        return columns
+        return list(columns)
 
     def _update(self, batch: Batch, forward: Forward, loss: PerToken) -> Metrics:
         """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
         assert self._optimizer is not None and self._settings is not None, "a frozen role has no update"
         sums, count = self._accumulate(batch, forward, loss)
         self._moments.to_device()  # not before: what the micro-batches held is free again
-        if not self.layout.data.is_leader:  # the block's leader counts for it
-            sums = dict.fromkeys(sums, 0.0)
+        sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self._optimizer.local_grad_square()  # [all]
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
@@ -173,50 +211,103 @@ class FSDP2Role:
         if self._optimizer.rounds:  # alike on all ranks
             found = self._world.reduce("update: changed weights", {"changed": changed}, op="sum")  # [all]
             means["changed_share"] = found["changed"] / self._num_trained
+        means |= self._routing.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
         """[all] Gradients; sums of the loss, its quantities and its tokens over this data shard; micro-batches run."""
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
+        self._routing.begin(count)
         sums: dict[str, Tensor | float] = {}
-        pace = Pace(self._world.device)
-        for i in range(count):
-            real = i < len(bins)
-            micro = batch.select(bins[i]) if real else dummy(batch)
-            with self._world.collective(f"update: micro-batch {i + 1}/{count}"), self._compiling():
-                shard.sum_over_copies(self._model, now=i == count - 1)  # between nodes, so not for each micro-batch
-                outputs, micro = forward(micro), micro.to(self._world.device)
-                per_token, quantities = loss(*outputs, micro)
-                total = (per_token * micro.weights[micro.sampled.index]).sum()
-                total.backward()
-                pace.keep()
-            columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
-            for name, values in columns.items():
-                sums[name] = sums.get(name, 0.0) + (values.detach().double().sum() if real else 0.0)
+        pace, stage = Pace(self._world.device), self._pipeline
+        for i, is_forward in one_forward_one_backward(stage.stage, stage.num_stages, count):
+            what = f"update: {'forward' if is_forward else 'backward'} of micro-batch {i + 1}/{count}"
+            with self.layout.collective(what), self._compiling():  # [stage]
+                if is_forward:
+                    real = i < len(bins)
+                    micro = batch.select(bins[i]) if real else dummy(batch)
+                    if stage.is_last:
+                        output, columns = self._loss(micro, forward, loss)
+                        for name, values in columns.items():
+                            sums[name] = sums.get(name, 0.0) + (values.double().sum() if real else 0.0)
+                    else:
+                        output = self._hidden(micro)
+                    stage.forwarded(output)
+                else:
+                    shard.sum_over_copies(self._model, now=i == count - 1)  # between nodes, not for each micro-batch
+                    stage.backward()
+                    pace.keep()
             self._world.progress()
         shard.reshard(self._model)  # the weights are about to change
         with self._world.collective("update: results"):  # where a rank waits whose device waits for another rank
+            stage.finish()
             return {name: float(value) for name, value in sums.items()}, count
 
-    def _outputs(self, micro: Batch) -> Tensor:
-        """[all] What the output embedding makes of the hidden states that predict the tokens of the loss mask: [N, ..].
+    def _loss(self, micro: Batch, forward: Forward, loss: PerToken) -> tuple[Tensor, dict[str, Tensor]]:
+        """[stage] The loss of a micro-batch, with gradient; what is summed over tokens, without: [N] each, or a sum."""
+        outputs, micro = forward(micro), micro.to(self._world.device)
+        per_token, quantities = loss(*outputs, micro)
+        total = (per_token * micro.weights[micro.sampled.index]).sum()
+        columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
+        return total, {name: values.detach() for name, values in columns.items()}
 
-        It gets these alone, in order, filled up by `filled_up`.
-        """
+    def _row(self, micro: Batch) -> Row:
+        """What this rank computes of a micro-batch."""
         targets, device = micro.sampled.index, self._world.device
         assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
-        tree = share_prefixes(micro)
-        tree = rounded(tree, _granule(len(tree.token_ids)))
-        output = self._model(
-            input_ids=to_device(tree.token_ids[None], device),
-            position_ids=to_device(tree.position_ids[None], device),
-            packing=Packing.of(tree.starts, tree.parents, device, self._dtype),
-            # the output's projection runs only where a target is predicted
-            logits_to_keep=to_device(filled_up(tree.gather_index[targets - 1]), device),
-            use_cache=False,
-        )
-        return output.logits[0][: len(targets)]
+        tree, context = share_prefixes(micro), self._context
+        num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0  # a dummy has none
+        split = self.layout.size("tp") * (1 if context is None else context.granule)
+        tree = rounded(tree, math.lcm(_granule(len(tree.token_ids)), split))
+        keep = tree.gather_index[targets - 1]
+        if context is None:
+            packing = Packing.of(tree.starts, tree.parents, device, self._dtype)
+            routed = torch.arange(len(tree.token_ids)) < num_tokens
+            return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed)
+        tokens = context.tokens(len(tree.token_ids))
+        places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]
+        own = (places >= 0).nonzero()[:, 0]
+        packing = context.packing(tree.starts, tree.parents, device, self._dtype)
+        mine = tree.token_ids[tokens], tree.position_ids[tokens]
+        return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens)
+
+    def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
+        """[all] A data shard's sums on one of the ranks that have them; zeros under the same names on the others."""
+        if self._pipeline.num_stages > 1:  # the last stage alone knows the names
+            src = self._world.size - 1
+            names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
+            sums = {name: sums.get(name, 0.0) for name in names}
+        counts = self._pipeline.is_last and not self.layout.rank("cp") and not self.layout.rank("tp")
+        return sums if counts else dict.fromkeys(sums, 0.0)
+
+    def _hidden(self, micro: Batch) -> Tensor:
+        """[stage] What this stage, which is not the last one, makes of the hidden states of a micro-batch."""
+        return self._run(self._row(micro), 0)
+
+    def _run(self, row: Row, kept: Tensor | int) -> Tensor:
+        """[stage] What this stage's part of the model makes of a row; at the end of those `kept`: [1, n, ..]."""
+        device = self._world.device
+        if self._pipeline.is_first:
+            tokens = {"input_ids": to_device(row.token_ids[None], device)}
+        else:
+            tokens = {"inputs_embeds": self._pipeline.receive(len(row.token_ids) // self.layout.size("tp"))}
+        positions, routed = to_device(row.position_ids[None], device), to_device(row.routed, device)
+        common = {"position_ids": positions, "packing": row.packing, "routed": routed, "use_cache": False}
+        return self._model(**tokens, **common, logits_to_keep=kept).logits
+
+    def _outputs(self, micro: Batch, row: Row) -> Tensor:
+        """[stage] What the output embedding makes of the hidden states that predict the loss mask's tokens: [N, ..].
+
+        Of the last stage. It gets those of `row` alone, in order, filled up by `filled_up`.
+        """
+        device = self._world.device
+        # the output's projection runs only where a target is predicted
+        found = self._run(row, to_device(filled_up(row.keep), device))[0, : len(row.keep)]
+        if row.own is None:
+            return found
+        group = self.layout.group("cp")
+        return collect(found, to_device(row.own, device), len(micro.sampled.index), group)  # [all]
 
     def _compiling(self) -> AbstractContextManager[None]:
         """Each shape of a micro-batch may have to be compiled."""
@@ -255,7 +346,11 @@ class FSDP2Role:
     def load(self, folder: Path) -> None:
         """See `Role`."""
         state = self.state_dict()
-        self._files.load(state, folder)  # [all] in place
+        others = self._pipeline.elsewhere
+        elsewhere = {f"model.{name}" for name in others if self._pipeline.held[name].is_trained}
+        if self._optimizer is not None and others:
+            elsewhere |= {f"optimizer.{name}" for name in self._optimizer.names_of(others)}
+        self._files.load(state, folder, elsewhere)  # [all] in place
         self._weights.changed()
         self._moments.changed()
         if self._optimizer is not None:

@@ -1,7 +1,10 @@
 """Shard a Hugging Face model over the data-parallel ranks with FSDP2; with `dp_replicate`, over those of each copy.
 
-A unit is a decoder layer, or the root with what is left (embedding, final norm, head).
+A unit is a decoder layer, or the root with what is left (embedding, final norm, head). With expert parallelism the
+experts of a layer are a unit of their own, sharded over `expert_fsdp`.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -9,20 +12,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from spmd_rl.distributed import Layout
+from spmd_rl.model.moe import stacked_experts
+from spmd_rl.train.fsdp2.recompute import recompute
 
 
-def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool, recompute: bool = False) -> None:
+def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool, recomputed: str = "none") -> None:
     """[all] Shard `model` in place; forward and backward compute in `dtype`, gradients are summed in the parameters'.
 
     Trainable parameters are of one dtype, float32 (or float64, in which a test can tell mathematics from rounding);
-    frozen ones may be of any. keep_gathered: what has been gathered stays so until `reshard`. recompute: compute each
-    decoder layer's activations again in the backward pass instead of keeping them.
+    frozen ones may be of any. keep_gathered: what has been gathered stays so until `reshard`. recomputed: `none`, or
+    the mode of activation checkpointing as in `recompute`.
     """
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
     master = next(iter(trained), dtype)
     layers = decoder_layers(model)
-    num_shards, data_parallel = layout.size("dp_shard"), layout.size("dp_replicate") * layout.size("dp_shard")
+    num_shards, data_parallel = layout.size("fsdp"), layout.size("dp_replicate") * layout.size("fsdp")
     # alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
     # a policy of the same dtype would copy every gradient once more
@@ -32,11 +37,20 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
         "mp_policy": policy,
         "shard_placement_fn": lambda p: placement(p.shape, num_shards),
     }
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for experts in stacked_experts(model).values() if layout.size("ep") > 1 else ():
+        fully_shard(
+            experts,
+            mesh=layout.expert_data_mesh,
+            # with how much weight an expert's answer counts is float32 in some models
+            mp_policy=replace(policy, cast_forward_inputs=False),
+            reshard_after_forward=not keep_gathered,
+            shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
+        )
+    if recomputed != "none":
+        recompute(model, recomputed)
     for layer in layers:
         # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
-        layer.training = recompute
+        layer.training = recomputed != "none"
         fully_shard(layer, reshard_after_forward=not keep_gathered, **common)
     fully_shard(model, **common)
     for unit in fsdp_units(model):

@@ -6,10 +6,11 @@ Tensors may be of any dtype and lie on any mesh: DCP writes each piece once, and
 written. DCP pickles its metadata, so `load` may only see a folder whose content has been verified.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -43,13 +44,14 @@ class StateFiles:
         written = [folder / name for name in sorted(writer.written)]
         return [*written, folder / ".metadata"] if self._world.rank == 0 else written
 
-    def load(self, state: State, folder: Path) -> None:
+    def load(self, state: State, folder: Path, elsewhere: Collection[str] = ()) -> None:
         """[all] Fill the tensors of `state` in place, whatever the number of ranks that wrote them.
 
-        ValueError on every rank if the names or shapes in `folder` are not those of `state`; OSError on every rank if
-        a read failed on any.
+        elsewhere: names, as `part.name`, of tensors that other ranks load, and that `state` may lack.
+        ValueError on every rank if the names or shapes in `folder` are not those of `state` and `elsewhere`; OSError on
+        every rank if a read failed on any.
         """
-        planner = _LoadPlanner(self._world.progress)
+        planner = _LoadPlanner(self._world.progress, frozenset(elsewhere))
         try:
             with self._world.collective("restore: shards", "copy"):
                 dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, **self._meeting())
@@ -70,6 +72,10 @@ class _Writer(dcp.FileSystemWriter):
     """Names of the files that this rank has written."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        if not plan.items:  # torch would leave an empty file
+            nothing: torch.futures.Future[list[Any]] = torch.futures.Future()
+            nothing.set_result([])
+            return nothing
         try:
             results = super().write_data(plan, planner)
         except RuntimeError as failed:
@@ -93,14 +99,15 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Reports progress at every tensor, and refuses a checkpoint whose tensors are not those asked for."""
 
-    def __init__(self, progress: Callable[[], object]) -> None:
+    def __init__(self, progress: Callable[[], object], elsewhere: frozenset[str]) -> None:
         super().__init__()
-        self._progress = progress
+        self._progress, self._elsewhere = progress, elsewhere
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        if odd := sorted(self.state_dict.keys() ^ metadata.state_dict_metadata.keys()):
-            whose = "this model has" if odd[0] in self.state_dict else "the checkpoint has"
+        wanted = self.state_dict.keys() | self._elsewhere
+        if odd := sorted(wanted ^ metadata.state_dict_metadata.keys()):
+            whose = "this model has" if odd[0] in wanted else "the checkpoint has"
             raise ValueError(f"only {whose} {odd[0]} ({len(odd)} names differ)")
 
     def commit_tensor(self, read_item: Any, tensor: Any) -> None:

@@ -1,68 +1,220 @@
-"""Tensor parallelism: transformers' own plan of a model, carried out with torch's parallel styles.
+"""Tensor parallelism by transformers' own plan of a model, with sequence parallelism and a shared-out vocabulary.
 
-Attention heads and the units of the feed-forward layers are shared out over the ranks of a block; the hidden states
-between layers, embeddings, norms and the output projection are whole on each of them. Not supported: experts, and
-key-value heads that several ranks would have to share.
+The ranks of a block share out attention heads, the units of the feed-forward layers and the vocabulary of embedding and
+head. Between these each of them has a run of the row's tokens (Korthikanti et al., arXiv 2205.05198): norms and
+residuals see those alone, a block of layers gathers all tokens before it, and its output is summed and dealt out again.
+
+So what a rank computes adds to one loss what no other rank adds: the gradient of a weight that every rank holds whole
+(norms, biases of sums, the value head) is the sum over ranks. Not supported: experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
+from spmd_rl.model.differentiable import gather_rows, sum_rows
+from spmd_rl.model.load import owned_region, share
+from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.train.fsdp2.stages import PassThrough
 
-_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-_PARTIAL = "replicated_with_grad_allreduce"
-"""transformers' word for a weight that all ranks hold whole and that each applies to its own heads alone."""
+COLUMNS, ROWS = "colwise", "rowwise"
+"""transformers' words for layers whose outputs are shared out, and for those that sum over shared-out inputs."""
+_WHOLE = "replicated_with_grad_allreduce"
+"""The same for a weight that all ranks hold whole and that each applies to its own heads alone."""
+KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
-def parallelize(model: nn.Module, layout: Layout) -> frozenset[str]:
-    """[all] Share out the model's layers over the `tp` axis, in place, before FSDP shards them.
+def parallelize(model: nn.Module, layout: Layout) -> None:
+    """[all] Share out the model over the `tp` axis, in place, before FSDP shards it.
 
-    Returns the names of parameters that every rank holds whole, but whose gradient on a rank is only a term of a sum.
-    UserError, naming the setting, if transformers has no plan for the model or if the model's sizes do not divide.
+    Its forward still takes all tokens of the row, a multiple of the axis' size, and still gives hidden states and
+    outputs of all of them. UserError, naming the setting, if transformers has no plan for the model or if the model's
+    sizes do not divide.
     """
     if layout.size("tp") == 1:
-        return frozenset()
-    _check_sizes(model, layout)
-    planned = {}
+        return
+    mesh, group = layout.mesh["tp"], layout.group("tp")
+    planned, modules = _plan(model, layout), dict(model.named_modules())
+    copies = _copies_of_keys(model, layout, planned)
+    for name, style in planned.items():
+        if style == COLUMNS:
+            _share_outputs(modules[name], mesh, copies if name.endswith(KEYS_AND_VALUES) else 1)
+        elif style == ROWS:
+            _share_inputs(modules[name], mesh, group)
+    for block in _blocks(planned, ROWS):
+        modules[block].register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
+    _share_vocabulary(model, mesh, group)
+
+
+def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
+    """The style of each of the layers' modules that transformers' plan names."""
+    planned, inside = {}, f"{model.base_model_prefix}."
     for pattern, style in (model.config.get_text_config().base_model_tp_plan or {}).items():
         if pattern.startswith("layers."):
-            matched = fnmatchcase
-            names = [name for name, _ in model.named_modules() if matched(name, f"{model.base_model_prefix}.{pattern}")]
+            names = [name for name, _ in model.named_modules() if fnmatchcase(name, inside + pattern)]
             planned |= dict.fromkeys(names, style)
-    unknown = sorted({style for style in planned.values() if style not in _STYLES and style != _PARTIAL})
-    if unknown or not planned:
-        reason = f"uses {unknown[0]!r}, which is not supported" if unknown else "says nothing of its layers"
+    if reason := _unsupported(model, planned):
         raise UserError(f"{layout.key}.tp: transformers' plan for {type(model).__name__} {reason}; must be 1")
-    styles = {name: _STYLES[style]() for name, style in planned.items() if style in _STYLES}
-    # without a source rank nothing travels: each rank keeps its own part of what it holds
-    parallelize_module(model, layout.mesh["tp"], styles, src_data_rank=None)
-    partial = [name for name, style in planned.items() if style == _PARTIAL]
-    return frozenset(n for n, _ in model.named_parameters() if n.rpartition(".")[0] in partial)
+    return planned
 
 
-def _check_sizes(model: nn.Module, layout: Layout) -> None:
+def _unsupported(model: nn.Module, planned: Mapping[str, str]) -> str:
+    """What of a plan cannot be carried out here; empty if all can."""
+    if unknown := sorted({style for style in planned.values() if style not in (COLUMNS, ROWS, _WHOLE)}):
+        return f"uses {unknown[0]!r}, which is not supported"
+    if not planned:
+        return "says nothing of its layers"
+    blocks = _blocks(planned, ROWS)
+    if alone := _blocks(planned, COLUMNS) - blocks:
+        return f"shares out {min(alone)} and sums it up nowhere"
+    attention = {name for name, module in model.named_modules() if type(module).__name__.endswith("Attention")}
+    return f"leaves out {min(attention - blocks)}, which must see all tokens" if attention - blocks else ""
+
+
+def _blocks(planned: Mapping[str, str], style: str) -> set[str]:
+    """The modules that hold those of one style."""
+    return {name.rpartition(".")[0] for name, planned_style in planned.items() if planned_style == style}
+
+
+def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]) -> int:
+    """How many ranks compute the same key-value head: several if there are fewer. UserError if sizes do not fit."""
     config, tp = model.config.get_text_config(), layout.size("tp")
     heads = config.num_attention_heads
-    sizes = {
-        "attention heads": heads,
-        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
-        "feed-forward units": config.intermediate_size,
-    }
-    fitting = [n for n in range(1, heads + 1) if not any(size % n for size in sizes.values())]
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = {"attention heads": heads, "key-value heads": kv_heads, "feed-forward units": config.intermediate_size}
+    apart = all(any(name.endswith(projection) for name in planned) for projection in KEYS_AND_VALUES)
+    fitting = [
+        n
+        for n in range(1, heads + 1)
+        if not heads % n and not config.intermediate_size % n and (not kv_heads % n or (apart and not n % kv_heads))
+    ]
     if tp not in fitting:
         counted = ", ".join(f"{size} {what}" for what, size in sizes.items())
         raise UserError(
             f"{layout.key}.tp: {tp} ranks cannot share the {counted} of {config.name_or_path or type(model).__name__}; "
             f"sizes that fit: {', '.join(map(str, fitting))}"
         )
+    return max(1, tp // kv_heads)
+
+
+def _share_outputs(linear: nn.Linear, mesh: DeviceMesh, copies: int) -> None:
+    """Give each rank a part of the outputs; each part to `copies` neighbours, who hold the weights whole if several."""
+    rows = None
+    if copies == 1:
+        _distribute(linear, "weight", mesh, 0)
+        if linear.bias is not None:
+            _distribute(linear, "bias", mesh, 0)
+    else:
+        rows = share(slice(0, linear.out_features), mesh.size() // copies, mesh.get_local_rank() // copies)
+    linear.forward = partial(_some_outputs, linear, rows)
+
+
+def _share_inputs(linear: nn.Linear, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Give each rank a part of the inputs, and of what all of them sum up its run of the tokens."""
+    _distribute(linear, "weight", mesh, 1)
+    linear.forward = partial(_sum_of_inputs, linear, group)
+
+
+def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Give each rank a part of the embedding's rows, and of the head's; its run of tokens in between.
+
+    Of a pipeline, each stage has what it has: what travels from stage to stage is each rank's run of tokens.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    if embedding.weight is not None:
+        _distribute(embedding, "weight", mesh, 0)
+    if tied:
+        head.weight = embedding.weight
+    elif isinstance(head, TokenHead) or (isinstance(head, PassThrough) and head.weight is not None):
+        _distribute(head, "weight", mesh, 0)
+    if not isinstance(embedding, PassThrough):
+        _share_look_up(embedding, group)
+    if not isinstance(head, PassThrough):
+        model.base_model.register_forward_hook(partial(_gather_result, group))
+    if not isinstance(head, PassThrough | TokenHead):
+        head.register_forward_hook(partial(_computed_alike, group.size()))
+
+
+def _share_look_up(embedding: nn.Embedding, group: dist.ProcessGroup) -> None:
+    """Let each rank look up what it has of the embedding, which has been distributed."""
+    own = owned_region(embedding.weight)[0]
+    if embedding.padding_idx is not None:  # its row gets no gradient
+        inside = own.start <= embedding.padding_idx < own.stop
+        embedding.padding_idx = embedding.padding_idx - own.start if inside else None
+    embedding.forward = partial(_look_up, embedding, own, group)
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
+    """Keep this rank's part of a parameter. Nothing travels: each rank has it whole, or all have it on meta."""
+    whole = getattr(module, name)
+    part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+def _some_outputs(linear: nn.Linear, rows: slice | None, x: Tensor) -> Tensor:
+    weight, bias = _local(linear.weight), None if linear.bias is None else _local(linear.bias)
+    if rows is not None:
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    return F.linear(x, weight, bias)
+
+
+def _sum_of_inputs(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """[all] [1, t, inputs / size] -> [1, t / size, outputs]."""
+    out = sum_rows(F.linear(x, _local(linear.weight))[0], group)[None]
+    return out if linear.bias is None else out + linear.bias
+
+
+def _look_up(embedding: nn.Embedding, own: slice, group: dist.ProcessGroup, token_ids: Tensor) -> Tensor:
+    """[all] [1, t] -> [1, t / size, h]: a token's row lies on one rank, and adds to nothing on the others."""
+    outside = (token_ids < own.start) | (token_ids >= own.stop)
+    with _local_weight(embedding):  # some families scale what they look up
+        found = type(embedding).forward(embedding, (token_ids - own.start).masked_fill(outside, 0))
+    return sum_rows(found.masked_fill(outside[..., None], 0.0)[0], group)[None]
+
+
+def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[all] A block of layers, called with the tokens of this rank, gets those of all."""
+    if args:
+        return (gather_rows(args[0][0], group)[None], *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
+
+
+def _gather_result(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """[all] The hidden states of all tokens, for the head."""
+    output.last_hidden_state = gather_rows(output.last_hidden_state[0], group)[None]
+    return output
+
+
+def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """What all ranks compute alike; each of them gives it an equal part of its gradient."""
+    return output.detach() + (output - output.detach()) / size
+
+
+@contextmanager
+def _local_weight(module: nn.Module) -> Iterator[None]:
+    """Within, `module.weight` is this rank's part: an attribute of the object hides the parameter of that name."""
+    module.__dict__["weight"] = _local(module.weight)
+    try:
+        yield
+    finally:
+        del module.__dict__["weight"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, to which gradients flow."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_dim(parameter: Tensor) -> int | None:
@@ -73,25 +225,31 @@ def sharded_dim(parameter: Tensor) -> int | None:
     return placement.dim if placement.is_shard() else None
 
 
+def shape_of_share(parameter: Tensor, layout: Layout) -> torch.Size:
+    """What this rank and those at its place in other blocks hold of a parameter together."""
+    shape, dim = list(parameter.shape), sharded_dim(parameter)
+    if dim is not None:
+        own = share(slice(0, shape[dim]), layout.size("tp"), layout.rank("tp"))
+        shape[dim] = own.stop - own.start
+    return torch.Size(shape)
+
+
 def whole(tensor: Tensor, parameter: Tensor, layout: Layout) -> Tensor:
     """[all] All of a parameter, from each rank's part of it; `tensor` itself where each rank holds all."""
     dim = sharded_dim(parameter)
     if dim is None:
         return tensor
-    parts = [torch.empty_like(tensor) for _ in range(layout.size("tp"))]
-    dist.all_gather(parts, tensor.contiguous(), group=layout.group("tp"))
-    return torch.cat(parts, dim)
+    size, length = layout.size("tp"), parameter.shape[dim]
+    piece = -(-length // size)  # of the first ranks; the last may hold less
+    shape = [*tensor.shape[:dim], piece, *tensor.shape[dim + 1 :]]
+    mine = tensor.new_zeros(shape)
+    mine.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(parts, mine, group=layout.group("tp"))
+    return torch.cat(parts, dim).narrow(dim, 0, length).contiguous()
 
 
-def complete_gradients(gradients: Mapping[str, Tensor], partial: frozenset[str], layout: Layout) -> None:
-    """[all] Make the gradients of parameters that every rank of a block holds whole the same on all of them, in place.
-
-    `partial` ones are summed. The others are computed alike by all, and are taken from the first rank: on a device
-    whose additions have no fixed order the copies of a weight would drift apart.
-    """
-    group = layout.group("tp")
-    for name, gradient in gradients.items():
-        if name in partial:
-            dist.all_reduce(gradient, group=group)
-        else:
-            dist.broadcast(gradient, group=group, group_src=0)
+def complete_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
+    """[all] Sum the gradients of parameters that every rank of a block holds whole, in place."""
+    for gradient in gradients.values():
+        dist.all_reduce(gradient, group=layout.group("tp"))

@@ -1,0 +1,136 @@
+"""Mixtures of experts: where a model has them, and experts that the ranks of a group share out (expert parallelism).
+
+    for experts in stacked_experts(model):
+        spread(experts, group)
+
+Each rank holds some experts of every layer and its own tokens. A forward sends each token's hidden state to the ranks
+that hold its experts and gets back what they make of it (GShard: Lepikhin et al., arXiv 2006.16668). No expert has a
+capacity, so no token is dropped. A token that two experts of one rank want travels twice.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
+
+from spmd_rl.config.architectures import EXPERT_COUNTS
+
+ALIGNED_BYTES = 16
+"""torch's grouped product on devices wants rows of a multiple of this."""
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Number of routed experts of each layer that has any; 0 of a model without. `config`: of the text model."""
+    return next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, the modules of transformers that hold all experts of a layer in parameters [experts, ...].
+
+    Their forward takes hidden states [T, H], and for each of them the chosen experts (int64 [T, k]) and the weights of
+    these ([T, k]); it returns [T, H].
+    """
+    return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")}
+
+
+def router_class(model: nn.Module) -> type[nn.Module] | None:
+    """What computes the logits of experts, if transformers tells it.
+
+    Its forward returns these (as of all tokens, [T, E]), and the weights and indices of the chosen ones ([T, k] each).
+    """
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    return getattr(recorded, "target_class", None)
+
+
+def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
+    """Of each expert: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
+
+    A router of DeepSeek-V3's kind, whose experts do not compete, has scores of its own, which are normalised.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if not hasattr(router, "e_score_correction_bias"):
+        return torch.softmax(logits, -1, dtype=dtype)
+    scores = logits.to(dtype).sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def spread(experts: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the forward of such a module meet the ranks of `group`, of which rank r holds the r-th part of the experts.
+
+    Its parameters, this rank's part of them, may be DTensors on a mesh of these ranks.
+    """
+    assert experts.has_gate and not experts.is_transposed and not experts.has_bias, "see `is_supported`"
+    experts.forward = partial(_forward, experts, group)
+
+
+def is_supported(experts: nn.Module) -> bool:
+    """Whether `spread` knows what the experts compute: a gated linear unit without biases."""
+    return experts.has_gate and not experts.is_transposed and not experts.has_bias
+
+
+def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """[all] See `stacked_experts`."""
+    top_k = chosen.shape[1]
+    order = torch.argsort(chosen.flatten(), stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(group.size(), -1)
+    incoming = torch.empty_like(counts)
+    dist.all_to_all_single(incoming, counts, group=group)
+    sent, received = torch.stack([counts, incoming]).tolist()  # the one place where a device is waited for
+    lengths = [sum(row) for row in sent], [sum(row) for row in received]
+    rows = exchange(hidden[order // top_k], *lengths, group)
+    # from each rank a run of rows for each expert; the experts want one run each
+    runs = torch.arange(counts.shape[1]).repeat(group.size()).repeat_interleave(torch.tensor(received).flatten())
+    by_expert = torch.argsort(runs, stable=True).to(rows.device)
+    made = _compute(experts, rows[by_expert], [sum(column) for column in zip(*received, strict=True)])
+    back = exchange(made[_inverse(by_expert)], *reversed(lengths), group)
+    out = back[_inverse(order)].view(-1, top_k, hidden.shape[1]) * weights[..., None]
+    return out.sum(1).to(hidden.dtype)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _compute(experts: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
+    """What the experts that are here make of their rows: [n, H], of which the first counts[0] are the first one's."""
+    gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (experts.gate_up_proj, experts.down_proj))
+    return grouped_linear(experts._apply_gate(grouped_linear(rows, gate_up, counts)), down, counts)
+
+
+def grouped_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """Each group of rows times the transpose of its own matrix: [n, I], [G, O, I] -> [n, O]; groups may be empty.
+
+    All of `weights` gets a gradient, whether or not it has rows.
+    """
+    widths = {width * rows.element_size() % ALIGNED_BYTES for width in weights.shape[1:]}
+    if rows.device.type == "cpu" or rows.dtype == torch.float64 or widths != {0}:
+        groups = zip(rows.split(counts), weights.unbind(), strict=True)
+        return torch.cat([F.linear(some, weight) for some, weight in groups])
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(rows.device)
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """[all] Rows to and from each rank of `group`, in its order: [sum(sent), ...] -> [sum(received), ...]."""
+    return _Exchange.apply(rows, sent, received, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out

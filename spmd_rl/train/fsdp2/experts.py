@@ -1,0 +1,37 @@
+"""Expert parallelism: each rank along `ep` holds some experts of every layer, and FSDP shards these over the others.
+
+    spread_experts(model, layout)  # [all] before FSDP shards the model
+
+An expert's gradient on its rank has the terms of the tokens of all `ep` ranks, so that it is summed over `expert_fsdp`
+and the copies of the model alone. Left out: tensor parallelism within an expert.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from spmd_rl.config.ranks import check_experts
+from spmd_rl.distributed import Layout
+from spmd_rl.errors import UserError
+from spmd_rl.model.moe import is_supported, num_experts, spread, stacked_experts
+
+
+@torch.no_grad()
+def spread_experts(model: nn.Module, layout: Layout) -> None:
+    """[all] Leave this rank its experts, in place, and let the forward of each layer's experts meet the other ranks.
+
+    UserError, naming the setting, if the layout does not go with the model's experts, or if it has none.
+    """
+    ep, name = layout.size("ep"), model.config.name_or_path or type(model).__name__
+    check_experts(layout.key, num_experts(model.config.get_text_config()), name, tp=layout.size("tp"), ep=ep)
+    if ep == 1:
+        return
+    found = stacked_experts(model)
+    if not all(map(is_supported, found.values())):
+        raise UserError(f"{layout.key}.ep: the experts of {name} are of a kind that is not supported; must be 1")
+    for experts in found.values():
+        for key, p in list(experts.named_parameters(recurse=False)):
+            # without a source rank nothing travels: each rank keeps its own part of what it holds
+            part = distribute_tensor(p.detach(), layout.expert_mesh["ep"], [Shard(0)], src_data_rank=None)
+            experts.register_parameter(key, nn.Parameter(part, requires_grad=p.requires_grad))
+        spread(experts, layout.group("ep"))

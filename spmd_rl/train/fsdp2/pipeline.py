@@ -1,0 +1,121 @@
+"""`Pipeline`: this rank's stage of a pipeline, and what travels between the stages.
+
+Hidden states go down from the first stage to the last one, and their gradients up. All ranks of a block hold the same
+batch, so each knows the shape of whatever comes: nothing is negotiated. Each direction has a process group of its own,
+in which both sides take the messages in one order; sends do not wait, so that no two stages wait for each other.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmd_rl.distributed import Layout, shared_group
+from spmd_rl.train.fsdp2.stages import Held, cut
+
+
+class Pipeline:
+    """One stage; the only one where `pp` is 1, and then nothing travels."""
+
+    def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype) -> None:
+        """[all] Cut `model`, in place, to what this stage computes. `dtype`: of hidden states. UserError: see `cut`."""
+        self.held: dict[str, Held] = cut(model, layout)
+        """The parameters of the whole model, by name."""
+        self.stage, self.num_stages = layout.rank("pp"), layout.size("pp")
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
+        self.elsewhere = [name for name, held in self.held.items() if self.stage not in held.stages]
+        """Names of the parameters that this stage lacks."""
+        self._layout, self._dtype = layout, dtype
+        self._width = model.config.get_text_config().hidden_size
+        self._received: Tensor | None = None
+        self._in_flight: list[tuple[Tensor | None, Tensor]] = []
+        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._down = self._up = self._tied_group = None
+        if self.num_stages > 1:
+            world, line = layout.world, layout.ranks("pp")
+            # groups of ranks on one machine are formed over shared memory, in which nothing is sent to one rank alone
+            backend = "gloo" if world.device.type == "cpu" and dist.get_backend() == shared_group.NAME else None
+            self._down = world.process_group("pp down", backend, line)  # [all]
+            self._up = world.process_group("pp up", backend, line)  # [all]
+            if self._tied() and (self.is_first or self.is_last):
+                self._tied_group = world.process_group("pp tied", ranks=[line[0], line[-1]])  # [the two]
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """[stage] The hidden states of the next micro-batch from the stage before: [1, num_tokens, hidden size]."""
+        hidden = torch.empty(1, num_tokens, self._width, dtype=self._dtype, device=self._layout.world.device)
+        dist.recv(hidden, group=self._down, group_src=self.stage - 1)
+        self._received = hidden.requires_grad_(torch.is_grad_enabled())
+        return self._received
+
+    def forwarded(self, output: Tensor) -> None:
+        """[stage] Take what the forward of a micro-batch gave: the loss in the last stage, else hidden states."""
+        if torch.is_grad_enabled():
+            self._in_flight.append((self._received, output))
+        if not self.is_last:
+            assert output.dtype == self._dtype and output.shape[2:] == (self._width,), "no hidden states"
+            self._send(output.detach(), self._down, self.stage + 1)
+
+    def backward(self) -> None:
+        """[stage] Run the oldest micro-batch backward that has been run forward."""
+        received, output = self._in_flight.pop(0)
+        gradient = None
+        if not self.is_last:
+            gradient = torch.empty_like(output)
+            dist.recv(gradient, group=self._up, group_src=self.stage + 1)
+        if output.requires_grad:  # all before it may be frozen
+            output.backward(gradient)
+        if received is not None:
+            self._send(received.grad, self._up, self.stage - 1)
+
+    def finish(self) -> None:
+        """[stage] Wait for what has been sent; nothing may be in flight any more."""
+        assert not self._in_flight
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _send(self, tensor: Tensor, group: dist.ProcessGroup | None, stage: int) -> None:
+        self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
+        tensor = tensor.contiguous()
+        self._sends.append((dist.isend(tensor, group=group, group_dst=stage), tensor))
+
+    def of_last(self, tensor: Tensor) -> Tensor:
+        """[all] The tensor of the last stage, on all stages; the others pass one of its shape."""
+        return self._of(tensor, self.num_stages - 1)
+
+    def of_owners(self, own: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """[all] Every parameter of the whole model, by name and in its order, from the first stage that holds it.
+
+        own: those of this stage, whole, in their order, of `dtype`. A tensor is valid until the next one.
+        """
+        mine = iter(own)
+        for name, held in self.held.items():
+            if self.stage in held.stages:
+                found, tensor = next(mine)
+                assert found == name, (found, name)
+            else:
+                tensor = torch.empty(held.shape, dtype=dtype, device=self._layout.world.device)
+            if len(held.stages) < self.num_stages:
+                with self._layout.world.collective("weights: from their stage", "copy", written=False):
+                    tensor = self._of(tensor, held.stages[0])  # [all]
+            yield name, tensor
+
+    def _of(self, tensor: Tensor, stage: int) -> Tensor:
+        if self.num_stages == 1:
+            return tensor
+        tensor = tensor.to(self._layout.world.device).contiguous()
+        dist.broadcast(tensor, group=self._layout.group("pp"), group_src=stage)  # [all] of the line
+        return tensor
+
+    def _tied(self) -> set[str]:
+        return {name for name, held in self.held.items() if len(held.stages) > 1}
+
+    def counts_here(self, name: str) -> bool:
+        """Whether a parameter that this stage holds counts here in sums over all stages, rather than in another one."""
+        return self.held[name].stages[0] == self.stage
+
+    def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
+        """[all] Make the gradient of a weight that two stages hold the sum over both, in place and the same on both."""
+        for name in sorted(self._tied() & gradients.keys()):
+            dist.all_reduce(gradients[name], group=self._tied_group)

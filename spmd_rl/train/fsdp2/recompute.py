@@ -1,0 +1,39 @@
+"""Activation checkpointing: what a layer's forward pass keeps for its backward pass, and what is computed again.
+
+`full` keeps a layer's input alone. `selective` also keeps what attention gives and every second matrix product: most of
+the work of a layer is then done once, for about half of its memory (the rule that torchtitan calls `op`).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import count
+from typing import Any
+
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
+"""How the names of attention's kernels begin."""
+
+
+def recompute(model: nn.Module, mode: str) -> None:
+    """Set up `mode`, `full` or `selective`, for the decoder layers that are in training mode."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        settings["context_fn"] = _contexts
+    model.gradient_checkpointing_enable(settings)
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Of one layer: for its forward pass, and for computing it again. Each counts the products for itself."""
+    numbers = {False: count(), True: count()}
+    return create_selective_checkpoint_contexts(partial(_policy, numbers))
+
+
+def _policy(numbers: dict[bool, Iterator[int]], context: Any, op: OpOverload, *_: Any, **__: Any) -> CheckpointPolicy:
+    name = op.name()
+    keeps = name.startswith(ATTENTION) or (name in PRODUCTS and next(numbers[context.is_recompute]) % 2 == 0)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,103 @@
+"""Cut a causal language model of Hugging Face into pipeline stages, in place, without a forward of our own.
+
+What other stages compute is replaced by modules that give back what they are given, so that the model's own forward and
+the names of the parameters that remain stay as they are. Later stages are called with `inputs_embeds`.
+"""
+
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.config.ranks import deal_layers
+from spmd_rl.distributed import Layout
+from spmd_rl.errors import UserError
+from spmd_rl.train.fsdp2.shard import decoder_layers
+
+
+class Held(NamedTuple):
+    """Where a parameter of the whole model lies."""
+
+    stages: tuple[int, ...]
+    """Two, the first and the last, of one that ties the embeddings."""
+    shape: torch.Size
+    is_trained: bool
+
+
+class PassThrough(nn.Module):
+    """A module that another stage computes; a weight that this stage holds under another name keeps its own here."""
+
+    def __init__(self, weight: nn.Parameter | None = None) -> None:
+        """weight: of no effect on the forward."""
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """The hidden states, as they came."""
+        return hidden_states
+
+
+class _End(PassThrough):
+    """In place of the output embedding."""
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return hidden_states.clone()  # of a view FSDP would warn
+
+
+def cut(model: nn.Module, layout: Layout) -> dict[str, Held]:
+    """Leave of `model`, which is not sharded yet, what this rank's stage computes.
+
+    Returns, alike on all ranks, where each parameter of the whole model lies, by its name and in its order. UserError,
+    naming the setting, if there are more stages than layers, if the model computes anything between its input
+    embedding and its layers, or if a checkpoint of it holds more than parameters.
+    """
+    stage, num_stages = layout.rank("pp"), layout.size("pp")
+    layers = decoder_layers(model)
+    dealt = deal_layers(layout.key, len(layers), num_stages)
+    if num_stages == 1:
+        return {name: Held((0,), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+    last = num_stages - 1
+    stage_of = {layer: number for number, mine in enumerate(dealt) for layer in (layers[i] for i in mine)}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    around = _around(model, layers)
+    stage_of |= {module: 0 if module is embedding else last for module in (*around, output)}
+    holders: dict[nn.Parameter, set[int]] = defaultdict(set)
+    for module, number in stage_of.items():
+        for p in module.parameters():
+            holders[p].add(number)
+    odd = [name for name, p in model.named_parameters() if p not in holders]
+    odd += [name for name, _ in model.named_buffers() if name in model.state_dict()]  # would be exported too
+    if odd or embedding not in around:
+        raise UserError(f"{layout.key}.pp: {type(model).__name__} has {odd or 'weights'} beside its layers; must be 1")
+    held = {name: Held(tuple(sorted(holders[p])), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+    gone = []
+    for name, module in list(model.named_modules()):
+        if stage_of.get(module, stage) != stage:
+            tied = next((p for p in module.parameters() if stage in holders[p]), None)
+            model.set_submodule(name, (_End if module is output else PassThrough)(tied))
+            gone += [] if tied is not None else [re.escape(name)]
+    if gone:  # a checkpoint's other weights are no reason to refuse it
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = [*known, rf"^({'|'.join(gone)})\."]
+    return held
+
+
+def _around(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """The modules beside the list of layers that hold parameters; before it at most the input embedding may stand."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = next(((name, module) for name, module in lists if list(module) == layers), None)
+    if found is None:
+        return []
+    path, name = found[0].rpartition(".")[::2]
+    children = dict(model.get_submodule(path).named_children())
+    before = list(children)[: list(children).index(name)]
+    embedding = model.get_input_embeddings()
+    return [
+        child
+        for key, child in children.items()
+        if next(child.parameters(), None) is not None
+        and child is not found[1]
+        and (key not in before or child is embedding)
+    ]
