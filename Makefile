@@ -72,7 +72,7 @@ test: $(BIN)/.setup-test model
 
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
-	@$(QUICK) $(TESTS_$*)
+	@TEST_PATIENCE=6 $(QUICK) $(TESTS_$*)
 
 # One GPU, and an environment that runs on it (README): what cannot be proven without one, the most valuable first.
 test-gpu: model

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from spmd_rl.config.schema import JournalConfig, RlvrConfig, RunConfig
 from spmd_rl.distributed import World
 from tests.forked import Forked, new_store, rank_environments
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +63,7 @@ class Job:
 
     def wait(self, timeout: float) -> list[int]:
         """Exit codes of `processes`; AssertionError, with all output, if they take longer than `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patient(timeout)
         while any(process.poll() is None for process in self.processes):
             assert time.monotonic() < deadline, f"still running after {timeout} s\n{self.output()}"
             time.sleep(0.02)
@@ -70,7 +71,7 @@ class Job:
 
     def wait_for(self, event: str, ranks: int, timeout: float = 30.0, **fields: Any) -> None:
         """Until the journals of so many ranks hold a line with this event and these fields."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + patient(timeout)
         while sum(any_line(lines, event, fields) for lines in self.journals().values()) < ranks:
             assert time.monotonic() < deadline, f"no {event} {fields} after {timeout} s\n{self.output()}"
             time.sleep(0.02)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.forked import Forked, new_store, rank_environments
 from tests.models import tiny
+from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("policy.dtype=float32", "rollout.claim=static")
@@ -148,7 +149,7 @@ class Running:
 
     def wait(self, timeout: float = 120) -> int:
         """The exit code, of forked ranks the first that is not 0; all are killed when time runs out."""
-        deadline = time.time() + timeout
+        deadline = time.time() + patient(timeout)
         while any(process.poll() is None for process in self.started):
             if time.time() > deadline:
                 for process in self.processes():
@@ -170,7 +171,7 @@ class Running:
     def wait_for(self, point: str, step: int = 2, rank: int = 0, timeout: float = 90) -> None:
         """Until the rank's journal has `point` (as in `lingering_rlvr.py`) in `step`."""
         event, _, what = point.partition(" ")
-        deadline = time.time() + timeout
+        deadline = time.time() + patient(timeout)
         while time.time() < deadline:
             for e in self.events(rank)[-20:]:
                 if e["event"] == event and what in (e.get("phase"), e.get("name")) and e["step"] == step:
@@ -213,7 +214,7 @@ class Running:
 
     def outlived(self, seconds: float = 2.0) -> list[list[str]]:
         """Command lines of the processes that are still there `seconds` after now."""
-        deadline = time.time() + seconds
+        deadline = time.time() + patient(seconds)
         while (left := self.processes()) and time.time() < deadline:
             time.sleep(0.05)
         return [process.cmdline() for process in left]

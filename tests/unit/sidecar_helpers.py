@@ -13,6 +13,7 @@ import psutil
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
 from spmd_rl.sidecar.score_client import ScoreClient
 from spmd_rl.types import AnswerInfo, Message, Node, Prompt, Verdict
+from tests.patience import patient
 
 HERE = Path(__file__).parent
 
@@ -59,7 +60,7 @@ def workers_of(scorer: ScoreClient) -> list[psutil.Process]:
 
 def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
     """Whether they all end in time. One that is dead and not yet reaped (by pid 1, not by us) has ended."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while any(map(_lives, processes)):
         if time.monotonic() > deadline:
             return False

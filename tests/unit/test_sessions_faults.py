@@ -19,6 +19,7 @@ from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.types import Node, SessionLost
+from tests.patience import patient
 from tests.unit.sidecar_helpers import host_of, private_node, workers_of
 from tests.unit.test_sessions import envs, expected, play, play_all, reasons
 
@@ -37,7 +38,7 @@ def running(node: Node) -> int:
 
 def reaches(node: Node, count: int, seconds: float = SECONDS) -> bool:
     """Whether so many sessions run within the time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while running(node) != count and time.monotonic() < deadline:
         time.sleep(0.05)
     return running(node) == count
@@ -49,7 +50,7 @@ class Client:
     def __init__(self, context: zmq.Context, address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, 5000)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(patient(5000)))
         self.socket.connect(address)
 
     def send(self, *items) -> None:
@@ -150,7 +151,7 @@ def test_many_that_are_lost_while_many_wait(node):
     with sidecar.connect_environments(envs("Moody"), node) as environments:
         start = time.monotonic()
         assert reasons(asyncio.run(play_all(environments, range(600), ["raise"]))) == ["error"] * 600
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < patient(20)
         assert reaches(node, 0)
 
 

@@ -17,6 +17,7 @@ from spmd_rl import sidecar, wire
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
 from spmd_rl.errors import UserError
 from spmd_rl.types import Node, Verdict
+from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, rewards, workers_of
 
 ROOT = Path(__file__).parents[2]
@@ -81,14 +82,13 @@ def test_throughput(node):
 
 
 def test_domains_have_pools_of_their_own(node):
-    config = rewards("Number", domain="slow", args={"seconds": 0.5})
+    config = rewards("Number", domain="slow", args={"seconds": 1.5})
     config.domains |= rewards("Number", domain="fast").domains
 
     async def race(scorer):
         slow = asyncio.create_task(ask(scorer, ["a", "b"], "slow"))
-        start = time.perf_counter()
         assert await ask(scorer, ["c"] * 50, "fast") == numbers(["c"] * 50)
-        assert time.perf_counter() - start < 0.5 and not slow.done()
+        assert not slow.done()
         assert await slow == numbers(["a", "b"])
 
     with sidecar.connect(config, node) as scorer:
@@ -99,7 +99,7 @@ def test_async_rewarders_nap_side_by_side(node):
     with sidecar.connect(rewards("Async", timeout=1.0), node) as scorer:
         start = time.perf_counter()
         verdicts = asyncio.run(ask(scorer, ["0.4"] * 20 + ["30"]))
-        assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start < patient(5)
     assert [verdict.status for verdict in verdicts] == ["ok"] * 20 + ["timeout"]
 
 
@@ -116,7 +116,7 @@ def test_batch_rewarders_get_lists(node):
 
 def test_a_called_off_answer_is_forgotten(node):
     async def call_off(scorer):
-        tasks = [asyncio.create_task(ask(scorer, [f"sleep {0.3}"])) for _ in range(20)]
+        tasks = [asyncio.create_task(ask(scorer, ["sleep 0.3"])) for _ in range(100)]
         await asyncio.sleep(0.1)
         for task in tasks:
             task.cancel()
@@ -127,7 +127,7 @@ def test_a_called_off_answer_is_forgotten(node):
         return time.perf_counter() - start
 
     with sidecar.connect(rewards("Moody"), node) as scorer:
-        assert asyncio.run(call_off(scorer)) < 2.0  # not behind twenty naps
+        assert asyncio.run(call_off(scorer)) < patient(2.0)  # not behind a hundred naps
 
 
 # -- what a rewarder may do -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_a_timeout_holds_up_nobody_else(node):
     with sidecar.connect(rewards("Moody", workers=2, timeout=1.0), node) as scorer:
         verdicts = asyncio.run(ask(scorer, answers))
     assert [verdict.status for verdict in verdicts] == ["timeout"] * 2 + ["ok"] * 200
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < patient(10)
 
 
 def test_waiting_for_a_worker_is_no_timeout(node):

@@ -23,6 +23,7 @@ from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.sidecar.verdicts import checked_reply
 from spmd_rl.types import AnswerInfo, Verdict
+from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 
@@ -41,7 +42,7 @@ def hosted(address: str, target: str = "Moody"):
     with ours, theirs, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         thread.start()
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RCVTIMEO, 5000)
+        dealer.setsockopt(zmq.RCVTIMEO, int(patient(5000)))
         dealer.setsockopt(zmq.RCVHWM, 10)
         dealer.connect(address)
         try:
@@ -146,7 +147,7 @@ def test_a_drain_has_an_end(node, monkeypatch):
         host.drain()
         start = time.monotonic()
         thread.join(10)
-        assert not thread.is_alive() and 0.3 < time.monotonic() - start < 5
+        assert not thread.is_alive() and 0.3 < time.monotonic() - start < patient(5)
 
 
 # -- attached nodes, without any --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from spmd_rl.sidecar.reward_server import free_port
 from spmd_rl.types import Verdict
 from tests.engines import VLLM_SIZES
 from tests.models import tiny
+from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, gone_within, host_of, judged, private_node
 
 HERE = Path(__file__).parent
@@ -43,7 +44,7 @@ def processes(notes: Path) -> list[psutil.Process]:
 
 
 def wait_for(notes: Path, number: int, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while len(told(notes)) < number:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -93,7 +94,7 @@ def test_a_server_that_does_not_start_is_one_line(node, tmp_path, mode, line):
     with pytest.raises(UserError) as error, sidecar.connect(config, node):
         pass
     assert str(error.value).startswith("reward.toy.server: ") and str(error.value).endswith(line)
-    assert "\n" not in str(error.value) and time.monotonic() - start < 10
+    assert "\n" not in str(error.value) and time.monotonic() - start < patient(10)
 
 
 def test_a_program_that_is_not_there_is_one_line(node, tmp_path):

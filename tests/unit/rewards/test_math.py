@@ -8,6 +8,7 @@ import pytest
 import rewards.math_verify
 from rewards.math_verify import MathReward, final_answer, quick
 from spmd_rl.types import Verdict
+from tests.patience import patient
 from tests.unit.rewards.helpers import INFO, gsm8k_truth, prompt, rows
 
 ALIKE = {frozenset(pair) for pair in [("Yes", "yes"), ("No", "no"), ("True", "true"), ("A", "a"), ("y = 1", "1")]}
@@ -151,7 +152,7 @@ def test_no_mathematics_is_wrong_format(rewarder):
 def test_comparison_without_end_is_a_timeout_not_a_zero():
     start = time.perf_counter()
     verdict = MathReward(seconds=0.3).score(prompt("\\pi^3"), "\\boxed{10^{10^{10}}}", INFO)
-    assert verdict.status == "timeout" and time.perf_counter() - start < 3
+    assert verdict.status == "timeout" and time.perf_counter() - start < patient(3)
     time.sleep(0.3)  # no alarm is left behind
 
 

@@ -10,6 +10,7 @@ import pytest
 from spmd_rl.sandbox import open_sandbox
 from spmd_rl.sandbox.exam import examine
 from spmd_rl.types import RunLimits, RunResult
+from tests.patience import patient
 from tests.unit.sandbox.exam_answers import ANSWERS
 from tests.unit.sandbox.exam_cheats import CHEATS, SHAPES
 
@@ -151,7 +152,7 @@ def test_without_time_there_is_no_verdict(box) -> None:
     limits = RunLimits(wall_seconds=0.5)
     begun = time.monotonic()
     assert exam(box, "import time\ndef f(): time.sleep(100)", "assert f() == 1", limits=limits) == ([], "")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < patient(5)
 
 
 # -- without a sandbox ------------------------------------------------------------------------------------------------
