@@ -13,6 +13,7 @@ from typing import Any
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.env_checks import check_envs
+from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_run, check_wandb
@@ -44,6 +45,7 @@ def check(cfg: Any) -> None:
     if env and not env.tags:
         raise UserError(NO_ENVIRONMENT)
     check_models(cfg)
+    check_placement(cfg)
     check_mesh(cfg)
     check_engine(cfg)
     check_episode(cfg)
@@ -70,15 +72,30 @@ def names_of_the_hub(cfg: Any) -> list[str]:
     return [name for name in models if hub_id(name)] + [name for name in rows if hub_dataset(name)]
 
 
+def check_placement(cfg: Any) -> None:
+    """Check that the ranks can be split as `placement` says, and that the other settings go with it."""
+    placement = cfg.placement
+    Placement.of(placement, world_size())
+    if not placement.is_split:
+        return
+    if not hasattr(cfg, "data"):
+        raise UserError("placement.mode: split is there for rlvr; environments are played with colocated ranks")
+    if cfg.rollout.partial_rollout:
+        raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size():
+        raise UserError("placement.mode: split is there for the ranks of one machine")
+
+
 def check_mesh(cfg: Any) -> None:
     """Check that each role's layout divides the world size, its tensor parallelism the heads, `ep` the experts."""
+    num_train = len(Placement.of(cfg.placement, world_size()).train)
     roles = {"train": (cfg.train, cfg.policy.model)}
     for name, used in (("reference", cfg.algorithm.uses_reference), ("critic", cfg.algorithm.uses_critic)):
         own = getattr(cfg, name)
         if used:
             roles[f"{name}.train"] = own.train.over(cfg.train), own.model or cfg.policy.model
     for section, (train, model) in roles.items():
-        LayoutSizes.of(section, world_size(), **train.axes)
+        LayoutSizes.of(section, num_train, **train.axes)
         folder = model_folder(model)
         if (count := experts_in(folder)) is not None:
             check_experts(section, count, str(folder), tp=train.tp, ep=train.ep)
@@ -110,8 +127,8 @@ def check_engine(cfg: Any) -> None:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
-    if world_size() % engine.tp:
-        raise UserError(f"engine.tp: {engine.tp} does not divide {world_size()} ranks")
+    if (num_ranks := len(Placement.of(cfg.placement, world_size()).generate)) % engine.tp:
+        raise UserError(f"engine.tp: {engine.tp} does not divide {num_ranks} ranks")
     if engine.tp > 1:
         check_heads("engine.tp", engine.tp, model_folder(cfg.policy.model) / "config.json", engine=True)
 

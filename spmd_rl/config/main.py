@@ -44,6 +44,8 @@ ERROR_FILE = "error.txt"
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
+LOOPS = {("rlvr", "split"): "spmd_rl.rlvr_split:run"}
+"""By pipeline and `placement.mode`: the loop, in a file of its own, that runs in the place of the door's."""
 
 
 def main(
@@ -78,12 +80,11 @@ def main(
             for line in (*(f"notice: {line}" for line in notices), *(f"warning: {line}" for line in warnings)):
                 print(line, file=sys.stderr)
         if asked.dry_run:
-            if isinstance(preview, str):
-                module, _, name = preview.partition(":")
-                preview = getattr(importlib.import_module(module), name)
-            return preview(cfg)
+            return (imported(preview) if isinstance(preview, str) else preview)(cfg)
         exit_.start()
         fetch_models(cfg)
+        if loop := LOOPS.get((pipeline, cfg.placement.mode)):
+            run = imported(loop)
         run(cfg)
         gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
     except KeyboardInterrupt:
@@ -101,6 +102,12 @@ def main(
             exit_.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
         traceback.print_exc()
         exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
+
+
+def imported(name: str) -> Callable[[Any], Any]:
+    """Return the function `module:function`."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 class Exit:

@@ -1,34 +1,56 @@
 """Held-out evaluation: a few sampled answers and one greedy answer for each prompt, dealt over the ranks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.sample_log import held_out
-from spmd_rl.rollout import Rollouts, Sampling, mean_parts, sum_parts
+from spmd_rl.rollout import Sampling, mean_parts, sum_parts
 from spmd_rl.track.samples import SampleRow
+from spmd_rl.types import Group, Prompt
 
 Log = Callable[[int, Iterable[SampleRow]], None]
 
 
-def evaluate(cfg: RlvrConfig, rollouts: Rollouts, world: World, step: int, log: Log | None = None) -> dict[str, float]:
-    """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
+class Answers(Protocol):
+    """Who answers: the `Rollouts` of this rank, or what generating ranks hand over to it."""
 
-    The noise is the same at every evaluation, so that two of them differ by the policy alone. `log` gets this rank's
-    answers: `Run.log_eval`.
+    prompts: Any
+    """`eval`: the held-out ones."""
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
+        """[all] This rank's share of the answers, one sample for each `sampling` and prompt."""
+        ...
+
+
+def questions(cfg: RlvrConfig, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
+    """Return the held-out prompts that are asked after `step`, and how each of their answers is drawn.
+
+    None are asked where `step` is not due. The noise is the same at every evaluation, so that two of them differ by the
+    policy alone.
     """
     settings, new_tokens = cfg.eval, cfg.rollout.max_new_tokens
     if not settings.every or (step % settings.every and step != cfg.steps):
-        return {}
-    prompts = rollouts.prompts.eval[: settings.prompts]
+        return (), []
     temperature = cfg.rollout.temperature if settings.temperature is None else settings.temperature
     greedy = Sampling(cfg.seed, "eval", 0.0, new_tokens, stop=cfg.rollout.stop_strings)
     one = replace(greedy, temperature=temperature, **settings.truncation(cfg.rollout))
-    sampled = [one] * settings.answers
+    return held_out[: settings.prompts], [*[one] * settings.answers, greedy]
+
+
+def evaluate(cfg: RlvrConfig, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, float]:
+    """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
+
+    `log` gets this rank's answers: `Run.log_eval`.
+    """
+    prompts, samplings = questions(cfg, rollouts.prompts.eval, step)
+    if not samplings:
+        return {}
     with world.phase("eval"):
-        groups = rollouts.answer(prompts, [*sampled, greedy])
+        groups = rollouts.answer(prompts, samplings)
         if log is not None:
             log(step, held_out(groups))
         sums: dict[str, float] = defaultdict(float)

@@ -1,7 +1,7 @@
 """The scheduler: coordinator, engine loop, episodes and the collection of one step's groups."""
 
 from spmd_rl.rollout.agent import Agent
-from spmd_rl.rollout.collected import Collected
+from spmd_rl.rollout.collected import Collected, Generated, RankReport, StepResult, review
 from spmd_rl.rollout.collection import Rollouts
 from spmd_rl.rollout.demonstrations import Demonstrations, demonstrate
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
@@ -14,11 +14,15 @@ __all__ = [
     "Collected",
     "Context",
     "Demonstrations",
+    "Generated",
     "Outcome",
+    "RankReport",
     "Rollouts",
     "Sampling",
+    "StepResult",
     "demonstrate",
     "mean_parts",
+    "review",
     "single_turn",
     "sum_parts",
 ]

@@ -7,9 +7,10 @@ where they are.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,6 +67,8 @@ class Collected:
     """Answers begun that go on in the next step, over all ranks."""
     cached: float | None = None
     """The share of the prompt tokens that the engines had in their caches; None without any."""
+    pace: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of how training and generating ranks keep up with each other, where they are not the same."""
     failure: RunFailed | None = None
     """Why the run ends with this step, alike on all ranks: the error budget is spent."""
 
@@ -90,6 +93,7 @@ class Collected:
             "rollout/error_share": self.outcomes.error_share,
             "rollout/zero_variance": self.outcomes.zero_variance_share,
             "tokens": int(answers["num_tokens"][sampled].sum()),
+            **self.pace,
         }
         if self.cached is not None:
             metrics["rollout/prefix_cache_hit"] = self.cached
@@ -172,6 +176,16 @@ class StepResult:
             num_carried=self.num_carried,
             cached=self.cached,
         )
+
+
+class Generated(NamedTuple):
+    """What a rank knows of a step's generation once all ranks that generate have ended it."""
+
+    report: RankReport
+    """This rank's."""
+    result: StepResult
+    finished: Mapping[GroupSlice, Group]
+    """This rank's slices, those that are carried on included."""
 
 
 def _joined(slices: list[Group]) -> Group:

@@ -26,7 +26,7 @@ from spmd_rl.engine.base import Engine
 from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.claims import Claim, claims
-from spmd_rl.rollout.collected import Collected, RankReport, StepResult, review
+from spmd_rl.rollout.collected import Collected, Generated, RankReport, StepResult, review
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, in_order, play, single_turn
@@ -62,10 +62,12 @@ class Rollouts:
         world: World,
         episode: Episode | None = None,
         environments: Environments | None = None,
+        holder: int | None = None,
     ) -> None:
         """[all] `world`: the ranks that generate. `episode`: default, the one that `rollout.target` names, or one turn.
 
-        With `environments`, `prompts` are their tasks, and what they say is known when they begin.
+        With `environments`, `prompts` are their tasks, and what they say is known when they begin. holder: the rank,
+        of the world that trains, which will hold this rank's samples; default: this rank.
         """
         self.prompts, self._longest = prompts, (cfg.rollout.max_prompt_tokens, "")
         if environments is None:
@@ -74,6 +76,7 @@ class Rollouts:
         self._engine, self._tokenizer, self._world = engine, tokenizer, world
         self._scorer = ExpectedVerdicts(scorer, cfg.reward, world.journal)
         self._environments = environments
+        self._holder = world.rank if holder is None else holder
         target = cfg.rollout.target
         self._episode = episode or (import_coroutine("rollout.target", target) if target else single_turn)
         leads = world.gather("start: replicas", engine.leads)  # [all]
@@ -96,17 +99,11 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
-        cursor = {"next_ticket": self._cursor.next, "skipped": list(self._cursor.skipped)}
-        return cursor | {"prompts": self.prompts.fingerprint()}
+        return self._cursor.state(self.prompts.fingerprint())
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
-        if state["prompts"] != self.prompts.fingerprint():
-            raise UserError(
-                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, say "
-                "policy.model=<checkpoint>/hf"
-            )
-        self._cursor = Cursor(state["next_ticket"], tuple(state["skipped"]))
+        self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
 
     def close(self) -> None:
         """Give up what is under way; idempotent."""
@@ -136,6 +133,13 @@ class Rollouts:
 
     def collect(self, step: int) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
+        generated = self.generate(step)  # [all]
+        with self._world.phase("coordination"):
+            collected = generated.result.collected(step, generated.finished)
+        return review(collected, self._cfg, self._world)  # [all]
+
+    def generate(self, step: int) -> Generated:
+        """[all] What comes of a step, before anybody has looked at it; the next call begins the next step's tickets."""
         s, world, engine = self._settings, self._world, self._engine
         with world.phase("coordination"):
             round = plan_round(self._cursor, s, self._carried)
@@ -161,7 +165,7 @@ class Rollouts:
             reports = world.gather(END, report, RankReport)  # [all] who comes early waits here for the others' verdicts
         with world.phase("coordination"):
             result = StepResult.of(s, coordinator, reports)
-            collected = result.collected(step, self._finished)
+            generated = Generated(report, result, self._finished)
             self._cursor = self._cursor.after(result.used)
             self._carried = result.carried
             self._finished = {
@@ -170,7 +174,7 @@ class Rollouts:
             if self._previous:
                 self._previous.forget(shared=world.rank == 0)
             self._previous = coordinator
-        return review(collected, self._cfg, world)  # [all]
+        return generated
 
     async def _until_end(self, claim: Claim, coordinator: Coordinator, step: int) -> int:
         """Fill `_finished` until the step has ended. Returns the number of requests stopped then."""
@@ -245,7 +249,7 @@ class Rollouts:
 
     def _report(self, group_slice: GroupSlice, coordinator: Coordinator, step: int) -> None:
         """The verdicts of this slice are all in; resolve the ticket if it is the last of it."""
-        report = SliceReport.of(self._finished[group_slice], group_slice.number, self._world.rank, version=step - 1)
+        report = SliceReport.of(self._finished[group_slice], group_slice.number, self._holder, version=step - 1)
         self._reports[group_slice] = report
         position = coordinator.round.order.position(group_slice.ticket)
         pooled = coordinator.pool(position, group_slice.number, _pack(report.answers))

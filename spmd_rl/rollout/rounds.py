@@ -8,9 +8,10 @@ ticket has a *position*: 0 starts first. A replica claims *slices* of a ticket's
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
+from spmd_rl.errors import UserError
 
 
 class GroupSlice(NamedTuple):
@@ -44,6 +45,20 @@ class Cursor:
         used = set(used)
         top = max([self.next, *(ticket + 1 for ticket in used)])
         return Cursor(top, tuple(t for t in (*self.skipped, *range(self.next, top)) if t not in used))
+
+    def state(self, prompts: str) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, with the fingerprint of the prompts that the tickets stand for."""
+        return {"next_ticket": self.next, "skipped": list(self.skipped), "prompts": prompts}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any], prompts: str) -> "Cursor":
+        """Return the inverse. UserError if the tickets would now stand for other prompts."""
+        if state["prompts"] != prompts:
+            raise UserError(
+                "data.train: the prompts are not those of the checkpoint; to train on others from its weights, say "
+                "policy.model=<checkpoint>/hf"
+            )
+        return cls(state["next_ticket"], tuple(state["skipped"]))
 
 
 @dataclass(frozen=True, slots=True)

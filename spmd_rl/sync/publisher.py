@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TypeVar
 
+import torch
+
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
@@ -56,7 +58,7 @@ class Publisher:
             with self._engine_awake():
                 stream, fault = self._transfer(version)  # [all]
                 clock.append(time.perf_counter())
-                fault = fault or self._compare(stream)
+                fault = fault or (difference(self._engine, stream, self._world.device) if self._engine else "")
                 clock.append(time.perf_counter())
                 self._agree(version, fault, stream.digest())  # [all]
                 if probed and self._engine is not None:
@@ -101,19 +103,6 @@ class Publisher:
                 pass
         return stream, fault or (f"{stream.repeated[0]} was handed over twice" if stream.repeated else "")
 
-    def _compare(self, stream: WeightStream) -> str:
-        """The first difference between the stream and what the engine holds, as far as it shows that; or nothing."""
-        if self._engine is None:
-            return ""
-        given, held = stream.fingerprints, dict(self._engine.loaded_weights())
-        found = finish({name: start(t.to(self._world.device)) for name, t in held.items() if t is not None})
-        for name in held:
-            if name not in given:
-                return f"{name} was not handed over"
-            if name in found and found[name] != given[name]:
-                return f"the engine holds other bytes of {name} than it was given"
-        return next((f"the engine holds no {name}" for name in given if name not in held), "")
-
     def _agree(self, version: int, fault: str, digest: bytes) -> None:
         """[all] RunFailed on every rank if any found a fault, or if the ranks were handed different bytes."""
         digests = self._decide("publish: weights", version, fault, digest, bytes)  # [all]
@@ -140,3 +129,15 @@ class Publisher:
             if found:
                 raise RunFailed(f"publish of version {version}, rank {rank}: {found}")
         return [record for _, record in records]
+
+
+def difference(engine: Engine, stream: WeightStream, device: torch.device) -> str:
+    """Return the first difference between a stream and what the engine holds, as far as it shows that; or nothing."""
+    given, held = stream.fingerprints, dict(engine.loaded_weights())
+    found = finish({name: start(tensor.to(device)) for name, tensor in held.items() if tensor is not None})
+    for name in held:
+        if name not in given:
+            return f"{name} was not handed over"
+        if name in found and found[name] != given[name]:
+            return f"the engine holds other bytes of {name} than it was given"
+    return next((f"the engine holds no {name}" for name in given if name not in held), "")

@@ -1,0 +1,74 @@
+"""Which ranks train and which generate, as numbers: what `placement` says of a job of so many ranks."""
+
+import re
+from dataclasses import dataclass
+
+from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.errors import UserError
+
+_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which ranks of a job do what."""
+
+    train: tuple[int, ...]
+    """ascending"""
+    generate: tuple[int, ...]
+    """ascending; the same ranks where placement is colocated"""
+
+    @classmethod
+    def of(cls, settings: PlacementConfig, num_ranks: int) -> "Placement":
+        """Return the ranks. UserError unless each rank has one task, and each task a rank."""
+        everyone = tuple(range(num_ranks))
+        if not settings.is_split:
+            return cls(everyone, everyone)
+        if num_ranks < 2:
+            raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
+        train, generate = _ranks("train", settings.train, num_ranks), _ranks("generate", settings.generate, num_ranks)
+        if train is None and generate is None:
+            train = everyone[: num_ranks // 2]
+        train = train or tuple(rank for rank in everyone if rank not in generate)
+        generate = generate or tuple(rank for rank in everyone if rank not in train)
+        if twice := set(train) & set(generate):
+            raise UserError(f"placement: rank {min(twice)} cannot both train and generate with mode=split")
+        if idle := set(everyone) - set(train) - set(generate):
+            raise UserError(f"placement: rank {min(idle)} of {num_ranks} ranks neither trains nor generates")
+        for key, ranks in (("train", train), ("generate", generate)):
+            if not ranks:
+                raise UserError(f"placement.{key}: no rank is left for it")
+        return cls(train, generate)
+
+
+def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None:
+    """The ranks that a setting names, ascending; None where it is not given."""
+    if text is None:
+        return None
+    text = text.replace(" ", "")
+    if share := _SHARE.fullmatch(text):
+        count = round(float(share[1]) / 100 * num_ranks)
+        if not 0 < count < num_ranks:
+            raise UserError(f"placement.{key}: {text} of {num_ranks} ranks is {count}; each side needs one")
+        return tuple(range(count) if key == "train" else range(num_ranks - count, num_ranks))
+    if not _RANGES.fullmatch(text):
+        raise UserError(f"placement.{key}: must be ranks as 0-3 or 0,2,4-7, or a share as 25%, not {text!r}")
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    if found and max(found) >= num_ranks:
+        raise UserError(f"placement.{key}: there is no rank {max(found)} among {num_ranks} ranks")
+    return tuple(sorted(found))
+
+
+def describe(ranks: tuple[int, ...]) -> str:
+    """Return ranks as people write them: `0-3` or `0,2,4-7`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)

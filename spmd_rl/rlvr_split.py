@@ -1,0 +1,86 @@
+"""`spmd_rl.rlvr` with `placement.mode=split`: one program, in which some ranks train while others generate.
+
+    torchrun --nproc-per-node 4 -m spmd_rl.rlvr +experiment=demo placement.mode=split placement.max_staleness=1
+
+Every rank runs this file from top to bottom. Beyond the start the two sides meet in no collective: a generating rank
+fetches weights and delivers groups when it is ready, and waits only where it would run ahead of training by more than
+`placement.max_staleness` versions. Lines marked [all] meet all ranks, [train] and [generate] those of one side.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+from spmd_rl.config import RlvrConfig
+
+
+def run(cfg: RlvrConfig) -> None:
+    """Train for `cfg.steps` steps, or what is left of them."""
+    from spmd_rl import sidecar
+    from spmd_rl.data import Prompts
+
+    prompts = Prompts.load(cfg.data)  # before torch: a mistake in a row is told within a second
+    sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
+
+    from spmd_rl import engine, train
+    from spmd_rl.checkpoint import Checkpointer, HfExport, finished
+    from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
+    from spmd_rl.learn import Learner, evaluate, sample_log
+    from spmd_rl.model.tokenizer import load_tokenizer
+    from spmd_rl.rollout import Rollouts
+    from spmd_rl.split import Generator, HandedOver, StagingPublisher, meet
+    from spmd_rl.track import Run
+
+    tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.data.chat_template_kwargs)
+    with World.open(cfg) as world, world.resources() as stack:  # [all]
+        agree_on_start(world, cfg, {"data.train": prompts.train, "data.eval": prompts.eval})  # [all]
+        if done := finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
+            if world.rank == 0:
+                print(f"{cfg.run.dir}: already at step {done}; set steps above {done} to continue", flush=True)
+            return
+        agree_on_dtype(world, cfg)  # [all]
+        sides = stack.enter_context(meet(cfg.placement, world))  # [all]
+        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            scorer = stack.enter_context(
+                sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
+            )
+
+        if side := sides.generate:
+            with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+                generator = engine.build(cfg, side.world)  # [generate]
+            rollouts = Rollouts(cfg, generator, prompts, scorer, tokenizer, side.world, holder=side.courier.holder)
+            stack.enter_context(closing(rollouts))
+            start, state = world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
+            rollouts.load_state(state)
+            rollouts.check()
+            Generator(cfg, generator, rollouts, side.courier, side.world, world.store).run(start, cfg.steps)
+            generator.close()
+            return
+
+        side = sides.train
+        track = stack.enter_context(Run.open(cfg, side.world))  # [train]
+        track.announce(len(prompts.train), len(prompts.eval))
+        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            roles = train.build_roles(cfg, side.world)  # [train]
+        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish.probe_every)
+        rollouts = HandedOver(cfg, prompts, tokenizer, side)  # [train]
+        learner = Learner(cfg, *roles, side.world)
+        parts = {"rollouts": rollouts, "learner": learner, "track": track}
+        export = HfExport(roles.policy, cfg.policy.model, side.world)
+        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), side.world, roles.trained, parts, export)  # [train]
+
+        start = saver.restore()  # [train] 0 for a fresh run
+        world.broadcast("start: step", [start, rollouts.state()], src=sides.first_trainer)  # [all]
+        with world.journal.slow(cfg.journal.start_seconds):  # an engine's first step may compile
+            publish(version=start)  # [train] verified
+        if start == 0:
+            with track.step(0):
+                track.add(evaluate(cfg, rollouts, side.world, 0, track.log_eval))  # [train]
+        for step in range(start + 1, cfg.steps + 1):
+            with track.step(step):
+                collected = rollouts.collect(step)  # [train] made by other ranks meanwhile
+                with sample_log.logged(track, collected, learner):  # [train]
+                    batches = learner.prepare(collected)  # [train] advantages, logprobs where they are needed
+                track.add(collected.metrics() | learner.update(batches))  # [train]
+                track.add(publish(version=step))  # [train] verified
+                track.add(evaluate(cfg, rollouts, side.world, step, track.log_eval))  # [train] when due
+                saver.maybe_save(step, last=step == cfg.steps)  # [train]

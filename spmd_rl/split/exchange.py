@@ -1,0 +1,125 @@
+"""`Exchange`: what a training rank keeps for generating ranks to fetch, and what they have delivered to it.
+
+A thread of its own answers them, so that they never wait for training. It keeps this rank's share of the newest version
+of the weights and of the one before, until nobody is in the middle of fetching it.
+"""
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import zmq
+
+from spmd_rl import wire
+from spmd_rl.sidecar.sockets import claim_directory, remove_socket, socket_path
+from spmd_rl.split import messages
+
+KEPT_VERSIONS = 2
+POLL_MS, WAIT_SECONDS = 200, 0.2
+
+
+class Staged(NamedTuple):
+    """One tensor of the weights, as it is served."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    payload: memoryview
+    digest: bytes
+
+
+class Exchange:
+    """Serves until it is closed. All methods but the thread's are for the main thread."""
+
+    def __init__(self, address: str) -> None:
+        """address: `ipc://` path in a directory of this user's alone."""
+        self.address = address
+        self._lock = threading.Condition()
+        self._versions: dict[int, dict[int, Staged]] = {}
+        self._fetching: dict[int, set[int]] = defaultdict(set)
+        """By version, the generating ranks that have begun and not ended to fetch it."""
+        self._delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        claim_directory(socket_path(address).parent)
+        self._socket.bind(address)
+        self._closing = False
+        self._thread = ThreadPoolExecutor(1, "exchange")
+        self._served: Future[None] = self._thread.submit(self._serve)
+
+    def stage(self, version: int, pieces: dict[int, Staged], waiting: contextlib.AbstractContextManager) -> None:
+        """Keep these pieces, by their place among all weights, as `version`, and let go of versions before the last.
+
+        One that somebody is in the middle of fetching is waited for, inside `waiting`.
+        """
+        with self._lock:
+            old = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None]
+            with waiting:
+                while any(self._fetching[kept] for kept in old):
+                    self._wait()
+            for kept in old:
+                del self._versions[kept]
+                self._fetching.pop(kept, None)
+            self._versions[version] = pieces
+
+    def take(self, kind: str, number: int, senders: Sequence[int]) -> dict[int, bytes]:
+        """Wait until all `senders` have delivered this; return it by sender, and forget it here."""
+        with self._lock:
+            while not set(senders) <= set(self._delivered[kind, number]):
+                self._wait()
+            return self._delivered.pop((kind, number))
+
+    def close(self) -> None:
+        """Stop serving; idempotent. Raises what ended the thread, if anything did."""
+        self._closing = True
+        self._thread.shutdown()
+        remove_socket(self.address)
+        self._served.result()
+
+    def _wait(self) -> None:
+        """Wait for news from the thread, a moment at most; raise what ended it."""
+        if self._served.done():
+            self._served.result()
+            raise AssertionError("the exchange has been closed")
+        self._lock.wait(WAIT_SECONDS)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                if self._socket.poll(POLL_MS):
+                    peer, header, *payload = self._socket.recv_multipart(copy=False)
+                    self._answer(peer.bytes, messages.TO_TRAINER.decode(header.bytes), payload)
+        finally:
+            self._context.destroy(linger=0)
+
+    def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
+        match message:
+            case messages.GetPiece(version, index):
+                with self._lock:
+                    piece = self._versions[version][index]
+                header = messages.Piece(version, index, piece.name, piece.dtype, piece.shape, piece.digest)
+                self._socket.send_multipart([peer, wire.encode(header), piece.payload], copy=False)
+            case messages.Delivery(kind, number, sender, digest):
+                content = payload[0].bytes
+                assert messages.digest(content) == digest, f"{kind} {number} of generating rank {sender} arrived broken"
+                with self._lock:
+                    self._delivered[kind, number][sender] = content
+                    self._lock.notify_all()
+                self._socket.send_multipart([peer, wire.encode(messages.Received(kind, number))])
+            case messages.Begin(version, sender):
+                with self._lock:
+                    known = version in self._versions
+                    if known:
+                        self._fetching[version].add(sender)
+                reply = messages.Begun(version, known)
+                self._socket.send_multipart([peer, wire.encode(reply)])
+            case messages.Fetched(version, sender):
+                with self._lock:
+                    self._fetching[version].discard(sender)
+                    self._lock.notify_all()

@@ -1,0 +1,111 @@
+"""`Generator`: a generating rank's part of a run: load a policy, generate the next step, hand it over."""
+
+import time
+from typing import Any
+
+import msgspec
+import xxhash
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.distributed import World
+from spmd_rl.engine.base import Engine
+from spmd_rl.errors import RunFailed
+from spmd_rl.learn import questions
+from spmd_rl.rollout import Rollouts
+from spmd_rl.split.courier import Courier
+from spmd_rl.split.groups import StepPart, pack
+from spmd_rl.split.pace import oldest_version
+from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
+from spmd_rl.sync import WeightStream, difference, probe
+
+LOOK_SECONDS = 0.02
+"""The pause between two looks for a newer version while nothing can be generated."""
+
+
+class Generator:
+    """Runs ahead of training by at most `placement.max_staleness` steps."""
+
+    def __init__(
+        self, cfg: RlvrConfig, engine: Engine, rollouts: Rollouts, courier: Courier, world: World, store: Any
+    ) -> None:
+        """`world`: the ranks that generate. store: that of all ranks."""
+        self._cfg, self._engine, self._rollouts = cfg, engine, rollouts
+        self._courier, self._world, self._store = courier, world, store
+        self._version, self._start = -1, 0
+
+    def run(self, start: int, last: int) -> None:
+        """[all] that generate: from the policy of version `start`, all steps up to `last`, and what evaluation asks.
+
+        RunFailed if the weights that arrive, or that an engine then holds, are not those that the trainers announced.
+        """
+        self._start = start
+        self._follow(start)  # [all]
+        for step in range(start + 1, last + 1):
+            self._world.journal.set_step(step)
+            began = time.perf_counter()
+            self._follow(oldest_version(step, self._cfg.placement.max_staleness, start))  # [all]
+            waited = time.perf_counter() - began
+            generated = self._rollouts.generate(step)  # [all]
+            finished = sorted(generated.finished.items(), key=lambda pair: pair[0])
+            self._deliver("step", step, pack(StepPart(generated.report, finished, waited)))
+        self._follow(last)  # [all] which may be evaluated
+
+    def _follow(self, at_least: int) -> None:
+        """[all] Load the newest version, and those that come, until one is as new as that."""
+        while True:
+            newest = self._newest(at_least)  # [all]
+            if newest.version > self._version:
+                self._load(newest)  # [all]
+                self._evaluate(newest.version)  # [all]
+            if self._version >= at_least:
+                return
+
+    def _newest(self, at_least: int) -> Announcement:
+        """[all] What the first rank finds; while that is too old to generate with, it waits for news."""
+        found = None
+        if self._world.rank == 0:
+            with self._world.journal.waiting(f"publish: version {at_least} from ranks that train"):
+                while found is None or (found.version <= self._version < at_least):
+                    if found is not None or not self._store.check([NEWEST]):
+                        time.sleep(LOOK_SECONDS)
+                    if self._store.check([NEWEST]):
+                        found = msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement)
+        record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
+        return msgspec.convert(self._world.broadcast("publish: newest version", record), Announcement)  # [all]
+
+    def _load(self, newest: Announcement) -> None:
+        """[all] Fetch a version, give it to the engine, and prove that it is what was announced."""
+        answers, whole = [], xxhash.xxh3_128()
+        with self._world.phase("publish"), self._engine.awake():
+
+            def arriving() -> Any:
+                for name, tensor, digest in self._courier.fetch(newest.version, newest.num_pieces):
+                    whole.update(name.encode() + digest)
+                    yield name, tensor
+
+            stream = WeightStream(arriving(), self._world.device, self._world.progress)
+            self._engine.load(stream, newest.version)  # [all] of the replica
+            for _ in stream:  # whatever the engine left
+                pass
+            fault = difference(self._engine, stream, self._world.device)
+            if whole.digest() != newest.digest:
+                fault = "other weights have arrived than the trainers announced"
+            if not fault and newest.probed:
+                answers, fault = probe.ask(self._engine, newest.version)
+            if fault:
+                raise RunFailed(f"publish of version {newest.version}, generating rank {self._world.rank}: {fault}")
+        self._version = newest.version
+        if newest.probed:
+            self._deliver("probe", newest.version, msgspec.msgpack.encode(ProbePart(answers)))
+
+    def _evaluate(self, version: int) -> None:
+        """[all] Answer the held-out prompts where this version is evaluated; a resumed run does not do it again."""
+        prompts, samplings = questions(self._cfg, self._rollouts.prompts.eval, version)
+        if samplings and (version == 0 or version > self._start):
+            with self._world.phase("eval"):
+                groups = self._rollouts.answer(prompts, samplings)  # [all]
+            self._deliver("eval", version, pack(groups))
+
+    def _deliver(self, kind: str, number: int, payload: bytes) -> None:
+        with self._world.journal.waiting(f"{kind} {number}: handed over"):
+            self._courier.deliver(kind, number, payload)

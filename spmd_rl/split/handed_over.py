@@ -1,0 +1,91 @@
+"""`HandedOver`: what generating ranks hand over, seen from a training rank as if it had generated it itself."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.data import Prompts
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout import Collected, RankReport, Sampling, StepResult, review
+from spmd_rl.rollout.coordinator import coordinate
+from spmd_rl.rollout.prompt_lengths import drop_overlong
+from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.split.groups import unpack_groups, unpack_step
+from spmd_rl.split.sides import TrainSide
+from spmd_rl.types import Group, Prompt
+
+
+class Told(msgspec.Struct, array_like=True):
+    """What training ranks tell each other of a step that was handed over to them."""
+
+    report: RankReport
+    waited: float
+
+
+class HandedOver:
+    """Stateful, like `Rollouts`: the cursor says which tickets no step has trained on."""
+
+    def __init__(
+        self,
+        cfg: RlvrConfig,
+        prompts: Prompts,
+        tokenizer: Tokenizer,
+        side: TrainSide,
+    ) -> None:
+        """[all] that train."""
+        self.prompts, *_ = drop_overlong(prompts, tokenizer, cfg, side.world)  # [all]
+        self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.mine
+        self._cursor, self._step = Cursor(), 0
+
+    def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
+        return self._cursor.state(self.prompts.fingerprint())
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        self._cursor = Cursor.of_state(state, self.prompts.fingerprint())
+
+    def collect(self, step: int) -> Collected:
+        """[all] Wait until the generating ranks have made this step, and return what of it lies on this rank."""
+        world, settings, self._step = self._world, self._cfg.rollout, step
+        with world.phase("generate"):
+            began = time.perf_counter()
+            with world.journal.waiting(f"generate: step {step} from ranks that generate"):
+                delivered = self._exchange.take("step", step, self._senders)
+            seconds = time.perf_counter() - began
+            parts = {sender: unpack_step(payload) for sender, payload in sorted(delivered.items())}
+        with world.phase("coordination"):
+            mine = [(sender, Told(part.report, part.waited)) for sender, part in parts.items()]
+            gathered = world.gather("generate: reports", mine, list[tuple[int, Told]])  # [all]
+            told = [told for _, told in sorted((pair for theirs in gathered for pair in theirs), key=lambda p: p[0])]
+            coordinator = coordinate(world.store, f"step{step}", plan_round(self._cursor, settings))
+            result = StepResult.of(settings, coordinator, [one.report for one in told])
+            self._cursor = self._cursor.after(result.used)
+            finished = {group_slice: group for part in parts.values() for group_slice, group in part.finished}
+            collected = result.collected(step, finished)
+        pace = self._pace(collected, seconds, fmean(one.waited for one in told))  # [all]
+        return review(replace(collected, pace=pace), self._cfg, world)  # [all]
+
+    def _pace(self, collected: Collected, waited: float, generators_waited: float) -> Mapping[str, float]:
+        """[all] How the two sides keep up with each other; seconds are means over the ranks of a side."""
+        lag = collected.outcomes.answers["lag"]
+        return {
+            "placement/train_wait_seconds": self._world.reduce("generate: wait", {"s": waited}, "mean")["s"],  # [all]
+            "placement/generate_wait_seconds": generators_waited,
+            "rollout/lag/mean": float(lag.mean()) if len(lag) else 0.0,
+            "rollout/lag/max": float(lag.max(initial=0)),
+        }
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
+        """[all] Wait for the answers to held-out prompts by the policy that the last collected step has made.
+
+        The generating ranks know by themselves what is asked when (`learn.questions`).
+        """
+        with self._world.journal.waiting("eval: answers of ranks that generate"):
+            delivered = self._exchange.take("eval", self._step, self._senders)
+        return [group for _, payload in sorted(delivered.items()) for group in unpack_groups(payload)]

@@ -1,0 +1,86 @@
+"""What generating and training ranks say to each other: a header, checked against its schema, and maybe a payload.
+
+A message has one or two frames: the header (`wire.encode`), and the payload, bytes whose digest the header holds.
+Generating ranks ask and training ranks answer.
+"""
+
+from typing import Annotated
+
+import msgspec
+import xxhash
+
+from spmd_rl import wire
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Begin(wire.Message, tag=1):
+    """Say that the sender will fetch a version, which must stay until it has; answered with `Begun`."""
+
+    version: wire.Id
+    sender: wire.Id
+
+
+class Begun(wire.Message, tag=2):
+    """Whether the version is kept here."""
+
+    version: wire.Id
+    kept: bool
+
+
+class GetPiece(wire.Message, tag=3):
+    """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes.
+
+    Only between `Begin` and `Fetched`."""
+
+    version: wire.Id
+    index: wire.Id
+    """Its place among all weights, in the order of the trainer's stream."""
+
+
+class Piece(wire.Message, tag=4):
+    """One tensor of the weights; its bytes follow."""
+
+    version: wire.Id
+    index: wire.Id
+    name: str
+    """The checkpoint's name of it."""
+    dtype: str
+    shape: list[int]
+    digest: Digest
+    """xxh3-128 of the payload."""
+
+
+class Delivery(wire.Message, tag=5):
+    """Hand over what was generated; answered with `Received`. Its bytes follow."""
+
+    kind: wire.Name
+    """`step`, `eval` or `probe`."""
+    number: wire.Id
+    """The step, or the version."""
+    sender: wire.Id
+    """Index of the generating rank."""
+    digest: Digest
+
+
+class Received(wire.Message, tag=6):
+    """A delivery has arrived, whole, and the training rank holds it."""
+
+    kind: wire.Name
+    number: wire.Id
+
+
+class Fetched(wire.Message, tag=7):
+    """Say that the sender has all of a version, which it had begun to ask for; not answered."""
+
+    version: wire.Id
+    sender: wire.Id
+
+
+TO_TRAINER = wire.Codec(Begin, GetPiece, Fetched, Delivery)
+TO_GENERATOR = wire.Codec(Begun, Piece, Received)
+
+
+def digest(payload: bytes | memoryview) -> bytes:
+    """Return the 16 bytes that a header says of its payload."""
+    return xxhash.xxh3_128_digest(payload)
