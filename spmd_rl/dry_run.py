@@ -20,6 +20,7 @@ from spmd_rl import sidecar
 from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, has_turns, tokens_per_turn
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
+from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PipelineConfig, RlvrConfig
 from spmd_rl.data import Prompts
@@ -88,8 +89,7 @@ def _lengths(prompts: Prompts, tokenizer: Tokenizer) -> list[int]:
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
     """Return the lines of the first table. `longest` is the length of the longest prompt that is not too long."""
-    r, ranks = cfg.rollout, world_size()
-    shards, replicas = ranks // cfg.train.ranks_per_shard, ranks // cfg.engine.tp
+    r, (shards, replicas) = cfg.rollout, shards_and_replicas(cfg)
     updates = cfg.train.updates_per_step
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
     a_turn = has_turns(cfg) and not r.max_context_tokens
@@ -122,8 +122,10 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
 
 def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
     """Return the lines that all pipelines begin with: the models, their dtype and what the ranks do."""
-    ranks = world_size()
-    shards, replicas = ranks // cfg.train.ranks_per_shard, ranks // cfg.engine.tp
+    placement, (shards, replicas) = Placement.of(cfg.placement, world_size()), shards_and_replicas(cfg)
+    ranks = str(world_size())
+    if cfg.placement.is_split:
+        ranks = f"{ranks_do(placement.train, 'train')}, {ranks_do(placement.generate, 'generate')}"
     axes = " x ".join(f"{axis} {size}" for axis, size in cfg.train.used_axes.items())
     return [
         ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
@@ -132,6 +134,12 @@ def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
         ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x {axes}; "
                   f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
     ]  # fmt: skip
+
+
+def shards_and_replicas(cfg: PipelineConfig) -> tuple[int, int]:
+    """Return the numbers of data shards and of the engine's replicas."""
+    placement = Placement.of(cfg.placement, world_size())
+    return len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.tp
 
 
 def dtype(name: str) -> str:

@@ -7,7 +7,6 @@ fetches weights and delivers groups when it is ready, and waits only where it wo
 `placement.max_staleness` versions. Lines marked [all] meet all ranks, [train] and [generate] those of one side.
 """
 
-from contextlib import closing
 from pathlib import Path
 
 from spmd_rl.config import RlvrConfig
@@ -21,12 +20,11 @@ def run(cfg: RlvrConfig) -> None:
     prompts = Prompts.load(cfg.data)  # before torch: a mistake in a row is told within a second
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
-    from spmd_rl import engine, train
+    from spmd_rl import train
     from spmd_rl.checkpoint import Checkpointer, HfExport, finished
     from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
     from spmd_rl.learn import Learner, evaluate, sample_log
     from spmd_rl.model.tokenizer import load_tokenizer
-    from spmd_rl.rollout import Rollouts
     from spmd_rl.split import Generator, HandedOver, StagingPublisher, meet
     from spmd_rl.track import Run
 
@@ -39,27 +37,17 @@ def run(cfg: RlvrConfig) -> None:
             return
         agree_on_dtype(world, cfg)  # [all]
         sides = stack.enter_context(meet(cfg.placement, world))  # [all]
-        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
-            scorer = stack.enter_context(
-                sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
-            )
-
         if side := sides.generate:
-            with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
-                generator = engine.build(cfg, side.world)  # [generate]
-            rollouts = Rollouts(cfg, generator, prompts, scorer, tokenizer, side.world, holder=side.courier.holder)
-            stack.enter_context(closing(rollouts))
-            start, state = world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
-            rollouts.load_state(state)
-            rollouts.check()
-            Generator(cfg, generator, rollouts, side.courier, side.world, world.store).run(start, cfg.steps)
-            generator.close()
+            with Generator.build(cfg, prompts, tokenizer, side, world) as generator:  # [generate]
+                start, tickets = world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
+                generator.run(start, tickets)  # [generate] to the last step
             return
-
         side = sides.train
         track = stack.enter_context(Run.open(cfg, side.world))  # [train]
         track.announce(len(prompts.train), len(prompts.eval))
         with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            judges = sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
+            stack.enter_context(judges)  # for the ranks of this machine that generate
             roles = train.build_roles(cfg, side.world)  # [train]
         publish = StagingPublisher(roles.policy, side, world.store, cfg.publish.probe_every)
         rollouts = HandedOver(cfg, prompts, tokenizer, side)  # [train]

@@ -3,11 +3,14 @@
 from typing import Any
 
 
-def describe_batch(cfg: Any, num_ranks: int) -> list[tuple[str, str]]:
-    """Return the arithmetic of a step as names and texts, for the settings of a pipeline on so many ranks."""
+def describe_batch(cfg: Any, num_train: int, num_generate: int) -> list[tuple[str, str]]:
+    """Return the arithmetic of a step as names and texts, for the settings of a pipeline.
+
+    num_train, num_generate: how many ranks do that.
+    """
     rollout, train, engine = cfg.rollout, cfg.train, cfg.engine
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
-    shards, replicas = max(1, num_ranks // train.ranks_per_shard), max(1, num_ranks // engine.tp)
+    shards, replicas = max(1, num_train // train.ranks_per_shard), max(1, num_generate // engine.tp)
     running = replicas * engine.max_running
     return [
         ("step", describe_samples(rollout)),

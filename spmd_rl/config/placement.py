@@ -63,12 +63,13 @@ def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None
     return tuple(sorted(found))
 
 
-def describe(ranks: tuple[int, ...]) -> str:
-    """Return ranks as people write them: `0-3` or `0,2,4-7`."""
+def ranks_do(ranks: tuple[int, ...], what: str) -> str:
+    """Return `ranks 0-3 train` or `rank 4 generates`, for a verb in the plural."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:
             parts[-1][1:] = [rank]
         else:
             parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)
+    named = ",".join("-".join(map(str, part)) for part in parts)
+    return f"rank {named} {what}s" if len(ranks) == 1 else f"ranks {named} {what}"

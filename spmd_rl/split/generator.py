@@ -1,21 +1,27 @@
 """`Generator`: a generating rank's part of a run: load a policy, generate the next step, hand it over."""
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import msgspec
 import xxhash
 
+from spmd_rl import sidecar
 from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
-from spmd_rl.engine.base import Engine
+from spmd_rl.engine import Engine
+from spmd_rl.engine import build as build_engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.learn import questions
+from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Rollouts
-from spmd_rl.split.courier import Courier
 from spmd_rl.split.groups import StepPart, pack
 from spmd_rl.split.pace import oldest_version
 from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
+from spmd_rl.split.sides import GenerateSide
 from spmd_rl.sync import WeightStream, difference, probe
 
 LOOK_SECONDS = 0.02
@@ -25,19 +31,39 @@ LOOK_SECONDS = 0.02
 class Generator:
     """Runs ahead of training by at most `placement.max_staleness` steps."""
 
-    def __init__(
-        self, cfg: RlvrConfig, engine: Engine, rollouts: Rollouts, courier: Courier, world: World, store: Any
-    ) -> None:
-        """`world`: the ranks that generate. store: that of all ranks."""
+    def __init__(self, cfg: RlvrConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
+        """store: that of all ranks."""
         self._cfg, self._engine, self._rollouts = cfg, engine, rollouts
-        self._courier, self._world, self._store = courier, world, store
+        self._courier, self._world, self._store = side.courier, side.world, store
         self._version, self._start = -1, 0
 
-    def run(self, start: int, last: int) -> None:
-        """[all] that generate: from the policy of version `start`, all steps up to `last`, and what evaluation asks.
+    @classmethod
+    @contextmanager
+    def build(
+        cls, cfg: RlvrConfig, prompts: Prompts, tokenizer: Tokenizer, side: GenerateSide, world: World
+    ) -> Iterator["Generator"]:
+        """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
+        with ExitStack() as stack:
+            with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+                judges = sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
+                scorer = stack.enter_context(judges)
+                engine = build_engine(cfg, side.world)  # [all]
+            rollouts = Rollouts(
+                cfg, engine, prompts, scorer, tokenizer, side.world, holder=side.courier.holder
+            )  # [all]
+            stack.enter_context(closing(rollouts))
+            rollouts.check()
+            yield cls(cfg, engine, rollouts, side, world.store)
+            engine.close()  # not with an exception pending: an engine's own groups may wait for other ranks
 
-        RunFailed if the weights that arrive, or that an engine then holds, are not those that the trainers announced.
+    def run(self, start: int, tickets: dict[str, Any]) -> None:
+        """[all] that generate: from the policy of version `start`, all steps that are left, and what evaluation asks.
+
+        tickets: the state of the rollouts in the checkpoint of that step. RunFailed if the weights that arrive, or that
+        an engine then holds, are not those that the trainers announced.
         """
+        self._rollouts.load_state(tickets)
+        last = self._cfg.steps
         self._start = start
         self._follow(start)  # [all]
         for step in range(start + 1, last + 1):

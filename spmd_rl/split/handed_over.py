@@ -77,7 +77,6 @@ class HandedOver:
         return {
             "placement/train_wait_seconds": self._world.reduce("generate: wait", {"s": waited}, "mean")["s"],  # [all]
             "placement/generate_wait_seconds": generators_waited,
-            "rollout/lag/mean": float(lag.mean()) if len(lag) else 0.0,
             "rollout/lag/max": float(lag.max(initial=0)),
         }
 

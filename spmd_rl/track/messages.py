@@ -4,6 +4,8 @@ from pathlib import Path
 
 from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.model_files import describe_model
+from spmd_rl.config.placement import Placement, ranks_do
+from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 
@@ -11,7 +13,12 @@ from spmd_rl.distributed import World
 def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
     """Describe the run: model, ranks, prompts, the arithmetic of a step, dtype, directory."""
     axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
-    ranks, nodes = world.size, -(-world.size // world.local_size)
+    ranks, nodes = world_size(), -(-world_size() // world.local_size)
+    placement = Placement.of(cfg.placement, ranks)
+    trains, generates = f"({cfg.train.name}, {axes})", f"({cfg.engine.name}, tp={cfg.engine.tp})"
+    tasks = f"each trains {trains} and generates {generates}"
+    if cfg.placement.is_split:
+        tasks = f"{ranks_do(placement.train, 'train')} {trains}, {ranks_do(placement.generate, 'generate')} {generates}"
     model = Path(cfg.policy.model)
     epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
     train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
@@ -23,11 +30,10 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
         ("dtype", f"{cfg.policy.dtype} in forward passes and the engine; master weights and optimizer in float32"),
         (
             "ranks",
-            f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): each trains ({cfg.train.name}, "
-            f"{axes}) and generates ({cfg.engine.name}, tp={cfg.engine.tp})",
+            f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}",
         ),
         ("prompts", f"{train}, {num_eval} held out{evaluated}"),
-        *describe_batch(cfg, ranks),
+        *describe_batch(cfg, len(placement.train), len(placement.generate)),
         ("run.dir", cfg.run.dir),
     ]
     return _aligned(lines)

@@ -34,7 +34,7 @@ def test_the_arithmetic_of_a_step() -> None:
         ),
         train=TrainConfig(tp=2, updates_per_step=3),
     )
-    told = dict(describe_batch(cfg, 8))
+    told = dict(describe_batch(cfg, 8, 8))
     assert told["step"] == "6 prompts x 4 answers = 24 samples; 2 prompts more are started"
     assert told["generation"].startswith("8 engines, up to 512 answers at once")
     assert told["training"] == "4 data shards of about 6 samples, 3 optimizer steps a step on about 8 samples each"
@@ -46,7 +46,7 @@ def test_the_tokens_of_an_episode_of_ones_own_are_those_of_a_turn_unless_they_ar
         rollout = RolloutConfig(prompts_per_step=6, answers_per_prompt=4, max_prompt_tokens=100, max_new_tokens=28)
         for key, value in settings.items():
             setattr(rollout, key, value)
-        return dict(describe_batch(RlvrConfig(rollout=rollout), 1))["tokens"]
+        return dict(describe_batch(RlvrConfig(rollout=rollout), 1, 1))["tokens"]
 
     own = {"target": "mine:episode"}
     turn = "at most 128 in the first turn of an episode (100 prompt + 28 answer), more with each further one, 4,096 a"
