@@ -259,14 +259,15 @@ def critics(world: World, paths: list[str], axes: dict[str, int]) -> list[float]
             adamw.zero_grad()
             metrics = mine.update(share, value_loss)
             found += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
-        found.append(float((mine.values(share) - plain_values(plain, share)).detach().abs().sum()))
+        last = (mine.values(share) - plain_values(plain, share)).detach().abs()
+        found.append(float(last.amax()) if share.num_tokens else 0.0)
     return found
 
 
 @pytest.mark.parametrize(("size", "axes"), [(2, {}), (2, TP2), (2, CP2), (2, PP2)], ids=str)
 def test_the_critic_follows_plain_torch(size: int, axes: dict[str, int], models) -> None:
     for found in run_ranks(size, critics, [models["llama"], models["qwen2"]], axes, timeout=200):
-        assert len(found) == 14 and max(found) < 1e-3, found
+        assert len(found) == 14 and max(found) < 1e-4, found
 
 
 def bfloat16(world: World, path: str, axes: dict[str, int]) -> dict[str, bool]:
