@@ -63,7 +63,7 @@ PARTS := units plugs walls runs ends rest
 TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play simulate,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
 TESTS_units := tests/unit $(addprefix --ignore ,$(TESTS_plugs) $(TESTS_walls))
-TESTS_ends := $(foreach name,kills stalls mistakes agents doctor wheel,tests/e2e/test_$(name).py)
+TESTS_ends := $(foreach name,kills stalls split mistakes agents doctor wheel,tests/e2e/test_$(name).py)
 TESTS_runs := tests/e2e tests/house $(addprefix --ignore ,$(TESTS_ends))
 TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house
 

@@ -48,6 +48,7 @@ def grow(model):
             weight.mul_(1.01)
 
 
+@pytest.mark.slow
 def test_weights_arrive_rounded(tmp_path):
     """First, since one process has one default group, which the fixture below keeps."""
     path = tiny("qwen2", tmp_path, **VLLM_SIZES)
@@ -260,6 +261,7 @@ def replica_of_two(world, path):
     return errors, diffs, served
 
 
+@pytest.mark.slow
 def test_tokens_and_faults_at_tp_two(tmp_path):
     path = tiny("qwen2", tmp_path, **VLLM_SIZES, **SPREAD)
     results = run_ranks(2, replica_of_two, str(path), timeout=120)

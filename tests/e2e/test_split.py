@@ -68,14 +68,13 @@ POINTS = [("rank-1", "progress generate"), ("rank-0", "enter update"), ("rank-0"
 """A generating rank and a training rank, where each is at work."""
 
 
-@pytest.mark.parametrize(
-    ("victim", "point"), [POINTS[0], *(pytest.param(*point, marks=pytest.mark.slow) for point in POINTS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "point"), POINTS)
 def test_a_killed_run_continues_as_if_nothing_had_happened(
     toy: Toy, straight: Running, victim: str, point: str
 ) -> None:
     name = f"{victim}-{point.replace(' ', '-')}"
-    run = toy.linger(point, *SETTINGS, name=name, torchrun=True)
+    run = toy.linger(point, *SETTINGS, name=name, torchrun=True)  # whose agent ends the others
     run.wait_for(point, rank=int(victim[-1]))
     os.kill(run.pid(victim), signal.SIGKILL)
     assert run.wait(60) != 0
