@@ -78,8 +78,6 @@ def check_placement(cfg: Any) -> None:
     Placement.of(placement, world_size())
     if not placement.is_split:
         return
-    if not hasattr(cfg, "data"):
-        raise UserError("placement.mode: split is there for rlvr; environments are played with colocated ranks")
     if cfg.rollout.partial_rollout:
         raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
     if int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size():

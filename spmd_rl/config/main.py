@@ -44,7 +44,7 @@ ERROR_FILE = "error.txt"
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
-LOOPS = {("rlvr", "split"): "spmd_rl.rlvr_split:run"}
+LOOPS = {("rlvr", "split"): "spmd_rl.rlvr_split:run", ("agentic", "split"): "spmd_rl.agentic_split:run"}
 """By pipeline and `placement.mode`: the loop, in a file of its own, that runs in the place of the door's."""
 
 

@@ -37,6 +37,8 @@ class Exchange:
     def __init__(self, address: str) -> None:
         """address: `ipc://` path in a directory of this user's alone."""
         self.address = address
+        self.newest = -1
+        """The version that was staged last."""
         self._lock = threading.Condition()
         self._versions: dict[int, dict[int, Staged]] = {}
         self._fetching: dict[int, set[int]] = defaultdict(set)
@@ -65,6 +67,7 @@ class Exchange:
                 del self._versions[kept]
                 self._fetching.pop(kept, None)
             self._versions[version] = pieces
+            self.newest = version
 
     def take(self, kind: str, number: int, senders: Sequence[int]) -> dict[int, bytes]:
         """Wait until all `senders` have delivered this; return it by sender, and forget it here."""

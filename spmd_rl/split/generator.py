@@ -9,15 +9,15 @@ import msgspec
 import xxhash
 
 from spmd_rl import sidecar
-from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.data import Prompts
+from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.learn import questions
 from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout import Rollouts
+from spmd_rl.rollout import Agent, Rollouts
 from spmd_rl.split.groups import StepPart, pack
 from spmd_rl.split.pace import oldest_version
 from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.02
 class Generator:
     """Runs ahead of training by at most `placement.max_staleness` steps."""
 
-    def __init__(self, cfg: RlvrConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
+    def __init__(self, cfg: PipelineConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
         """store: that of all ranks."""
         self._cfg, self._engine, self._rollouts = cfg, engine, rollouts
         self._courier, self._world, self._store = side.courier, side.world, store
@@ -40,17 +40,20 @@ class Generator:
     @classmethod
     @contextmanager
     def build(
-        cls, cfg: RlvrConfig, prompts: Prompts, tokenizer: Tokenizer, side: GenerateSide, world: World
+        cls, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: GenerateSide, world: World
     ) -> Iterator["Generator"]:
         """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
+        envs = getattr(cfg, "env", None)
         with ExitStack() as stack:
             with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
-                judges = sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
-                scorer = stack.enter_context(judges)
+                host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
+                scorer, environments = stack.enter_context(host)
                 engine = build_engine(cfg, side.world)  # [all]
-            rollouts = Rollouts(
-                cfg, engine, prompts, scorer, tokenizer, side.world, holder=side.courier.holder
-            )  # [all]
+            episode = Agent(envs) if envs and not cfg.rollout.target else None
+            services = {"episode": episode, "environments": environments if envs else None}
+            rollouts = Rollouts(  # [all]
+                cfg, engine, prompts, scorer, tokenizer, side.world, **services, holder=side.courier.holder
+            )
             stack.enter_context(closing(rollouts))
             rollouts.check()
             yield cls(cfg, engine, rollouts, side, world.store)
@@ -63,10 +66,11 @@ class Generator:
         an engine then holds, are not those that the trainers announced.
         """
         self._rollouts.load_state(tickets)
-        last = self._cfg.steps
+        last, warmup = self._cfg.steps, getattr(self._cfg, "warmup", None)
+        shown = warmup.steps if warmup else 0  # the steps in which the trainers need nobody
         self._start = start
         self._follow(start)  # [all]
-        for step in range(start + 1, last + 1):
+        for step in range(max(start, shown) + 1, last + 1):
             self._world.journal.set_step(step)
             began = time.perf_counter()
             self._follow(oldest_version(step, self._cfg.placement.max_staleness, start))  # [all]

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.data import Prompts
+from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, StepResult, review
 from spmd_rl.rollout.coordinator import coordinate
@@ -32,15 +32,17 @@ class HandedOver:
 
     def __init__(
         self,
-        cfg: RlvrConfig,
-        prompts: Prompts,
+        cfg: PipelineConfig,
+        prompts: Prompts | EnvTasks,
         tokenizer: Tokenizer,
         side: TrainSide,
     ) -> None:
-        """[all] that train."""
-        self.prompts, *_ = drop_overlong(prompts, tokenizer, cfg, side.world)  # [all]
+        """[all] that train. prompts: of tasks, what they say is known when they begin."""
+        self.prompts = prompts
+        if isinstance(prompts, Prompts):
+            self.prompts, *_ = drop_overlong(prompts, tokenizer, cfg, side.world)  # [all]
         self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.mine
-        self._cursor, self._step = Cursor(), 0
+        self._cursor = Cursor()
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
@@ -52,7 +54,7 @@ class HandedOver:
 
     def collect(self, step: int) -> Collected:
         """[all] Wait until the generating ranks have made this step, and return what of it lies on this rank."""
-        world, settings, self._step = self._world, self._cfg.rollout, step
+        world, settings = self._world, self._cfg.rollout
         with world.phase("generate"):
             began = time.perf_counter()
             with world.journal.waiting(f"generate: step {step} from ranks that generate"):
@@ -81,10 +83,10 @@ class HandedOver:
         }
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] Wait for the answers to held-out prompts by the policy that the last collected step has made.
+        """[all] Wait for the answers to held-out prompts by the newest version of the policy.
 
         The generating ranks know by themselves what is asked when (`learn.questions`).
         """
         with self._world.journal.waiting("eval: answers of ranks that generate"):
-            delivered = self._exchange.take("eval", self._step, self._senders)
+            delivered = self._exchange.take("eval", self._exchange.newest, self._senders)
         return [group for _, payload in sorted(delivered.items()) for group in unpack_groups(payload)]

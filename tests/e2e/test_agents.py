@@ -67,6 +67,13 @@ def test_one_rank_plays_the_same_episodes(toy: AgentToy, straight: Running) -> N
     assert difference(alone.weights(2), straight.weights(2)) < 1e-4
 
 
+def test_on_ranks_of_their_own_they_play_the_same_episodes(toy: AgentToy, straight: Running) -> None:
+    split = toy.run("steps=3", "placement.mode=split", "placement.max_staleness=0", name="split")
+    assert [tokens(split, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
+    assert difference(split.weights(3), straight.weights(3)) < 1e-4
+    assert split.metrics()[-1]["val/echo/success"] == straight.metrics()[-1]["val/echo/success"]
+
+
 def test_turns_of_fresh_prompts_are_segments_of_their_trajectory(toy: AgentToy) -> None:
     run = toy.run("steps=2", "env.echo.history=1", "warmup.steps=0", "eval.every=0", name="fresh")
     samples = run.samples(2)

@@ -10,7 +10,7 @@ from spmd_rl.config.schema import PIPELINES
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("spmd_rl", "rewards", "envs", "launch")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in (*PIPELINES, "rlvr_split")]
+DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in (*PIPELINES, "rlvr_split", "agentic_split")]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
