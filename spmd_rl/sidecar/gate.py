@@ -177,8 +177,6 @@ class Gate:
                 return
 
     def _admit(self, outer: socket.socket) -> None:
-        if outer.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
-            raise OSError(errno.EMFILE, "too few descriptors are left")  # the lowest free one is so high
         outer.setblocking(False)
         if outer.family != socket.AF_UNIX:
             outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -187,6 +185,9 @@ class Gate:
             outer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
         present = [connection for connection in self._connections.values() if not connection.closing]
         silent = [connection for connection in present if not connection.spoke]
+        spare = SPARE_FILES + len(silent)  # of each of them, the ROUTER may have yet to accept its end
+        if outer.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - spare:
+            raise OSError(errno.EMFILE, "too few descriptors are left")  # the lowest free one is so high
         if len(silent) >= MAX_SILENT or len(present) >= self._limit:
             self._end(silent[0] if silent else min(present, key=lambda connection: connection.since))
         inner = socket.socket(socket.AF_UNIX)

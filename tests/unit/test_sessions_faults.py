@@ -181,6 +181,7 @@ def test_the_sessions_of_a_client_that_is_gone_are_closed(node, monkeypatch):
     with hosted(node.address) as context:
         client, other = Client(context, node.address), Client(context, node.address)
         other.send(wire.ResetRequest(0, "toy", 1))
+        other.answers()
         client.send(*(wire.ResetRequest(i, "toy", i) for i in range(6)))  # more than there are slots
         assert len(client.answers(3)) == 3
         client.socket.close()
