@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from spmd_rl.checkpoint.convert import main
@@ -138,6 +139,22 @@ def test_every_layout_ends_at_the_weights_of_one_rank(
     moved = largest({name: after[name] - before[name] for name in after}, before)
     record_property("drift", drift)
     assert drift < EXACTLY < moved / 100, (drift, moved)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_that_was_converted_and_back(toys, tmp_path) -> None:
+    """A pipeline's first step to Hugging Face and into a checkpoint again; the second is bitwise that of one run."""
+    toy, layout = toys("native", "smollm2"), "train.pp=2"
+    straight = done(toy, "native", *TWO_STEPS, ranks=2, layout=layout)
+    first = straight.run_dir / "checkpoints" / "step-000001"
+    assert main(["to-hf", str(first), str(tmp_path / "hf")]) == 0
+    assert main(["from-hf", str(tmp_path / "hf"), str(first), str(tmp_path / "again")]) == 0
+    resume = f"checkpoint.resume={tmp_path / 'again'}"
+    run = toy.run(*TWO_STEPS, "engine=native", layout, resume, ranks=2, name="from what was converted")
+    ours, theirs = run.weights(2), straight.weights(2)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert not torch.equal(theirs["model.norm.weight"], straight.weights(1)["model.norm.weight"])
+    assert run.samples(2) == straight.samples(2)
 
 
 def test_heads_that_cannot_be_shared_are_one_line(toys) -> None:
