@@ -134,8 +134,8 @@ class _ReadingPlanner(DefaultSavePlanner):
         super().__init__()
         self._read = read
 
-    def lookup_object(self, index: Any) -> Any:
-        return self._read(index.fqn)
+    def resolve_data(self, write_item: Any) -> Any:
+        return self._read(write_item.index.fqn)
 
 
 class _Writer(dcp.FileSystemWriter):
