@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,20 @@ def test_weights_of_another_model_do_not_come_into_a_checkpoint(once, tmp_path: 
     (line,) = capsys.readouterr().err.splitlines()
     assert "has the shape [264, 64], not [260, 64]" in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["to-hf", "from-hf"])
+def test_a_disk_without_room_is_one_line_and_leaves_nothing(once, way: str, tmp_path: Path, capsys) -> None:
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        code = main([way, *[str(once[0])] * (way == "from-hf"), str(once[1]), str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line == f"error: {tmp_path / 'out'} could not be written: File too large"
+    assert list(tmp_path.iterdir()) == []
 
 
 def peaks(world: World, folder: str) -> list[int]:
