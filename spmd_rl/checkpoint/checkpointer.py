@@ -218,10 +218,12 @@ class Checkpointer:
     def _differs(self, path: Path, name: str, expected: str) -> str | None:
         """What is wrong with one file; None if its content has the expected hash."""
         try:
-            found = manifest.hash_file(path, self._world.progress).hash
+            manifest.check_file(path, name, expected, self._world.progress)
+        except TornCheckpoint as torn:
+            return str(torn)
         except OSError as error:
             return f"{name}: {error.strerror} on rank {self._world.rank}; is the directory shared by all nodes?"
-        return None if found == expected else f"{name} does not have the content that its manifest vouches for"
+        return None
 
     def _load(self, path: Path) -> int:
         """[all] Load a checkpoint that has been verified; return its step."""

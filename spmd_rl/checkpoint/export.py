@@ -6,7 +6,7 @@ file of the model directory that holds weights.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -81,6 +81,25 @@ def copy_side_files(model_dir: Path, path: Path, dtype: str) -> None:
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def begins_file(held_bytes: int, tensor_bytes: int, max_bytes: int) -> bool:
+    """Whether a tensor goes into another file than the one that holds so many bytes already."""
+    return held_bytes > 0 and held_bytes + tensor_bytes > max_bytes
+
+
+def file_name(number: int, count: int) -> str:
+    """The name under which `from_pretrained` looks for file `number`, from 1 on, of so many."""
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(path: Path, names: Sequence[Sequence[str]], total_bytes: int) -> None:
+    """Write which tensors each file holds; nothing where there is one file."""
+    if len(names) == 1:
+        return
+    weight_map = {name: file_name(i, len(names)) for i, inside in enumerate(names, start=1) for name in inside}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
 class _Shards:
     """Collects tensors up to the size of a safetensors file, then writes it. Holds one file's tensors in memory."""
 
@@ -95,7 +114,7 @@ class _Shards:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Keep a copy of `tensor`, which its owner may overwrite next."""
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
+        if begins_file(self._pending_bytes, tensor.nbytes, self._max_bytes):
             self._flush()
         if not self._names and not self._pending:
             self.dtype = str(tensor.dtype).removeprefix("torch.")
@@ -106,17 +125,9 @@ class _Shards:
     def finish(self) -> None:
         """Write the rest, and give the files the names that `from_pretrained` looks for."""
         self._flush()
-        count = len(self._names)
-        if count == 1:
-            self._part(1).rename(self._path / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._names, start=1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._part(number).rename(self._path / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        for number, _ in enumerate(self._names, start=1):
+            self._part(number).rename(self._path / file_name(number, len(self._names)))
+        write_index(self._path, self._names, self._total_bytes)
 
     def _part(self, number: int) -> Path:
         return self._path / f"model-{number:05d}.safetensors"

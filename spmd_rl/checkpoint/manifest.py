@@ -15,7 +15,7 @@ NAME = "manifest.json"
 EXPORT = "hf"
 """The folder of a checkpoint that is an export and no state: it may be moved away."""
 FORMAT = 1
-_CHUNK = 16 << 20
+_CHUNK = 4 << 20
 
 
 class TornCheckpoint(Exception):
@@ -109,7 +109,7 @@ def list_files(directory: Path) -> dict[str, int]:
 
 
 def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
-    """Return size and hash of a file; `progress` is called every 16 MiB, so that a large one is no stall."""
+    """Return size and hash of a file; `progress` is called every 4 MiB, so that a large one is no stall."""
     digest = hashlib.blake2b(digest_size=32)
     size = 0
     with open(path, "rb") as file:
@@ -118,6 +118,12 @@ def hash_file(path: Path, progress: Callable[[], object]) -> Entry:
             size += len(chunk)
             progress()
     return Entry(size, digest.hexdigest())
+
+
+def check_file(path: Path, name: str, expected: str, progress: Callable[[], object] = lambda: None) -> None:
+    """Raise `TornCheckpoint`, which calls the file `name`, if its content does not have the hash that is expected."""
+    if hash_file(path, progress).hash != expected:
+        raise TornCheckpoint(f"{name} does not have the content that its manifest vouches for")
 
 
 def flush(path: Path) -> None:

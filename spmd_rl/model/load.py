@@ -84,6 +84,21 @@ def load_weights(
     are not looked for. `on_progress` is called after each tensor. UserError, before anything is read, if a weight is
     missing, unknown to the model or of another shape.
     """
+    wanted = checked_weights(model, files, fresh)
+    for name, tensor in model.named_parameters():
+        if name in fresh:
+            _local(tensor).zero_()
+    for name, (tensor, part) in wanted.items():
+        _fill(_local(tensor), owned_region(tensor), name, part, files)
+        on_progress()
+
+
+Wanted = dict[str, tuple[Tensor, Part]]
+"""By each name that is stored, the model's tensor that it belongs to; those that tie weights share an entry."""
+
+
+def checked_weights(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> Wanted:
+    """Return which stored tensors make up the model's. UserError as of `load_weights`; nothing is read but heads."""
     if problem := mismatch(model, files, fresh):
         raise UserError(problem)
     wanted = _stored_tensors(model, files, fresh)
@@ -94,17 +109,25 @@ def load_weights(
                 f"policy.model: {files.file_of(name)}: {name} has the shape {files.shape(name)}, "
                 f"not {shape} as config.json says"
             )
-    for name, tensor in model.named_parameters():
-        if name in fresh:
-            _local(tensor).zero_()
-    for name, (tensor, part) in wanted.items():
-        own = owned_region(tensor)
-        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, part.region, strict=True)]
-        if all(piece.stop > piece.start for piece in common):
-            source, place = (_within(common, outer) for outer in (part.region, own))
-            found = files.read(name, source[part.is_expert :])
-            _local(tensor)[place].copy_(found[None] if part.is_expert else found)
-        on_progress()
+    return wanted
+
+
+def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
+    """Read one of a model's tensors whole, in the dtype that it has there. `wanted`: see `checked_weights`."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for name, (owner, part) in wanted.items():
+        if owner is tensor:
+            _fill(whole, owned_region(whole), name, part, files)
+    return whole
+
+
+def _fill(local: Tensor, own: Region, name: str, part: Part, files: WeightFiles) -> None:
+    """Copy what the region `own` of a model's tensor, which is `local`, shares with the stored tensor `name`."""
+    common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, part.region, strict=True)]
+    if all(piece.stop > piece.start for piece in common):
+        source, place = (_within(common, outer) for outer in (part.region, own))
+        found = files.read(name, source[part.is_expert :])
+        local[place].copy_(found[None] if part.is_expert else found)
 
 
 def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> str:
@@ -125,8 +148,7 @@ def _within(region: Iterable[slice], outer: Region) -> Region:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
 
-def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> dict[str, tuple[Tensor, Part]]:
-    """By each name that is stored, the model's tensor that it belongs to; those that tie weights share an entry."""
+def _stored_tensors(model: nn.Module, files: WeightFiles, fresh: Collection[str]) -> Wanted:
     tied: dict[int, list[str]] = defaultdict(list)
     tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if name not in fresh}
     for name, tensor in tensors.items():

@@ -15,12 +15,12 @@ from spmd_rl import sync
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.model.build import build_model
+from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.train.fsdp2 import FSDP2Backend, shard
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
-from tests.models import tiny
+from tests.models import EXPERTS, tiny
 from tests.unit.test_publish import Policy
 
 pytestmark = needs_vllm
@@ -55,6 +55,25 @@ def test_weights_arrive_rounded(tmp_path):
     with vllm_engine(path, "bfloat16") as engine, solo() as world:
         publish = sync.build(Policy(path, torch.bfloat16), engine, world)
         assert all(publish(version=v)["publish/probe_abs_diff"] < 0.02 for v in range(2))
+
+
+class Mixture(Policy):
+    """A trainer whose experts are one parameter, which leaves expert by expert."""
+
+    def weights(self):
+        return ((name, tensor.detach()) for name, tensor in weights_of(self.model).items())
+
+
+@pytest.mark.parametrize("width", [32, 40])
+def test_the_experts_of_a_mixture_arrive_every_time(width, tmp_path):
+    """On the CPU vLLM packs them, and fills up a width that 32 does not divide."""
+    path = tiny("qwen3_moe", tmp_path, **VLLM_SIZES, **EXPERTS["qwen3_moe"] | {"moe_intermediate_size": width})
+    policy = Mixture(path, torch.float32)
+    with vllm_engine(path) as engine, solo() as world:
+        publish = sync.build(policy, engine, world)
+        for version in range(3):
+            assert publish(version=version)["publish/probe_abs_diff"] < 1e-5
+            grow(policy.model)
 
 
 @pytest.fixture(scope="module")

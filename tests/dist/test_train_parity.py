@@ -66,6 +66,9 @@ TWO_AXES = [
     (PP2 | EP2, 1),
 ]
 LARGE = [pytest.param(4, axes, count, marks=pytest.mark.slow) for axes, count in TWO_AXES]
+THREE_AXES = [CP2 | TP2, PP2 | TP2, PP2 | CP2 | TP2, PP2 | CP2 | EP2, PP2 | COPIES | EP2, COPIES | CP2 | TP2]
+"""Of eight ranks: what the axes leave are data shards."""
+LARGE += [pytest.param(8, axes, 1, marks=pytest.mark.slow) for axes in THREE_AXES]
 UPDATES = [pytest.param(*layout, marks=pytest.mark.slow) for layout in [*LAYOUTS, (4, TP2, 3), (2, COPIES, 1)]]
 """The optimizer sees shards and nothing of the layout: where gradients are right, three layouts stand for all."""
 CHOSEN = {1: ("llama", "qwen2", "smollm2"), 2: ("llama", "qwen2", "qwen3"), 3: ("smollm2", "qwen2")}

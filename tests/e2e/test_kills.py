@@ -60,12 +60,14 @@ def cases(victims: list[tuple[str, str, str]]) -> list:
     ]
 
 
-def strike(toy: Toy, name: str, victim: str, point: str) -> Running:
+def strike(toy: Toy, name: str, victim: str, point: str, *overrides: str, ranks: int = 2) -> Running:
     """A run whose victim was killed at the point. Rank 0 dies without an agent that would end the others, except where
     they wait for its answers: that is a stall, which takes longer. A sidecar's death ends nothing."""
     waited_for = victim == "rank-0" and point.endswith((" generate", " score"))
-    run = toy.linger(point, *SETTINGS, name=name, torchrun=victim in ("agent", "rank-1") or waited_for)
-    run.wait_for(point, rank=1 if victim == "rank-1" else 0)
+    rank = int(victim.removeprefix("rank-")) if victim.startswith("rank-") else 0
+    agent = victim == "agent" or rank > 0 or waited_for
+    run = toy.linger(point, *SETTINGS, *overrides, name=name, ranks=ranks, torchrun=agent)
+    run.wait_for(point, rank=rank)
     os.kill(run.pid(victim), signal.SIGKILL)
     return run
 

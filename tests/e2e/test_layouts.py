@@ -1,63 +1,163 @@
-"""Layouts through the real door: same tokens, and the same gradient as one rank."""
+"""Layouts through the real door, with each engine: same tokens, and the same gradient and weights as on one rank."""
 
 from collections.abc import Callable
 from functools import cache
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from spmd_rl.checkpoint.convert import main
 from tests.e2e.runs import EXACT, Running, Toy
+from tests.engines import VLLM_SIZES, needs_vllm
 from tests.models import EXPERTS
 
-SETTINGS = (*EXACT, "steps=2", "policy.lr=1e-5", "eval.every=0", "rollout.over_sample=0")
+HUGE, SCALE = 1e12, 100.0
+SETTINGS = (*EXACT, "eval.every=0", "rollout.over_sample=0", "policy.warmup_steps=0", "policy.schedule=constant")
+ONE_STEP = ("steps=1", f"policy.eps={HUGE}", f"policy.lr={SCALE * HUGE}", f"policy.max_grad_norm={HUGE}")
+ONE_STEP = (*SETTINGS, *ONE_STEP, "policy.weight_decay=0")
+"""With an epsilon far above any gradient AdamW's first step is lr / eps times the gradient: it is read off the weights.
+A float32 weight rounds away what is much smaller than itself, hence the scale."""
+TWO_STEPS = (*SETTINGS, "steps=2", "policy.lr=1e-2", "policy.eps=1e-3")
+"""The epsilon hides gradients that are rounding alone, of which AdamW would make whole steps."""
+SAME, EXACTLY = 1e-4, 1e-5
+"""Relative errors that are allowed: of the first step's numbers, and of each tensor in the L2 norm."""
+NINE_HEADS = {"tie": True, "num_attention_heads": 9, "num_key_value_heads": 3}
 SIZES = {
-    "smollm2": ("llama", {"tie": True, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "smollm2": ("llama", {**NINE_HEADS, "hidden_size": 72}),
     "qwen2": ("qwen2", {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS["qwen3_moe"]),
 }
+OF_VLLM = {name: (kind, VLLM_SIZES | sizes) for name, (kind, sizes) in SIZES.items()}
+OF_VLLM["smollm2"] = "llama", {**NINE_HEADS, **VLLM_SIZES, "hidden_size": 288}
+TOYS = {"native": {name: (kind, {"head_dim": 8} | sizes) for name, (kind, sizes) in SIZES.items()}, "vllm": OF_VLLM}
 
-
-MORE = [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2"), ("qwen2", 2, "train.cp=2")]
-CASES = [
+QUICK = [
+    ("smollm2", 2, ""),
+    ("smollm2", 2, "train.cp=2"),
+    ("smollm2", 2, "train.pp=2"),
+    ("smollm2", 3, "train.tp=3"),
+    ("qwen3_moe", 2, "train.ep=2"),
+]
+SLOW = [
+    ("qwen2", 2, "train.tp=2"),
+    ("qwen2", 2, "train.cp=2"),
+    ("qwen2", 2, "train.pp=2"),
     ("qwen2", 4, "train.tp=2"),
     ("qwen2", 4, "train.dp_replicate=2"),
-    ("smollm2", 2, "train.cp=2"),
-    ("qwen3_moe", 2, "train.ep=2"),
-    ("qwen2", 2, "train.pp=2"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+    ("qwen2", 4, "train.tp=2 train.pp=2"),
+    ("qwen2", 4, "train.cp=2"),
+    ("qwen3_moe", 4, "train.ep=2 train.pp=2"),
 ]
+WITH_VLLM = [
+    ("smollm2", 3, "train.tp=3"),
+    ("qwen2", 2, "train.cp=2"),
+    ("qwen2", 2, "train.pp=2"),
+    ("qwen2", 2, "train.pp=2 engine.tp=2"),
+    ("qwen3_moe", 2, "train.ep=2"),
+]
+slow = pytest.mark.slow
+GRADIENTS = [*QUICK, *(pytest.param(*case, marks=slow) for case in SLOW)]
+WEIGHTS = [pytest.param("native", *case, marks=slow) for case in (*QUICK, *SLOW)]
+WEIGHTS += [pytest.param("vllm", *case, marks=(slow, needs_vllm, pytest.mark.timeout(900))) for case in WITH_VLLM]
 """`tests/dist/test_train_parity` has every model in every layout."""
 
 
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory) -> dict[str, Toy]:
-    return {
-        name: Toy(tmp_path_factory.mktemp(name), kind, head_dim=8, intermediate_size=96, **sizes)
-        for name, (kind, sizes) in SIZES.items()
-    }
+def toys(tmp_path_factory) -> Callable[[str, str], Toy]:
+    """By engine and model."""
+
+    @cache
+    def made(engine: str, model: str) -> Toy:
+        kind, sizes = TOYS[engine][model]
+        return Toy(tmp_path_factory.mktemp(f"{engine}-{model}"), kind, intermediate_size=96, **sizes)
+
+    return made
 
 
 @pytest.fixture(scope="module")
-def alone(toys) -> Callable[[str], Running]:
-    """A model's run on one rank."""
-    return cache(lambda model: toys[model].run(*SETTINGS, ranks=0, name="alone"))
+def alone(toys) -> Callable[..., Running]:
+    """A model's run on one rank, with the given settings."""
+    return cache(lambda engine, model, *settings: done(toys(engine, model), engine, *settings, ranks=0, layout=""))
 
 
-@pytest.mark.parametrize(("model", "ranks", "layout"), CASES)
-def test_no_layout_changes_the_gradient(toys, alone, model: str, ranks: int, layout: str) -> None:
-    toy, expected = toys[model], alone(model)
-    run = toy.run(*SETTINGS, layout, ranks=ranks, name=f"{ranks} ranks, {layout}")
+def done(toy: Toy, engine: str, *settings: str, ranks: int, layout: str) -> Running:
+    steps = next(setting for setting in settings if setting.startswith("steps="))
+    name = f"{ranks} ranks, {layout}, {steps}"
+    run = toy.start(*settings, f"engine={engine}", *layout.split(), ranks=ranks, name=name)
+    assert run.wait(400) == 0, run.text()[-3000:]
+    return run
+
+
+def tokens(run: Running) -> list:
+    """Prompt and token ids of the first step's samples."""
+    return [(s["ticket"], s["answer"], s["id"], [t["token_ids"] for t in s["turns"]]) for s in run.samples(1)]
+
+
+def assert_same_first_step(run: Running, expected: Running) -> None:
+    assert len(tokens(run)) >= 16 and tokens(run) == tokens(expected)
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
-        assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
+        assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=SAME, abs=1e-6), key
     assert expected.metrics()[1]["actor/grad_norm"] > 0.01
-    ids = [[[turn["token_ids"] for turn in row["turns"]] for row in one.samples(1)] for one in (run, expected)]
-    assert ids[0] == ids[1]
-    weights, wanted = run.weights(2), expected.weights(2)
-    assert weights.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert float((weights[name] - tensor).norm() / tensor.norm()) < 1e-4, name
+    assert run.metrics()[1]["train_infer/abs_diff/mean"] < 1e-4
+
+
+def largest(errors: dict, wanted: dict) -> float:
+    """The largest relative error of a tensor, in the L2 norm."""
+    assert errors.keys() == wanted.keys()
+    return max(float(error.norm() / wanted[name].norm()) for name, error in errors.items())
+
+
+@pytest.mark.parametrize(("model", "ranks", "layout"), GRADIENTS)
+def test_every_layout_has_the_tokens_and_the_gradient_of_one_rank(
+    toys, alone, model: str, ranks: int, layout: str, tmp_path, record_property: Callable
+) -> None:
+    """Guarantee S. And a checkpoint of every layout converts to what the run exports."""
+    toy, expected = toys("native", model), alone("native", model, *ONE_STEP)
+    run = done(toy, "native", *ONE_STEP, ranks=ranks, layout=layout)
+    assert_same_first_step(run, expected)
+    start, here, there = load_file(toy.model / "model.safetensors"), run.weights(1), expected.weights(1)
+    moved = {name: there[name] - tensor for name, tensor in start.items()}
+    error = largest({name: here[name] - there[name] for name in here}, moved)
+    record_property("error", error)
+    assert error < EXACTLY, error
+    checkpoint = run.run_dir / "checkpoints" / "step-000001"
+    assert main(["to-hf", str(checkpoint), str(tmp_path / "out")]) == 0
+    for file in (checkpoint / "hf").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize(("engine", "model", "ranks", "layout"), WEIGHTS)
+def test_every_layout_ends_at_the_weights_of_one_rank(
+    toys, alone, engine: str, model: str, ranks: int, layout: str, record_property: Callable
+) -> None:
+    expected = alone(engine, model, *TWO_STEPS)
+    run = done(toys(engine, model), engine, *TWO_STEPS, ranks=ranks, layout=layout)
+    assert_same_first_step(run, expected)
+    (before, after), wanted = (run.weights(step) for step in (1, 2)), expected.weights(2)
+    drift = largest({name: after[name] - wanted[name] for name in after}, wanted)
+    moved = largest({name: after[name] - before[name] for name in after}, before)
+    record_property("drift", drift)
+    assert drift < EXACTLY < moved / 100, (drift, moved)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_that_was_converted_and_back(toys, tmp_path) -> None:
+    """A pipeline's first step to Hugging Face and into a checkpoint again; the second is bitwise that of one run."""
+    toy, layout = toys("native", "smollm2"), "train.pp=2"
+    straight = done(toy, "native", *TWO_STEPS, ranks=2, layout=layout)
+    first = straight.run_dir / "checkpoints" / "step-000001"
+    assert main(["to-hf", str(first), str(tmp_path / "hf")]) == 0
+    assert main(["from-hf", str(tmp_path / "hf"), str(first), str(tmp_path / "again")]) == 0
+    resume = f"checkpoint.resume={tmp_path / 'again'}"
+    run = toy.run(*TWO_STEPS, "engine=native", layout, resume, ranks=2, name="from what was converted")
+    ours, theirs = run.weights(2), straight.weights(2)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert not torch.equal(theirs["model.norm.weight"], straight.weights(1)["model.norm.weight"])
+    assert run.samples(2) == straight.samples(2)
 
 
 def test_heads_that_cannot_be_shared_are_one_line(toys) -> None:
-    run = toys["smollm2"].start(*SETTINGS, "train.tp=2", ranks=2, name="refused")
+    run = toys("native", "smollm2").start(*SETTINGS, "train.tp=2", ranks=2, name="refused")
     assert run.wait() != 0
     assert "train.tp: 2 ranks cannot share the 9 heads and 3 key-value heads" in run.text()

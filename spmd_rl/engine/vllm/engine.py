@@ -25,7 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from spmd_rl.engine.answer import Answer, TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.engine.vllm.start import TIES, stop
-from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads
+from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
@@ -172,6 +172,7 @@ class VllmEngine:
         assert self.num_unfinished == 0, "load() with requests under way"
         self._version = None
         checked = CheckedWeights(weights, self._shapes)
+        unpack_experts(self._model)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
         repack_heads(self._model)
         if faults := [*filter(None, [self._lost]), *checked.end()]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from spmd_rl.hub import model_folder
@@ -62,6 +63,18 @@ def repack_heads(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def unpack_experts(model: nn.Module) -> None:
+    """Let the next reload pack the experts of a mixture once more: vLLM does so the first time alone.
+
+    On the CPU experts compute with packed weights, and would take the plain ones of a reload for such. Elsewhere this
+    does nothing: what is not packed is copied to where captured graphs look for it.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and module.w13_weight.device.type == "cpu":
+            method.moe_kernel = None
 
 
 def plain_weights(

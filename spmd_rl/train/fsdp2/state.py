@@ -3,10 +3,14 @@
     written = StateFiles(world).save(role.state_dict(), folder)  # [all]
 
 Tensors may be of any dtype and lie on any mesh: DCP writes each piece once, and reads what another number of ranks has
-written. DCP pickles its metadata, so `load` may only see a folder whose content has been verified.
+written. DCP pickles its metadata, so `load` may only see a folder whose content has been verified. `SavedState` and
+`write_state` do without ranks, one tensor at a time.
 """
 
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,75 @@ class StateFiles:
 
     def _meeting(self) -> dict[str, Any]:
         return {"process_group": self._group, "no_dist": self._group is None}
+
+
+class SavedState:
+    """The tensors that ranks have saved in a folder, whole and one at a time, for one process alone.
+
+    saved = SavedState(folder)
+    saved.read("model.lm_head.weight")
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: its content must have been verified. OSError if it holds no such state."""
+        self._reader = _MetadataOnce(folder)
+        found = self._reader.read_metadata().state_dict_metadata
+        self.tensors = {name: torch.empty(t.size, dtype=t.properties.dtype, device="meta") for name, t in found.items()}
+        """By name as `part.name`: shapes and dtypes, on the meta device."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole, on the CPU. Twice its memory is needed where one rank has written all of it."""
+        whole = torch.empty_like(self.tensors[name], device="cpu")
+        with _alone():
+            dcp.load({name: whole}, storage_reader=self._reader, no_dist=True)
+        return whole
+
+
+def write_state(folder: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write what `StateFiles.load` loads into the existing folder, holding one tensor at a time.
+
+    tensors: by name as `part.name`, on the meta device. read: gives each of them, on the CPU. OSError if a write fails.
+    """
+    state: State = {}
+    for name, tensor in tensors.items():
+        part, _, key = name.partition(".")
+        state.setdefault(part, {})[key] = tensor
+    writer = _Writer(folder, single_file_per_rank=False)  # torch holds all that goes into a file until it is written
+    try:
+        with _alone():
+            dcp.save(state, storage_writer=writer, planner=_ReadingPlanner(read), no_dist=True)
+    except CheckpointException as failed:
+        raise _cause(failed) from failed
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns where it has no process group, which is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+class _MetadataOnce(dcp.FileSystemReader):
+    """Reads the metadata once, and not for every tensor."""
+
+    @cached_property
+    def _metadata(self) -> Any:
+        return super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return self._metadata
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Gets a tensor when it is its turn to be written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return self._read(write_item.index.fqn)
 
 
 class _Writer(dcp.FileSystemWriter):
