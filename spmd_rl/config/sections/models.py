@@ -8,6 +8,7 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
 BACKENDS = ("fsdp2",)
 CHECKPOINTING = ("none", "selective", "full")
@@ -31,8 +32,12 @@ class ModelConfig:
 
 @dataclass
 class TrainedModelConfig(ModelConfig):
-    """A model that is trained, and its optimizer (AdamW)."""
+    """A model that is trained, and its optimizer."""
 
+    optimizer: str = "adamw"
+    """`adamw`; or `muon`: the matrices of the layers take steps that are orthogonalised, the rest (embeddings, output,
+    norms, biases) AdamW's. Its steps are scaled to the size of AdamW's, so that `lr` and `weight_decay` are for both.
+    It keeps half the state of AdamW, and gathers all matrices once an update."""
     lr: float = 1e-6
     """Peak learning rate."""
     schedule: str = "constant"
@@ -42,11 +47,13 @@ class TrainedModelConfig(ModelConfig):
     max_grad_norm: float = 1.0
     """Global L2 norm to which gradients are clipped."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, as AdamW has it."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's decay rates of the first and the second moment."""
     eps: float = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
+    muon_momentum: float = 0.95
+    """Decay rate of the mean of gradients that `optimizer=muon` follows, with Nesterov's look ahead."""
     dither: bool = True
     """Let the float32 master of each weight begin anywhere in the interval that rounds to it, not in the middle. The
     model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32."""
@@ -58,16 +65,17 @@ class TrainedModelConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, schedule=SCHEDULES)
+        one_of(self, optimizer=OPTIMIZERS, schedule=SCHEDULES)
         at_least(self, lr=0, warmup_steps=0, weight_decay=0, router_aux_coef=0, max_skipped_updates=1)
         above(self, max_grad_norm=0, eps=0)
         two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
+        require(0 <= self.muon_momentum < 1, f"muon_momentum: must be in [0, 1), not {self.muon_momentum}")
 
 
 @dataclass
 class PolicyConfig(TrainedModelConfig):
-    """The model that is trained, and its optimizer (AdamW)."""
+    """The model that is trained, and its optimizer."""
 
     model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is

@@ -1,4 +1,4 @@
-"""`FSDP2Role`: a module sharded over its layout's ranks, with AdamW; or frozen and forward-only.
+"""`FSDP2Role`: a module sharded over its layout's ranks, with an optimizer; or frozen and forward-only.
 
 Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. Per-token weights are global, so
 each data shard's gradient is a term of one sum, and the gradient is the same however the batch is spread over ranks and
@@ -29,6 +29,7 @@ from spmd_rl.train.base import Metrics
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.experts import spread_experts
+from spmd_rl.train.fsdp2.muon import matrices
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.fsdp2.pipeline import Pipeline
@@ -130,6 +131,7 @@ class FSDP2Role:
         if optimizer is None:
             model.requires_grad_(False)
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
         self._pipeline = Pipeline(model, layout, dtype)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
@@ -149,7 +151,7 @@ class FSDP2Role:
             dither(model, dtype)
         self._optimizer = None
         if optimizer is not None:
-            self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline)
+            self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline, for_muon)
         self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
