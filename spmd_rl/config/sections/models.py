@@ -124,7 +124,8 @@ class TrainConfig:
     """Compile the decoder layers with `torch.compile`. The first steps take a minute or more longer, later ones less.
     Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
     offload: bool = False
-    """Keep weights and optimizer state in host memory during generation. It has no effect on CPU."""
+    """Keep a role's weights in host memory while it computes nothing, and its optimizer's state but for the step
+    itself. The engine's weights leave the device while it does not generate. It has no effect on CPU."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
@@ -184,7 +185,7 @@ class TrainOverrides:
     compile: bool | None = None
     """Compile the decoder layers."""
     offload: bool | None = None
-    """Keep weights and optimizer state in host memory during generation."""
+    """Keep weights and optimizer state in host memory while they are not used."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)

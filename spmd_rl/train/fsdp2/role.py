@@ -206,6 +206,9 @@ class FSDP2Role:
             self._weights.changed()
             self._moments.changed()
         self._optimizer.zero_grad()
+        if self._offloads:  # the next update's micro-batches may need the room
+            with self._world.journal.kind("copy"):
+                self._moments.to_host()
         self._count(skipped)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
         means = {name: value / num_tokens for name, value in sums.items()}
@@ -328,7 +331,7 @@ class FSDP2Role:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """See `Role`. The optimizer's state comes when `update`, `save` or `load` first wants it."""
+        """See `Role`. The optimizer's state comes for its step alone, and for `save` and `load`."""
         self._weights.to_device()
         yield
         if self._offloads:
