@@ -81,11 +81,11 @@ def check_mesh(cfg: Any) -> None:
         LayoutSizes.of(section, world_size(), **train.axes)
         folder = model_folder(model)
         if (count := experts_in(folder)) is not None:
-            check_experts(section, count, str(folder), tp=train.tp, ep=train.ep)
+            check_experts(section, count, str(folder), train.ep)
         if train.pp > 1:
             check_layers(section, train.pp, folder / "config.json")
         if train.tp > 1:
-            check_heads(f"{section}.tp", train.tp, folder / "config.json")
+            check_heads(f"{section}.tp", train.tp, folder / "config.json", with_units=not count)
 
 
 def check_layers(section: str, pp: int, path: Path) -> None:
@@ -122,10 +122,11 @@ def check_episode(cfg: Any) -> None:
         import_coroutine("rollout.target", cfg.rollout.target)
 
 
-def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
+def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units: bool = True) -> None:
     """Check that `tp` divides a model's heads and feed-forward units; `path` is its `config.json`.
 
     Several ranks may have a copy of the same key-value head. engine: it shares out a padded vocabulary too.
+    with_units: not of a mixture, whose layers may all have experts instead, which are shared out in another way.
     """
     try:
         model = json.loads(path.read_text())
@@ -140,7 +141,8 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
             f"they allow {', '.join(map(str, fit))}"
         )
     rows = -(-model.get("vocab_size", 0) // VOCABULARY_ROWS) * VOCABULARY_ROWS
-    sizes = {"intermediate_size": model.get("intermediate_size") or tp, "padded vocabulary": rows if engine else tp}
+    units = (model.get("intermediate_size") if with_units else None) or tp
+    sizes = {"intermediate_size": units, "padded vocabulary": rows if engine else tp}
     for what, size in sizes.items():
         if size % tp:
             raise UserError(f"{key}: {tp} does not divide the {what} {size} of {path.parent}")

@@ -17,6 +17,7 @@ SIZES = {
 
 
 MORE = [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2"), ("qwen2", 2, "train.cp=2")]
+MORE += [("qwen3_moe", 4, "train.tp=2 train.ep=4")]
 CASES = [
     ("qwen2", 4, "train.tp=2"),
     ("qwen2", 4, "train.dp_replicate=2"),
@@ -45,7 +46,7 @@ def alone(toys) -> Callable[[str], Running]:
 @pytest.mark.parametrize(("model", "ranks", "layout"), CASES)
 def test_no_layout_changes_the_gradient(toys, alone, model: str, ranks: int, layout: str) -> None:
     toy, expected = toys[model], alone(model)
-    run = toy.run(*SETTINGS, layout, ranks=ranks, name=f"{ranks} ranks, {layout}")
+    run = toy.run(*SETTINGS, *layout.split(), ranks=ranks, name=f"{ranks} ranks, {layout}")
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
     assert expected.metrics()[1]["actor/grad_norm"] > 0.01

@@ -100,7 +100,7 @@ class TrainConfig:
     `tokens_per_microbatch` is what they hold together."""
     ep: int = 1
     """Number of expert-parallel ranks that share the experts of a mixture: each holds 1/ep of every layer's, and tokens
-    travel to them. They are ranks of `dp_shard` x `cp`, and take none away from the data."""
+    travel to them. They are ranks of `dp_shard` x `cp` x `tp`, and take none away from the data."""
     pp: int = 1
     """Number of pipeline stages, which share out the layers; micro-batches pass through them (1F1B), so that an update
     should have several times as many as there are stages. All ranks of a pipeline hold the same data shard."""

@@ -15,7 +15,7 @@ from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.muon import Muon
 from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.shard import local
-from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, sharded_dim
+from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, is_repeated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
@@ -63,9 +63,9 @@ class Optimizer:
         """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
         grads = self._local_grads()
         self._pipeline.sum_tied(grads)
-        replicated = {name: grad for name, grad in grads.items() if sharded_dim(self._parameters[name]) is None}
+        repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
-            complete_gradients(replicated, self._layout)
+            complete_gradients(repeated, self._layout)
         counted = [grad for name, grad in grads.items() if self._counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
@@ -103,7 +103,7 @@ class Optimizer:
             return False  # the first copy counts for all of them
         if not self._pipeline.counts_here(name):
             return False
-        return self._layout.rank("tp") == 0 or sharded_dim(self._parameters[name]) is not None
+        return self._layout.rank("tp") == 0 or not is_repeated(self._parameters[name])
 
     def zero_grad(self) -> None:
         """Free the gradients."""

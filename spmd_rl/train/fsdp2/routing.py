@@ -33,7 +33,7 @@ class Routing:
         Of the layers of a pipeline, `model` holds this stage's alone.
         """
         self._layout, self._coef, self._scale = layout, coef, 0.0
-        self._groups = [group for axis in ("fsdp", "dp_replicate") if (group := layout.group(axis)) is not None]
+        self._groups = [group for axis in ("fsdp", "tp", "dp_replicate") if (group := layout.group(axis)) is not None]
         self._totals: list[Tensor | float] = []
         self._is_real: Tensor | None = None
         kind = router_class(model)
@@ -53,7 +53,10 @@ class Routing:
 
     def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         # of each layer: it may be computed a second time, for the backward pass, when other tokens have come by since
-        self._is_real = kwargs.get("routed")
+        routed = kwargs.get("routed")
+        if routed is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+            routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
+        self._is_real = routed
 
     def _after(self, place: int) -> Callable[..., tuple | None]:
         def watch(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> tuple | None:
@@ -79,7 +82,7 @@ class Routing:
         return watch
 
     def _sum(self, values: Tensor) -> None:
-        """[all] In place, over the ranks that have the same layers."""
+        """[all] In place, over the ranks that have the same layers, each of which has tokens of its own."""
         for group in self._groups:
             dist.all_reduce(values, group=group)
 
