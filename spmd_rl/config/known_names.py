@@ -59,6 +59,8 @@ RENAMED: Mapping[str, str] = {
     "expert_parallel_size": "train.ep",
     "router_aux_loss_coef": "policy.router_aux_coef",
     "moe_aux_loss_coeff": "policy.router_aux_coef",
+    "moe_router_bias_update_rate": "policy.router_bias_update_speed",
+    "load_balance_coeff": "policy.router_bias_update_speed",
     "tensor_parallel_size": "engine.tp (train.tp for training)",
     "vllm_tensor_parallel_size": "engine.tp",
     "dp_replicate_degree": "train.dp_replicate",

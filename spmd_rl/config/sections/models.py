@@ -60,13 +60,24 @@ class TrainedModelConfig(ModelConfig):
     router_aux_coef: float = 0.0
     """Mixtures of experts: coefficient of the auxiliary loss that keeps the load of the experts even, 1 where it is,
     for each layer. Transformers' `router_aux_loss_coef`, in a model's config.json, is not read."""
+    router_bias_update_speed: float = 0.0
+    """Mixtures of experts whose routers have a bias for each expert (DeepSeek-V3, GLM-4.5): by how much it moves after
+    each update, up where the expert had less than the mean load, else down. 0.001 in DeepSeek-V3."""
     max_skipped_updates: int = 3
     """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, optimizer=OPTIMIZERS, schedule=SCHEDULES)
-        at_least(self, lr=0, warmup_steps=0, weight_decay=0, router_aux_coef=0, max_skipped_updates=1)
+        at_least(
+            self,
+            lr=0,
+            warmup_steps=0,
+            weight_decay=0,
+            router_aux_coef=0,
+            router_bias_update_speed=0,
+            max_skipped_updates=1,
+        )
         above(self, max_grad_norm=0, eps=0)
         two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")

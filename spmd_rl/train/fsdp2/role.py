@@ -140,7 +140,7 @@ class FSDP2Role:
         on_device = self._world.device.type != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        self._routing = Routing(model, layout, optimizer.router_aux_coef) if optimizer is not None else None
+        self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
         shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
@@ -203,6 +203,7 @@ class FSDP2Role:
         skipped, changed = not math.isfinite(norm), 0.0  # the same number on every rank, so the same branch
         if not skipped:
             changed = self._optimizer.step(lr, norm)
+            self._routing.balance()  # [all]
             self._weights.changed()
             self._moments.changed()
         self._optimizer.zero_grad()
@@ -368,7 +369,7 @@ class FSDP2Role:
         if self._optimizer is None:
             return {"model": trained}
         self._moments.to_device()
-        return {"model": trained, "optimizer": self._optimizer.state_dict()}
+        return {"model": trained | self._routing.biases(), "optimizer": self._optimizer.state_dict()}
 
     @cached_property
     def _files(self) -> StateFiles:
