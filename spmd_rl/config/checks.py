@@ -105,6 +105,13 @@ def check_engine(cfg: Any) -> None:
             "engine=vllm: vLLM is not installed here; `make setup` installs it for the CPU, "
             "pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
         )
+    if cfg.policy.router_replay:
+        if engine.name != "native":
+            raise UserError(
+                f"policy.router_replay: engine={engine.name} does not tell whom it chose; say engine=native"
+            )
+        if experts_in(model_folder(cfg.policy.model)) == 0:
+            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
     for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")

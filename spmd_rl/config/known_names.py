@@ -60,6 +60,8 @@ RENAMED: Mapping[str, str] = {
     "router_aux_loss_coef": "policy.router_aux_coef",
     "moe_aux_loss_coeff": "policy.router_aux_coef",
     "moe_router_bias_update_rate": "policy.router_bias_update_speed",
+    "use_rollout_routing_replay": "policy.router_replay",
+    "enable_rollout_routing_replay": "policy.router_replay",
     "load_balance_coeff": "policy.router_bias_update_speed",
     "tensor_parallel_size": "engine.tp (train.tp for training)",
     "vllm_tensor_parallel_size": "engine.tp",

@@ -17,12 +17,12 @@ SIZES = {
 
 
 MORE = [("smollm2", 3, "train.tp=3"), ("qwen2", 2, "train.tp=2"), ("qwen2", 2, "train.cp=2")]
-MORE += [("qwen3_moe", 4, "train.tp=2 train.ep=4")]
+MORE += [("qwen3_moe", 2, "train.ep=2"), ("qwen3_moe", 4, "train.tp=2 train.ep=4")]
 CASES = [
     ("qwen2", 4, "train.tp=2"),
     ("qwen2", 4, "train.dp_replicate=2"),
     ("smollm2", 2, "train.cp=2"),
-    ("qwen3_moe", 2, "train.ep=2"),
+    ("qwen3_moe", 2, "train.ep=2 policy.router_replay=true"),
     ("qwen2", 2, "train.pp=2"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
 ]
@@ -50,6 +50,8 @@ def test_no_layout_changes_the_gradient(toys, alone, model: str, ranks: int, lay
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert run.metrics()[1][key] == pytest.approx(expected.metrics()[1][key], rel=1e-4, abs=1e-6), key
     assert expected.metrics()[1]["actor/grad_norm"] > 0.01
+    if "replay" in layout:
+        assert run.metrics()[1]["moe/replayed"] > 0.05 and run.metrics()[1]["moe/replay_changed"] < 0.01
     ids = [[[turn["token_ids"] for turn in row["turns"]] for row in one.samples(1)] for one in (run, expected)]
     assert ids[0] == ids[1]
     weights, wanted = run.weights(2), expected.weights(2)

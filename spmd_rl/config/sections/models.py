@@ -94,6 +94,9 @@ class PolicyConfig(TrainedModelConfig):
     dtype: str = "auto"
     """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
     multiplies it and else float32. Master weights and optimizer state are always float32."""
+    router_replay: bool = False
+    """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
+    differences between the two do not become large ones (R3). `engine=native` alone tells."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust."""
 

@@ -33,6 +33,7 @@ from spmd_rl.train.fsdp2.muon import matrices
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.fsdp2.pipeline import Pipeline
+from spmd_rl.train.fsdp2.replay import Replay
 from spmd_rl.train.fsdp2.routing import Routing
 from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
@@ -96,6 +97,8 @@ class Row(NamedTuple):
     """int64 [n]: which of all its targets these are; None: all, in order"""
     routed: Tensor
     """bool [t]: which tokens count as a mixture's load, those that are no filling"""
+    chosen: Tensor | None
+    """int64 [t, layers, k]: the experts that the engine chose, see `Replay`; None: the model's own"""
 
 
 class FSDP2Role:
@@ -132,6 +135,7 @@ class FSDP2Role:
             model.requires_grad_(False)
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
+        self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
         self._pipeline = Pipeline(model, layout, dtype)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
@@ -140,6 +144,7 @@ class FSDP2Role:
         on_device = self._world.device.type != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
+        self._replay.watch(model)  # before whoever counts the choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
@@ -217,7 +222,7 @@ class FSDP2Role:
         if self._optimizer.rounds:  # alike on all ranks
             found = self._world.reduce("update: changed weights", {"changed": changed}, op="sum")  # [all]
             means["changed_share"] = found["changed"] / self._num_trained
-        means |= self._routing.metrics()  # [all]
+        means |= self._routing.metrics() | self._replay.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
@@ -267,16 +272,18 @@ class FSDP2Role:
         split = self.layout.size("tp") * (1 if context is None else context.granule)
         tree = rounded(tree, math.lcm(_granule(len(tree.token_ids)), split))
         keep = tree.gather_index[targets - 1]
+        chosen = self._replay.of_row(micro, tree)
         if context is None:
             packing = Packing.of(tree.starts, tree.parents, device, self._dtype)
             routed = torch.arange(len(tree.token_ids)) < num_tokens
-            return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed)
+            return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed, chosen)
         tokens = context.tokens(len(tree.token_ids))
         places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]
         own = (places >= 0).nonzero()[:, 0]
         packing = context.packing(tree.starts, tree.parents, device, self._dtype)
         mine = tree.token_ids[tokens], tree.position_ids[tokens]
-        return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens)
+        chosen = None if chosen is None else chosen[tokens]
+        return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens, chosen)
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
         """[all] A data shard's sums on one of the ranks that have them; zeros under the same names on the others."""
@@ -300,6 +307,8 @@ class FSDP2Role:
             tokens = {"inputs_embeds": self._pipeline.receive(len(row.token_ids) // self.layout.size("tp"))}
         positions, routed = to_device(row.position_ids[None], device), to_device(row.routed, device)
         common = {"position_ids": positions, "packing": row.packing, "routed": routed, "use_cache": False}
+        if row.chosen is not None:
+            common["chosen"] = to_device(row.chosen, device)
         return self._model(**tokens, **common, logits_to_keep=kept).logits
 
     def _outputs(self, micro: Batch, row: Row) -> Tensor:
