@@ -122,6 +122,9 @@ class Batch(_Remembered):
     survivors: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
     """T lists of int32: among which tokens each sampled token was drawn, where sampling cut off all others; all
     logprobs of the batch are those of the distribution over these alone. An empty list, or None: over all tokens"""
+    experts: Ragged | None = field(default=None, metadata=per_token(torch.int16, "experts", ragged=True))
+    """T lists of int16: to which experts the engine sent each sampled token, layer by layer; -1 where it did not
+    compute it. Empty lists elsewhere; None where they are not replayed"""
     advantages: Tensor | None = field(default=None, metadata=per_token(torch.float32))
     """float32 [T]: 0 outside the loss mask; None until the plan gives them"""
     weights: Tensor | None = field(default=None, metadata=per_token(torch.float32))
@@ -211,11 +214,13 @@ def _sampled(batch: Batch) -> Sampled:
     return Sampled(index, samples, begins.cumsum(0)[index] - 1)
 
 
-def pack(samples: Iterable[Sample], version: int | None = None, truncated: bool = False) -> Batch:
+def pack(
+    samples: Iterable[Sample], version: int | None = None, truncated: bool = False, replayed: bool = False
+) -> Batch:
     """Samples laid end to end in the order given; advantages and weights are zero. Legal with no sample at all.
 
     version: the policy's in this step, from which a token's lag is counted (None: no lag). truncated: whether the
-    batch has `survivors`, which a batch without a sample cannot know by itself.
+    batch has `survivors`, which a batch without a sample cannot know by itself. replayed: the same of `experts`.
     """
     samples = list(samples)
     turns = [turn for sample in samples for turn in sample.turns]
@@ -238,6 +243,7 @@ def pack(samples: Iterable[Sample], version: int | None = None, truncated: bool 
         rollout_logprobs=torch.from_numpy(logprobs),
         lags=torch.from_numpy(lags),
         survivors=_survivors(turns, mask) if truncated else None,
+        experts=_experts(turns, mask) if replayed else None,
         advantages=torch.zeros(len(mask)),
         weights=torch.zeros(len(mask)),
     )
@@ -250,6 +256,16 @@ def _survivors(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
     counts[mask] = _joined([survivors.counts for survivors in cut], np.int32)
     ids = _joined([survivors.ids for survivors in cut], np.int32)
     return Ragged(as_tensor(ids, np.int32), torch.from_numpy(_cumulated(counts)))
+
+
+def _experts(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
+    """Those of all turns, at the tokens of the mask."""
+    found = [turn.experts or array("h") for turn in turns]
+    lengths = np.array([len(turn.token_ids) for turn in turns], np.int64)
+    totals = np.array([len(experts) for experts in found], np.int64)
+    counts = np.zeros(len(mask), np.int64)
+    counts[mask] = (totals // np.maximum(lengths, 1)).repeat(lengths)
+    return Ragged(as_tensor(_joined(found, np.int16), np.int16), torch.from_numpy(_cumulated(counts)))
 
 
 def positions(starts: Tensor) -> Tensor:

@@ -96,11 +96,11 @@ def check_mesh(cfg: Any) -> None:
         LayoutSizes.of(section, num_train, **train.axes)
         folder = model_folder(model)
         if (count := experts_in(folder)) is not None:
-            check_experts(section, count, str(folder), tp=train.tp, ep=train.ep)
+            check_experts(section, count, str(folder), train.ep)
         if train.pp > 1:
             check_layers(section, train.pp, folder / "config.json")
         if train.tp > 1:
-            check_heads(f"{section}.tp", train.tp, folder / "config.json")
+            check_heads(f"{section}.tp", train.tp, folder / "config.json", with_units=not count)
 
 
 def check_layers(section: str, pp: int, path: Path) -> None:
@@ -120,6 +120,13 @@ def check_engine(cfg: Any) -> None:
             "engine=vllm: vLLM is not installed here; `make setup` installs it for the CPU, "
             "pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
         )
+    if cfg.policy.router_replay:
+        if engine.name != "native":
+            raise UserError(
+                f"policy.router_replay: engine={engine.name} does not tell whom it chose; say engine=native"
+            )
+        if experts_in(model_folder(cfg.policy.model)) == 0:
+            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
     for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
@@ -137,10 +144,11 @@ def check_episode(cfg: Any) -> None:
         import_coroutine("rollout.target", cfg.rollout.target)
 
 
-def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
+def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units: bool = True) -> None:
     """Check that `tp` divides a model's heads and feed-forward units; `path` is its `config.json`.
 
     Several ranks may have a copy of the same key-value head. engine: it shares out a padded vocabulary too.
+    with_units: not of a mixture, whose layers may all have experts instead, which are shared out in another way.
     """
     try:
         model = json.loads(path.read_text())
@@ -155,7 +163,8 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False) -> None:
             f"they allow {', '.join(map(str, fit))}"
         )
     rows = -(-model.get("vocab_size", 0) // VOCABULARY_ROWS) * VOCABULARY_ROWS
-    sizes = {"intermediate_size": model.get("intermediate_size") or tp, "padded vocabulary": rows if engine else tp}
+    units = (model.get("intermediate_size") if with_units else None) or tp
+    sizes = {"intermediate_size": units, "padded vocabulary": rows if engine else tp}
     for what, size in sizes.items():
         if size % tp:
             raise UserError(f"{key}: {tp} does not divide the {what} {size} of {path.parent}")

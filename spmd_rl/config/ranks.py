@@ -37,7 +37,7 @@ class LayoutSizes:
     tp: int
     """ranks that share out each layer (tensor)"""
     ep: int
-    """ranks, of dp_shard x cp, that share out the experts of a mixture"""
+    """ranks, of dp_shard x cp x tp, that share out the experts of a mixture"""
 
     @classmethod
     def of(
@@ -55,8 +55,10 @@ class LayoutSizes:
                 raise UserError(f"{section}.{key}: {size} does not divide {of}")
             left //= size
             said += f" / {key} {size}" if size > 1 else ""
-        if left * cp % ep:
-            raise UserError(f"{section}.ep: {ep} does not divide {left * cp}, the ranks over which weights are shared")
+        if left * cp * tp % ep:
+            raise UserError(
+                f"{section}.ep: {ep} does not divide {left * cp * tp}, the ranks that can share experts out"
+            )
         return cls(pp, dp_replicate, left, cp, tp, ep)
 
     @property
@@ -67,22 +69,17 @@ class LayoutSizes:
     @property
     def expert_fsdp(self) -> int:
         """Ranks over which FSDP shares out each expert."""
-        return self.fsdp // self.ep
+        return self.fsdp * self.tp // self.ep
 
 
-def check_experts(section: str, count: int, model: str, *, tp: int, ep: int) -> None:
-    """Raise a UserError if a layout does not go with `count` experts a layer, 0 of a model that is no mixture.
+def check_experts(section: str, count: int, model: str, ep: int) -> None:
+    """Raise a UserError if `ep` does not go with `count` experts a layer, 0 of a model that is no mixture.
 
     section: the settings section that the error names. model: what it calls the model.
     """
     if ep > 1 and not count:
         raise UserError(f"{section}.ep: {model} has no experts to share out; must be 1")
     fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-    if count and tp > 1:
-        raise UserError(
-            f"{section}.tp: must be 1 for {model}, a mixture of {count} experts: share them out with {section}.ep "
-            f"(sizes that fit: {fitting}), and the tokens of long sequences with {section}.cp"
-        )
     if ep > 1 and count % ep:
         raise UserError(
             f"{section}.ep: {ep} ranks cannot share the {count} experts of {model}; sizes that fit: {fitting}"

@@ -52,6 +52,8 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
         (a.correction.level != "off", "algorithm.correction.level is off", correction),
         (cfg.rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
         (cfg.rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
+        (cfg.policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum"),
+        (cfg.critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum"),
         (cfg.eval.every, "eval.every is 0", evaluation),
         (not cfg.debug, "debug is true", "sidecar"),
     ]

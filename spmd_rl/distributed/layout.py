@@ -6,7 +6,7 @@
 The ranks of a block (`pp` x `cp` x `tp`) compute one model together on one data shard: all of them hold the shard, and
 one of them, its leader, counts for it in every sum over samples. Weights are shared out over `fsdp`, which is the data
 shards of one copy of the model times `cp`; with `dp_replicate` there are several copies (hybrid sharding, HSDP). The
-experts of a mixture are spread over `ep` of these ranks, and each of them over the others (`expert_fsdp`).
+experts of a mixture are spread over `ep` of the ranks of a copy, and each of them over the others (`expert_fsdp`).
 """
 
 import math
@@ -25,8 +25,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Of a world's ranks, the last one varying fastest; torchtitan's names."""
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 """The same ranks, as most weights lie on them: `fsdp` is `dp_shard` x `cp`."""
-EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep", "tp")
-"""The same ranks, as the weights of experts lie on them: `expert_fsdp` x `ep` is `dp_shard` x `cp`."""
+EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep")
+"""The same ranks, as the weights of experts lie on them: `expert_fsdp` x `ep` is `dp_shard` x `cp` x `tp`."""
 _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -math.inf}
 
 
@@ -91,12 +91,28 @@ class Layout:
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None
         self._cp_group: dist.ProcessGroup | None = None
+        self._expert_group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             self._mesh = self._mesh_of(DENSE, "fsdp")  # [all]
-            if ep > 1:
-                self._expert_mesh = self._mesh_of(EXPERTS, "expert_fsdp")  # [all]
             if cp > 1:
                 self._cp_group = world.process_group("cp", ranks=self.ranks("cp"))  # [block]
+
+    def share_experts(self) -> bool:
+        """[all] Form the mesh of experts, if they lie on ranks otherwise than other weights do; whether they do."""
+        if self._expert_mesh is None and (self.size("ep") > 1 or self.size("tp") > 1):
+            self._expert_mesh = self._mesh_of(EXPERTS, "expert_fsdp")  # [all]
+            self._expert_group = self.group("fsdp")
+            if self.size("tp") > 1:
+                per_copy = self.size("fsdp") * self.size("tp")
+                first = self.world.rank // per_copy * per_copy
+                ranks = range(first, first + per_copy)
+                self._expert_group = self.world.process_group("experts", ranks=ranks)  # [copy]
+        return self.shares_experts
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether experts lie on a mesh of their own: `expert_mesh`."""
+        return self._expert_mesh is not None
 
     def _mesh_of(self, axes: Sequence[str], always: str) -> DeviceMesh:
         sizes = {axis: self.size(axis) for axis in axes if axis == always or self.size(axis) > 1}
@@ -125,6 +141,12 @@ class Layout:
         """The torch mesh of experts, with the axis `expert_fsdp`, and of `EXPERTS` those whose size is more than 1."""
         assert self._expert_mesh is not None, "experts are not spread over ranks"
         return self._expert_mesh
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that hold the experts of a copy together: `expert_fsdp` x `ep`, in order."""
+        assert self.shares_experts, "experts lie where other weights do"
+        return self._expert_group
 
     @property
     def expert_data_mesh(self) -> DeviceMesh:

@@ -27,6 +27,10 @@ class Answer:
     logprobs: array = field(default_factory=lambda: array("f"))
     versions: array = field(default_factory=lambda: array("i"))
     survivors: Survivors = field(default_factory=lambda: Survivors(array("i"), array("i")))
+    experts: array = field(default_factory=lambda: array("h"))
+    """of the tokens that have been fed, `num_experts` each; see `Completion.experts`"""
+    num_experts: int = 0
+    """numbers that are recorded for each token; 0: none are"""
 
     def append(self, token: int, logprob: float, version: int, survivors: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a logprob that is not finite."""
@@ -42,7 +46,10 @@ class Answer:
     def completion(self, reason: FinishReason) -> Completion:
         """Return what it has, as it ends."""
         survivors = self.survivors if self.request.truncated else None
-        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason, survivors)
+        experts = None
+        if self.num_experts:
+            experts = self.experts + array("h", [-1]) * (self.num_experts * len(self.token_ids) - len(self.experts))
+        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason, survivors, experts)
 
 
 def no_text(ids: Iterable[int]) -> str:

@@ -48,6 +48,7 @@ class Learner:
         self._greedy_answer = cfg.rollout.answers_per_prompt if cfg.algorithm.uses_greedy else None
         self._num_updates = cfg.train.updates_per_step
         self._temperature, self._truncated = cfg.rollout.temperature, cfg.rollout.truncates
+        self._replayed = cfg.policy.router_replay
         self.plan: prepare.Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
@@ -94,7 +95,7 @@ class Learner:
                 )
             self._watch_signal()
             batches = redistribute(  # [all]
-                collected, self.plan, self._num_updates, data, self._world, self._truncated
+                collected, self.plan, self._num_updates, data, self._world, self._truncated, self._replayed
             )
             # With one update on samples of the current version, the update itself computes these very numbers.
             needs_old = self._num_updates > 1 or self.plan.stale or token_advantages.needs_old_logprobs(settings)

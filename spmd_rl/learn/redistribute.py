@@ -17,16 +17,23 @@ from spmd_rl.rollout import Collected
 
 
 def redistribute(
-    collected: Collected, plan: Plan, num_updates: int, data: DataShard, world: World, truncated: bool = False
+    collected: Collected,
+    plan: Plan,
+    num_updates: int,
+    data: DataShard,
+    world: World,
+    truncated: bool = False,
+    replayed: bool = False,
 ) -> list[Batch]:
     """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
 
-    data: this rank's shard of the policy's. truncated: whether the batches have `survivors`.
+    data: this rank's shard of the policy's. truncated, replayed: whether the batches have `survivors` and `experts`.
     RunFailed, on all ranks alike, unless they have the same plan.
     """
     samples = {sample.key: sample for group in collected.groups for sample in group.samples}
     keys = map(tuple, plan.keys[plan.src_rank == world.rank].tolist())
-    packed = pack([samples[key] for key in keys if key in samples], version=collected.step - 1, truncated=truncated)
+    own = [samples[key] for key in keys if key in samples]
+    packed = pack(own, version=collected.step - 1, truncated=truncated, replayed=replayed)
     packed.advantages = packed.weights = None  # every rank has them, in the plan
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, plan.route(data), world, plan.columns())  # [all]

@@ -58,6 +58,20 @@ def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
+def weights_of_chosen(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
+    """What a router weighs the answers of `chosen` (int64 [T, k]) with, from its logits [T, E]; with gradient.
+
+    Of the routers that weigh by probability, renormalised over those chosen or not, and of DeepSeek-V3's kind.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    competes = not hasattr(router, "e_score_correction_bias")
+    scores = torch.softmax(logits, -1, dtype=dtype) if competes else logits.to(dtype).sigmoid()
+    weights = scores.gather(1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return (weights * getattr(router, "routed_scaling_factor", 1.0)).to(logits.dtype)
+
+
 def spread(experts: nn.Module, group: dist.ProcessGroup) -> None:
     """Let the forward of such a module meet the ranks of `group`, of which rank r holds the r-th part of the experts.
 

@@ -170,7 +170,8 @@ class Context:
             c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), limit))
             c = _joined(begun, c)
         text = self.tokenizer.decode(c.token_ids)
-        turn = Turn(prompt_ids, c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
+        known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
+        turn = Turn(prompt_ids, *known, experts=c.experts)
         return self.append(turn)
 
     def append(self, turn: Turn) -> Turn:
@@ -250,6 +251,8 @@ def _joined(begun: Completion, rest: Completion) -> Completion:
     columns = {name: getattr(begun, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
     if begun.survivors and rest.survivors:
         columns["survivors"] = begun.survivors + rest.survivors
+    if begun.experts and rest.experts:
+        columns["experts"] = begun.experts + rest.experts
     return replace(rest, **columns)
 
 

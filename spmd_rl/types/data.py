@@ -126,6 +126,9 @@ class Completion(Struct, frozen=True, gc=False):
     finish_reason: FinishReason
     survivors: Survivors | None = None
     """None: each token was drawn among all."""
+    experts: array | None = None  # 'h', equally many for each of `token_ids`
+    """Of a mixture: the experts that each sampled token went to when it was fed, layer by layer; -1 for the last token,
+    which was not. None: not recorded."""
 
 
 class Turn(Struct, frozen=True, gc=False):
@@ -142,6 +145,8 @@ class Turn(Struct, frozen=True, gc=False):
     """See `Completion.survivors`."""
     step: "AgentStep | None" = None
     """What the environment made of the answer; None where there is none."""
+    experts: array | None = None  # 'h'
+    """See `Completion.experts`."""
 
 
 class AgentStep(Struct, frozen=True, gc=False):

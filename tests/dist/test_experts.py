@@ -59,7 +59,9 @@ def dispatched(world: World, routing: str) -> dict[str, float]:
     )
     for key, p in whole.named_parameters():
         setattr(mine, key, nn.Parameter(p.detach()[here].clone()))
-    spread(mine, Layout(world, ep=world.size).group("ep"))
+    layout = Layout(world, ep=world.size)
+    layout.share_experts()
+    spread(mine, layout.group("ep"))
     inputs = []
     for rank in range(world.size):
         chosen = ROUTINGS[routing](rank, 5 + 2 * rank)
@@ -145,7 +147,13 @@ def with_auxiliary(world: World, path: str, axes: dict[str, int], checkpointing:
 
 @pytest.mark.parametrize(
     ("size", "axes", "checkpointing"),
-    [(1, {}, "none"), (2, EP2, "full"), (2, EP2, "selective"), (4, EP2 | {"cp": 2}, "none")],
+    [
+        (1, {}, "none"),
+        (2, EP2, "full"),
+        (2, EP2, "selective"),
+        (4, EP2 | {"cp": 2}, "none"),
+        (4, {"ep": 4, "tp": 2}, "full"),
+    ],
 )
 def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(size, axes, checkpointing, tmp_path) -> None:
     path = tiny("qwen3_moe", tmp_path, **EXPERTS["qwen3_moe"])
@@ -170,7 +178,48 @@ def loaded(world: World, other: str, folder: str, axes: dict[str, int]) -> list[
     return [digest(mine), before]
 
 
-@pytest.mark.parametrize(("saver", "loader"), [((2, EP2), (1, {})), ((2, {}), (2, EP2)), ((4, EP2), (2, EP2))], ids=str)
+def with_biases(world: World, path: str, folder: str, axes: dict[str, int]) -> dict[str, list]:
+    """Biases of the experts after each of three updates that change nothing else, and what they should be."""
+    speed, batch = 0.05, global_batch()
+    mine = backend(world, path, axes=axes, lr=0.0, weight_decay=0.0, router_bias_update_speed=speed, budget=60)
+    model = build_model(path, torch.float32, "cpu", attention="sdpa")
+    routers = [module for module in model.modules() if isinstance(module, router_class(model))]
+    seen: dict[int, torch.Tensor] = {}
+    for i, router in enumerate(routers):
+        router.register_forward_hook(lambda m, _, out, i=i: seen.update({i: out[2]}))
+    bounds = batch.starts.tolist()
+    rows = [batch.token_ids[begin:end] for begin, end in pairwise(bounds)]
+    ids, real = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
+    found, wanted = [], []
+    for _ in range(3):
+        mine.update(share_of(mine, "dealt", batch), loss, TEMPERATURE)
+        model(input_ids=ids, attention_mask=real)
+        for i, router in enumerate(routers):
+            load = torch.bincount(seen[i][real.flatten() > 0].flatten(), minlength=router.num_experts).float()
+            router.e_score_correction_bias += speed * torch.sign(load.mean() - load)
+        found.append([t.tolist() for name, t in mine.weights() if "correction_bias" in name])
+        wanted.append([router.e_score_correction_bias.tolist() for router in routers])
+    save(world, mine, folder)
+    fresh = backend(world, path, axes=axes, router_bias_update_speed=speed)
+    fresh.load(Path(folder))
+    again = [t.tolist() for name, t in fresh.weights() if "correction_bias" in name]
+    return {"found": found, "wanted": wanted, "loaded": again}
+
+
+@pytest.mark.parametrize(("size", "axes"), [(1, {}), (2, EP2)], ids=str)
+def test_biases_move_by_the_sign_of_what_their_experts_lack(size: int, axes: dict[str, int], tmp_path) -> None:
+    path = tiny("deepseek_v3", tmp_path / "m", **EXPERTS["deepseek_v3"] | {"num_hidden_layers": 3})
+    for seen in run_ranks(size, with_biases, str(path), str(tmp_path / "policy"), axes):
+        assert torch.allclose(torch.tensor(seen["found"]), torch.tensor(seen["wanted"]), atol=1e-6, rtol=0), seen
+        assert seen["loaded"] == seen["found"][-1] and len(seen["loaded"]) == 2
+        assert seen["found"][0] != seen["found"][1]
+
+
+BOTH = EP2 | {"tp": 2}
+PAIRS = [((2, EP2), (1, {})), ((2, {}), (2, EP2)), ((4, EP2), (2, EP2)), ((4, BOTH), (2, EP2)), ((1, {}), (4, BOTH))]
+
+
+@pytest.mark.parametrize(("saver", "loader"), PAIRS, ids=str)
 def test_a_checkpoint_loads_with_other_shares_of_experts_to_the_bit(saver, loader, tmp_path) -> None:
     sizes = EXPERTS["qwen3_moe"] | {"num_experts": 6, "num_hidden_layers": 1}
     path = tiny("qwen3_moe", tmp_path / "a", **sizes)
@@ -195,11 +244,11 @@ def started(world: World, path: str, axes: dict[str, int]) -> dict[str, float]:
     return {"read": read, "held": held, "equal": equal}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_reads_and_holds_its_share(size: int, tmp_path) -> None:
+@pytest.mark.parametrize(("size", "axes"), [(2, EP2), (4, EP2), (4, BOTH)], ids=str)
+def test_each_rank_reads_and_holds_its_share(size: int, axes: dict[str, int], tmp_path) -> None:
     path = tiny("qwen3_moe", tmp_path, **EXPERTS["qwen3_moe"] | {"num_experts": 6, "moe_intermediate_size": 128})
     stored = (path / "model.safetensors").stat().st_size
-    for seen in run_ranks(size, started, str(path), EP2, timeout=200):
+    for seen in run_ranks(size, started, str(path), axes, timeout=200):
         assert seen["read"] <= 1.1 * stored / size and seen["held"] <= 1.1 * stored / size
         assert seen["equal"]
 
@@ -207,7 +256,8 @@ def test_each_rank_reads_and_holds_its_share(size: int, tmp_path) -> None:
 def refusals(world: World, dense: str, odd: str) -> list[str]:
     told = []
     for path, axes, settings in (
-        (dense, EP2, {}), (odd, EP2, {}), (odd, {"tp": 2}, {}), (dense, {}, {"router_aux_coef": 0.1})
+        (dense, EP2, {}), (odd, EP2, {}), (dense, {}, {"router_aux_coef": 0.1}),
+        (odd, {}, {"router_bias_update_speed": 0.1}),
     ):  # fmt: skip
         try:
             backend(world, path, axes=axes, **settings)
@@ -222,5 +272,5 @@ def test_what_cannot_be_shared_out_is_the_users_mistake(tmp_path) -> None:
         assert len(told) == 4, told
         assert told[0].startswith("train.ep: ") and "has no experts" in told[0] and told[0].endswith("must be 1")
         assert told[1].startswith("train.ep: 2 ranks cannot share the 3 experts of") and told[1].endswith("fit: 1, 3")
-        assert told[2].startswith("train.tp: must be 1") and "train.ep (sizes that fit: 1, 3)" in told[2]
-        assert told[3].startswith("policy.router_aux_coef: ")
+        assert told[2].startswith("policy.router_aux_coef: ")
+        assert told[3].startswith("policy.router_bias_update_speed: ") and "e_score_correction_bias" in told[3]

@@ -112,7 +112,6 @@ def test_no_rank_reads_holds_or_sends_more_than_its_share(tmp_path) -> None:
 
 
 REFUSED = {
-    "mixtral": "uses 'moe_tp_experts', which is not supported",
     "phi3": "uses 'colwise_gather_output', which is not supported",
     "deepseek_v3": "leaves out model.layers.0.self_attn, which must see all tokens",
     "stablelm": "says nothing of its layers",

@@ -36,7 +36,7 @@ from tests.unit.test_sharing import exact
 BACKENDS = {"fsdp2": backend}
 TP2, TP3, CP2, PP2 = {"tp": 2}, {"tp": 3}, {"cp": 2}, {"pp": 2}
 EP1, EP2 = {"ep": 1}, {"ep": 2}
-MIXED = [(1, EP1, 1), (2, EP1, 1), (2, EP2, 1), (4, EP2, 1)]
+MIXED = [(1, EP1, 1), (2, EP1, 1), (2, EP2, 1), (4, EP2, 1), (2, TP2 | EP2, 1), (4, TP2 | EP2, 2)]
 """Of mixtures: of six experts two ranks along `ep` hold three each, which two others cannot share out whole."""
 COPIES = {"dp_replicate": 2}
 """Each copy of the model is on a machine of its own."""
@@ -64,6 +64,10 @@ TWO_AXES = [
     (EP2 | CP2, 3),
     (EP2 | COPIES, 2),
     (PP2 | EP2, 1),
+    (TP2 | EP1, 1),
+    (TP2 | CP2 | EP2, 1),
+    (TP2 | PP2 | EP2, 1),
+    (TP2 | COPIES | EP2, 2),
 ]
 LARGE = [pytest.param(4, axes, count, marks=pytest.mark.slow) for axes, count in TWO_AXES]
 THREE_AXES = [CP2 | TP2, PP2 | TP2, PP2 | CP2 | TP2, PP2 | CP2 | EP2, PP2 | COPIES | EP2, COPIES | CP2 | TP2]

@@ -37,7 +37,7 @@ QUICK = [
     ("smollm2", 2, "train.cp=2"),
     ("smollm2", 2, "train.pp=2"),
     ("smollm2", 3, "train.tp=3"),
-    ("qwen3_moe", 2, "train.ep=2"),
+    ("qwen3_moe", 2, "train.ep=2 policy.router_replay=true"),
 ]
 SLOW = [
     ("qwen2", 2, "train.tp=2"),
@@ -47,7 +47,9 @@ SLOW = [
     ("qwen2", 4, "train.dp_replicate=2"),
     ("qwen2", 4, "train.tp=2 train.pp=2"),
     ("qwen2", 4, "train.cp=2"),
+    ("qwen3_moe", 2, "train.ep=2"),
     ("qwen3_moe", 4, "train.ep=2 train.pp=2"),
+    ("qwen3_moe", 4, "train.tp=2 train.ep=4"),
 ]
 WITH_VLLM = [
     ("smollm2", 3, "train.tp=3"),
@@ -116,6 +118,8 @@ def test_every_layout_has_the_tokens_and_the_gradient_of_one_rank(
     toy, expected = toys("native", model), alone("native", model, *ONE_STEP)
     run = done(toy, "native", *ONE_STEP, ranks=ranks, layout=layout)
     assert_same_first_step(run, expected)
+    if "replay" in layout:
+        assert run.metrics()[1]["moe/replayed"] > 0.05 and run.metrics()[1]["moe/replay_changed"] < 0.01
     start, here, there = load_file(toy.model / "model.safetensors"), run.weights(1), expected.weights(1)
     moved = {name: there[name] - tensor for name, tensor in start.items()}
     error = largest({name: here[name] - there[name] for name in here}, moved)

@@ -8,6 +8,7 @@ from spmd_rl.config.values import above, at_least, one_of, require
 
 DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
 BACKENDS = ("fsdp2",)
 CHECKPOINTING = ("none", "selective", "full")
@@ -31,8 +32,12 @@ class ModelConfig:
 
 @dataclass
 class TrainedModelConfig(ModelConfig):
-    """A model that is trained, and its optimizer (AdamW)."""
+    """A model that is trained, and its optimizer."""
 
+    optimizer: str = "adamw"
+    """`adamw`; or `muon`: the matrices of the layers take steps that are orthogonalised, the rest (embeddings, output,
+    norms, biases) AdamW's. Its steps are scaled to the size of AdamW's, so that `lr` and `weight_decay` are for both.
+    It keeps half the state of AdamW, and gathers all matrices once an update."""
     lr: float = 1e-6
     """Peak learning rate."""
     schedule: str = "constant"
@@ -42,32 +47,46 @@ class TrainedModelConfig(ModelConfig):
     max_grad_norm: float = 1.0
     """Global L2 norm to which gradients are clipped."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay, as AdamW has it."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """AdamW's decay rates of the first and the second moment."""
     eps: float = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
+    muon_momentum: float = 0.95
+    """Decay rate of the mean of gradients that `optimizer=muon` follows, with Nesterov's look ahead."""
     dither: bool = True
     """Let the float32 master of each weight begin anywhere in the interval that rounds to it, not in the middle. The
     model starts the same to the bit, but small steps are no longer lost to rounding. No effect in float32."""
     router_aux_coef: float = 0.0
     """Mixtures of experts: coefficient of the auxiliary loss that keeps the load of the experts even, 1 where it is,
     for each layer. Transformers' `router_aux_loss_coef`, in a model's config.json, is not read."""
+    router_bias_update_speed: float = 0.0
+    """Mixtures of experts whose routers have a bias for each expert (DeepSeek-V3, GLM-4.5): by how much it moves after
+    each update, up where the expert had less than the mean load, else down. 0.001 in DeepSeek-V3."""
     max_skipped_updates: int = 3
     """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of(self, schedule=SCHEDULES)
-        at_least(self, lr=0, warmup_steps=0, weight_decay=0, router_aux_coef=0, max_skipped_updates=1)
+        one_of(self, optimizer=OPTIMIZERS, schedule=SCHEDULES)
+        at_least(
+            self,
+            lr=0,
+            warmup_steps=0,
+            weight_decay=0,
+            router_aux_coef=0,
+            router_bias_update_speed=0,
+            max_skipped_updates=1,
+        )
         above(self, max_grad_norm=0, eps=0)
         two_decays = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(two_decays, f"betas: must be two numbers in [0, 1), not {self.betas}")
+        require(0 <= self.muon_momentum < 1, f"muon_momentum: must be in [0, 1), not {self.muon_momentum}")
 
 
 @dataclass
 class PolicyConfig(TrainedModelConfig):
-    """The model that is trained, and its optimizer (AdamW)."""
+    """The model that is trained, and its optimizer."""
 
     model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
@@ -75,6 +94,9 @@ class PolicyConfig(TrainedModelConfig):
     dtype: str = "auto"
     """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
     multiplies it and else float32. Master weights and optimizer state are always float32."""
+    router_replay: bool = False
+    """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
+    differences between the two do not become large ones (R3). `engine=native` alone tells."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust."""
 
@@ -92,7 +114,7 @@ class TrainConfig:
     `tokens_per_microbatch` is what they hold together."""
     ep: int = 1
     """Number of expert-parallel ranks that share the experts of a mixture: each holds 1/ep of every layer's, and tokens
-    travel to them. They are ranks of `dp_shard` x `cp`, and take none away from the data."""
+    travel to them. They are ranks of `dp_shard` x `cp` x `tp`, and take none away from the data."""
     pp: int = 1
     """Number of pipeline stages, which share out the layers; micro-batches pass through them (1F1B), so that an update
     should have several times as many as there are stages. All ranks of a pipeline hold the same data shard."""
@@ -116,7 +138,8 @@ class TrainConfig:
     """Compile the decoder layers with `torch.compile`. The first steps take a minute or more longer, later ones less.
     Needs a C++ compiler on CPU, Triton on GPU; not together with `activation_checkpointing`."""
     offload: bool = False
-    """Keep weights and optimizer state in host memory during generation. It has no effect on CPU."""
+    """Keep a role's weights in host memory while it computes nothing, and its optimizer's state but for the step
+    itself. The engine's weights leave the device while it does not generate. It has no effect on CPU."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
@@ -176,7 +199,7 @@ class TrainOverrides:
     compile: bool | None = None
     """Compile the decoder layers."""
     offload: bool | None = None
-    """Keep weights and optimizer state in host memory during generation."""
+    """Keep weights and optimizer state in host memory while they are not used."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)

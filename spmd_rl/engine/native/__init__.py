@@ -28,4 +28,6 @@ def build(cfg: RlvrConfig, world: "World") -> NativeEngine:
     dtype = getattr(torch, cfg.policy.dtype)
     module = empty_module(cfg.policy.model, dtype, world.device, trust=cfg.policy.trust_remote_code)
     text_of = text_of_model(cfg.policy.model, cfg.policy.trust_remote_code)
-    return NativeEngine(module, cfg.engine.max_running, cfg.engine.kv_tokens, cfg.train.offload, text_of)
+    return NativeEngine(
+        module, cfg.engine.max_running, cfg.engine.kv_tokens, cfg.train.offload, text_of, cfg.policy.router_replay
+    )

@@ -21,6 +21,7 @@ from spmd_rl.engine.answer import TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
+from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import sample, sample_truncated, uniform
 from spmd_rl.engine.native.scheduler import Row, Scheduler
 from spmd_rl.errors import RunFailed, UserError
@@ -49,10 +50,12 @@ class NativeEngine:
         kv_tokens: int,
         offload: bool = False,
         text_of: TextOf = no_text,
+        records_experts: bool = False,
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
-        `text_of`: needed for requests with stop strings.
+        `text_of`: needed for requests with stop strings. records_experts: completions say which experts of a mixture
+        their tokens went to; UserError if the module is none.
         """
         self._module, self._text_of = module, text_of
         self._parts = stored_parts(module)
@@ -69,7 +72,8 @@ class NativeEngine:
                 f"engine.max_running={max_running}, engine.kv_tokens={kv_tokens}: too small for one request"
             )
         self.capacity = Capacity(max_running, kv_tokens, max_tokens)
-        self._scheduler = Scheduler(self.pool, max_running)
+        self._experts = ChosenExperts(module) if records_experts else None
+        self._scheduler = Scheduler(self.pool, max_running, self._experts.per_token if self._experts else 0)
         self.prompt_tokens = self._scheduler.prompt_tokens
         self._aborted: list[Completion] = []
         self._version: int | None = None
@@ -197,6 +201,10 @@ class NativeEngine:
             logits_to_keep=self._tensor(last + [0] * (-len(last) % ROUND_FEW)),
             kv=kv,
         )
+        if self._experts:
+            for row, chosen in zip(rows, self._experts.at(self._tensor(last)), strict=True):
+                if row.token_ids:  # else it is the prompt's last token
+                    row.experts.extend(chosen)
         for row in rows:
             row.num_stored = row.num_tokens
         self._sample(rows, output.logits[0, : len(rows)])

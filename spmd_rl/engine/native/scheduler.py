@@ -52,14 +52,15 @@ class Row(Answer):
 class Scheduler:
     """Requests waiting and running, and the blocks they hold."""
 
-    def __init__(self, pool: KVPool, max_running: int) -> None:
+    def __init__(self, pool: KVPool, max_running: int, num_experts: int = 0) -> None:
+        """`num_experts`: see `Answer`."""
         self.rows: list[Row] = []
         """running, in the order of their admission"""
         self.unfinished: set[str] = set()
         """ids of those waiting and running"""
         self.prompt_tokens = PromptTokens()
         """of the requests admitted"""
-        self._pool, self._max_running = pool, max_running
+        self._pool, self._max_running, self._num_experts = pool, max_running, num_experts
         self._waiting: list[tuple[tuple[int, ...], int, Request]] = []  # a heap
         self._num_added = 0
 
@@ -84,7 +85,8 @@ class Scheduler:
             heapq.heappop(self._waiting)
             table = found + self._pool.take(num_own)
             self._pool.keep(keys, table)
-            self.rows.append(Row(request, table=table, num_stored=len(found) * BLOCK))
+            row = Row(request, num_experts=self._num_experts, table=table, num_stored=len(found) * BLOCK)
+            self.rows.append(row)
             self.prompt_tokens.count(num_tokens, len(found) * BLOCK)
 
     def end(self, row: Row) -> None:

@@ -3,7 +3,8 @@
     spread_experts(model, layout)  # [all] before FSDP shards the model
 
 An expert's gradient on its rank has the terms of the tokens of all `ep` ranks, so that it is summed over `expert_fsdp`
-and the copies of the model alone. Left out: tensor parallelism within an expert.
+and the copies of the model alone. Ranks that share out attention (`tp`) have different tokens everywhere else, and are
+to experts like any others: each expert is whole on one of `ep` ranks.
 """
 
 import torch
@@ -23,7 +24,10 @@ def spread_experts(model: nn.Module, layout: Layout) -> None:
     UserError, naming the setting, if the layout does not go with the model's experts, or if it has none.
     """
     ep, name = layout.size("ep"), model.config.name_or_path or type(model).__name__
-    check_experts(layout.key, num_experts(model.config.get_text_config()), name, tp=layout.size("tp"), ep=ep)
+    count = num_experts(model.config.get_text_config())
+    check_experts(layout.key, count, name, ep)
+    if count:
+        layout.share_experts()  # [all]
     if ep == 1:
         return
     found = stacked_experts(model)

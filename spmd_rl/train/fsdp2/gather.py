@@ -36,10 +36,10 @@ class Gather:
     def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
         """[all] `dtype`: what is handed out."""
         on_device = layout.world.device.type != "cpu"
-        buckets = list(_buckets(parameters, dtype.itemsize, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES))
+        room = DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES
+        buckets = list(_buckets(parameters, dtype.itemsize, room, layout))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype
-        self._layout, self._group = layout, layout.group("fsdp")
-        self._rank, self._size = layout.rank("fsdp"), layout.size("fsdp")
+        self._layout = layout
 
     @torch.no_grad()
     def whole(self, parameters: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -57,14 +57,15 @@ class Gather:
         for (_, p), part in zip(bucket, mine.split(pieces), strict=True):
             shard = p.to_local().flatten()  # shorter than the piece on the last ranks
             part[: shard.numel()].copy_(shard)
-        gathered = mine
-        if self._size > 1:
-            gathered = buffers.take("gathered", self._size * sum(pieces), self._dtype, device)
+        gathered, group = mine, _group(bucket[0][1], self._layout)
+        size = 1 if group is None else group.size()
+        if size > 1:
+            gathered = buffers.take("gathered", size * sum(pieces), self._dtype, device)
             with self._layout.collective("weights: gather", kind="copy"):  # [all]
-                _all_gather(gathered, mine, group=self._group)
-        columns = gathered.view(self._size, -1).split(pieces, dim=1)
+                _all_gather(gathered, mine, group=group)
+        columns = gathered.view(size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
-            if self._size > 1:
+            if size > 1:
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
             yield name, _whole(column, p, self._layout)
 
@@ -81,6 +82,11 @@ def _whole(column: Tensor, parameter: DTensor, layout: Layout) -> Tensor:
     return parts.reshape(*parts.shape[:2], *local).movedim(1, dim + 1).reshape(shape)
 
 
+def _group(parameter: DTensor, layout: Layout) -> dist.ProcessGroup | None:
+    """The ranks that hold a parameter, or all experts of a layer, together."""
+    return layout.group("fsdp") if _axis(parameter) == "fsdp" else layout.expert_group
+
+
 def _axis(parameter: DTensor) -> str:
     """Along which the ranks of a copy share a parameter out, after `ep`."""
     return next(axis for axis in parameter.device_mesh.mesh_dim_names if axis in ("fsdp", "expert_fsdp"))
@@ -94,17 +100,18 @@ def _dim(parameter: DTensor) -> int:
 def _piece(parameter: DTensor, layout: Layout) -> int:
     """Elements of the largest shard: FSDP cuts a dimension like `torch.chunk`."""
     shape, dim, size = list(shape_of_share(parameter, layout)), _dim(parameter), layout.size(_axis(parameter))
-    shape[0] //= layout.size("fsdp") // size  # `ep` has cut before
+    if _axis(parameter) == "expert_fsdp":
+        shape[0] //= layout.size("ep")  # which has cut before
     return -(-shape[dim] // size) * (math.prod(shape) // max(1, shape[dim]))
 
 
-def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int) -> Iterator[Bucket]:
-    """In order, at most `room_bytes` each unless it is a single parameter."""
+def _buckets(parameters: Mapping[str, DTensor], itemsize: int, room_bytes: int, layout: Layout) -> Iterator[Bucket]:
+    """In order, at most `room_bytes` each unless it is a single parameter; each of parameters of one group."""
     bucket: Bucket = []
     room = room_bytes
     for name, parameter in parameters.items():
         cost = parameter.numel() * itemsize
-        if bucket and cost > room:
+        if bucket and (cost > room or _group(parameter, layout) is not _group(bucket[-1][1], layout)):
             yield bucket
             bucket, room = [], room_bytes
         bucket.append((name, parameter))

@@ -1,10 +1,10 @@
-"""AdamW over sharded parameters, with clipping by the global norm and state that exists from the start.
+"""AdamW, or Muon beside it, over sharded parameters: clipping by the global norm, state that exists from the start.
 
-It works on this rank's shards as plain tensors, so that parameters on different meshes need no care. Not supported:
-other optimizers.
+AdamW works on this rank's shards as plain tensors, so that parameters on different meshes need no care. For Muon, which
+needs whole matrices, see `muon.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,20 @@ from torch.optim import AdamW
 
 from spmd_rl.config.schema import CriticConfig, PolicyConfig
 from spmd_rl.distributed import Layout
+from spmd_rl.train.fsdp2.muon import Muon
 from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.shard import local
-from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, sharded_dim
+from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, is_repeated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = ("momentum_buffer",)
+"""What a checkpoint calls the state of a parameter of AdamW's, and of one of Muon's: torch's names."""
 LARGE, SAMPLED = 2**15, 2**12
 """Of a parameter's shard of more than `LARGE` elements, at least `SAMPLED` are looked at to say how many change."""
 
 
 class Optimizer:
-    """AdamW on a model's trainable parameters; settings from `policy` or `critic`."""
+    """The optimizer of a model's trainable parameters; settings from `policy` or `critic`."""
 
     def __init__(
         self,
@@ -31,39 +34,43 @@ class Optimizer:
         layout: Layout,
         dtype: torch.dtype,
         pipeline: Pipeline,
+        matrices: Mapping[str, int],
     ) -> None:
-        """`dtype`: the compute dtype."""
-        self._layout, self._dtype, self._pipeline = layout, dtype, pipeline
+        """`dtype`: the compute dtype. matrices: the whole model's parameters for Muon; none for AdamW alone."""
+        self._layout, self._dtype, self._pipeline, self._matrices = layout, dtype, pipeline, matrices
         self._max_norm = settings.max_grad_norm
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: local(p).detach() for name, p in self._parameters.items()}
-        self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in self._parameters.items() for m in MOMENTS}
         self.rounds = any(dtype.itemsize < shard.dtype.itemsize for shard in self._shards.values())
         """Whether the compute dtype is narrower than the masters', so that a step may leave weights as they were."""
+        others = {name: p for name, p in self._parameters.items() if name not in matrices}
+        self._muon = Muon({n: p for n, p in self._parameters.items() if n in matrices}, matrices, layout, settings)
+        self._moments = {f"{name}.{m}": torch.zeros_like(p) for name, p in others.items() for m in MOMENTS}
         self._adamw = AdamW(  # of a pipeline stage all parameters may be frozen
-            list(self._shards.values()) or [torch.zeros(0)],
+            [self._shards[name] for name in others] or [torch.zeros(0)],
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        for name, shard in self._shards.items():  # torch makes it in the first step: too late for a checkpoint before
-            moments = {moment: local(self._moments[f"{name}.{moment}"]) for moment in MOMENTS}
+        for name in others:  # torch makes it in the first step: too late for a checkpoint before
+            shard, moments = self._shards[name], {m: local(self._moments[f"{name}.{m}"]) for m in MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
+        self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
     def local_grad_square(self) -> float:
         """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
         grads = self._local_grads()
         self._pipeline.sum_tied(grads)
-        replicated = {name: grad for name, grad in grads.items() if sharded_dim(self._parameters[name]) is None}
+        repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
-            complete_gradients(replicated, self._layout)
+            complete_gradients(repeated, self._layout)
         counted = [grad for name, grad in grads.items() if self._counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def step(self, lr: float, norm: float) -> float:
-        """Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`.
+        """[all] Clip the gradients, whose global norm is `norm`, and update at learning rate `lr`.
 
         Returns how many of this rank's weights change in the compute dtype, which is how the engine gets them: summed
         over all ranks, each counts once. Of a large parameter it is estimated from `SAMPLED` elements and more. 0
@@ -73,6 +80,7 @@ class Optimizer:
         grads = self._local_grads()
         if grads and norm > self._max_norm:
             torch._foreach_mul_(list(grads.values()), self._max_norm / norm)
+        self._muon.step(lr)  # [all]
         for name, shard in self._shards.items():
             shard.grad = grads.get(name)
         for group in self._adamw.param_groups:
@@ -95,7 +103,7 @@ class Optimizer:
             return False  # the first copy counts for all of them
         if not self._pipeline.counts_here(name):
             return False
-        return self._layout.rank("tp") == 0 or sharded_dim(self._parameters[name]) is not None
+        return self._layout.rank("tp") == 0 or not is_repeated(self._parameters[name])
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -106,7 +114,7 @@ class Optimizer:
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Sharded tensors `<parameter>.exp_avg` and `.exp_avg_sq`, and one `step`, which all parameters share."""
+        """Sharded tensors `<parameter>.exp_avg` and so on, and one `step`, which all parameters of AdamW share."""
         step = [{"step": own["step"]} for own in self._adamw.state.values()][:1]
         return dict(*step) | self._moments
 
@@ -118,7 +126,8 @@ class Optimizer:
     def names_of(self, parameters: Iterable[str]) -> set[str]:
         """The names in the `state_dict` of a pipeline stage that holds `parameters`, of which some may be frozen."""
         trained = [name for name in parameters if self._pipeline.held[name].is_trained]
-        return {f"{name}.{moment}" for name in trained for moment in MOMENTS} | {"step"}
+        kinds = {name: MOMENTUM if name in self._matrices else MOMENTS for name in trained}
+        return {f"{name}.{moment}" for name in trained for moment in kinds[name]} | {"step"}
 
     def moments(self) -> list[Tensor]:
         """The live tensors of the state that are as large as the parameters."""

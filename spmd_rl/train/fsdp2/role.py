@@ -1,4 +1,4 @@
-"""`FSDP2Role`: a module sharded over its layout's ranks, with AdamW; or frozen and forward-only.
+"""`FSDP2Role`: a module sharded over its layout's ranks, with an optimizer; or frozen and forward-only.
 
 Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. Per-token weights are global, so
 each data shard's gradient is a term of one sum, and the gradient is the same however the batch is spread over ranks and
@@ -29,9 +29,11 @@ from spmd_rl.train.base import Metrics
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.experts import spread_experts
+from spmd_rl.train.fsdp2.muon import matrices
 from spmd_rl.train.fsdp2.offload import Offload
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.fsdp2.pipeline import Pipeline
+from spmd_rl.train.fsdp2.replay import Replay
 from spmd_rl.train.fsdp2.routing import Routing
 from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
@@ -95,6 +97,8 @@ class Row(NamedTuple):
     """int64 [n]: which of all its targets these are; None: all, in order"""
     routed: Tensor
     """bool [t]: which tokens count as a mixture's load, those that are no filling"""
+    chosen: Tensor | None
+    """int64 [t, layers, k]: the experts that the engine chose, see `Replay`; None: the model's own"""
 
 
 class FSDP2Role:
@@ -130,6 +134,8 @@ class FSDP2Role:
         if optimizer is None:
             model.requires_grad_(False)
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
+        self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
         self._pipeline = Pipeline(model, layout, dtype)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
@@ -138,7 +144,8 @@ class FSDP2Role:
         on_device = self._world.device.type != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        self._routing = Routing(model, layout, optimizer.router_aux_coef) if optimizer is not None else None
+        self._replay.watch(model)  # before whoever counts the choices
+        self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]
         shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
@@ -149,7 +156,7 @@ class FSDP2Role:
             dither(model, dtype)
         self._optimizer = None
         if optimizer is not None:
-            self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline)
+            self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline, for_muon)
         self._offloads = train.offload and on_device
         self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
@@ -201,9 +208,13 @@ class FSDP2Role:
         skipped, changed = not math.isfinite(norm), 0.0  # the same number on every rank, so the same branch
         if not skipped:
             changed = self._optimizer.step(lr, norm)
+            self._routing.balance()  # [all]
             self._weights.changed()
             self._moments.changed()
         self._optimizer.zero_grad()
+        if self._offloads:  # the next update's micro-batches may need the room
+            with self._world.journal.kind("copy"):
+                self._moments.to_host()
         self._count(skipped)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
         means = {name: value / num_tokens for name, value in sums.items()}
@@ -211,7 +222,7 @@ class FSDP2Role:
         if self._optimizer.rounds:  # alike on all ranks
             found = self._world.reduce("update: changed weights", {"changed": changed}, op="sum")  # [all]
             means["changed_share"] = found["changed"] / self._num_trained
-        means |= self._routing.metrics()  # [all]
+        means |= self._routing.metrics() | self._replay.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
@@ -261,16 +272,18 @@ class FSDP2Role:
         split = self.layout.size("tp") * (1 if context is None else context.granule)
         tree = rounded(tree, math.lcm(_granule(len(tree.token_ids)), split))
         keep = tree.gather_index[targets - 1]
+        chosen = self._replay.of_row(micro, tree)
         if context is None:
             packing = Packing.of(tree.starts, tree.parents, device, self._dtype)
             routed = torch.arange(len(tree.token_ids)) < num_tokens
-            return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed)
+            return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed, chosen)
         tokens = context.tokens(len(tree.token_ids))
         places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]
         own = (places >= 0).nonzero()[:, 0]
         packing = context.packing(tree.starts, tree.parents, device, self._dtype)
         mine = tree.token_ids[tokens], tree.position_ids[tokens]
-        return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens)
+        chosen = None if chosen is None else chosen[tokens]
+        return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens, chosen)
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
         """[all] A data shard's sums on one of the ranks that have them; zeros under the same names on the others."""
@@ -294,6 +307,8 @@ class FSDP2Role:
             tokens = {"inputs_embeds": self._pipeline.receive(len(row.token_ids) // self.layout.size("tp"))}
         positions, routed = to_device(row.position_ids[None], device), to_device(row.routed, device)
         common = {"position_ids": positions, "packing": row.packing, "routed": routed, "use_cache": False}
+        if row.chosen is not None:
+            common["chosen"] = to_device(row.chosen, device)
         return self._model(**tokens, **common, logits_to_keep=kept).logits
 
     def _outputs(self, micro: Batch, row: Row) -> Tensor:
@@ -326,7 +341,7 @@ class FSDP2Role:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """See `Role`. The optimizer's state comes when `update`, `save` or `load` first wants it."""
+        """See `Role`. The optimizer's state comes for its step alone, and for `save` and `load`."""
         self._weights.to_device()
         yield
         if self._offloads:
@@ -363,7 +378,7 @@ class FSDP2Role:
         if self._optimizer is None:
             return {"model": trained}
         self._moments.to_device()
-        return {"model": trained, "optimizer": self._optimizer.state_dict()}
+        return {"model": trained | self._routing.biases(), "optimizer": self._optimizer.state_dict()}
 
     @cached_property
     def _files(self) -> StateFiles:

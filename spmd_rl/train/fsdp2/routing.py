@@ -1,9 +1,14 @@
-"""How a mixture's routers spread tokens over experts: statistics, and the auxiliary loss that keeps the load even.
+"""How a mixture's routers spread tokens over experts: statistics, and two ways to keep the load even.
 
-    routing = Routing(model, layout, coef)      # before the model is sharded
+    routing = Routing(model, layout, settings)  # before the model is sharded
     routing.begin(num_microbatches)
     ...forward and backward passes, whose forwards are given `routed`...
+    routing.balance()                           # [all]
     metrics = routing.metrics()                 # [all]
+
+One is an auxiliary loss, the other a bias of each expert's score, which counts only for who is chosen: after every
+update it moves by a constant, up where the expert had less than the mean load and down where it had more (Wang et al.,
+arXiv 2408.15664, as in DeepSeek-V3). It has no gradient, and is a saved buffer of the models that have it.
 
 The loss is that of Switch Transformers (Fedus et al., arXiv 2101.03961), summed over layers: experts x the sum over
 them of f x P, where f is an expert's share of all choices and P its mean probability. Both are over the tokens of all
@@ -16,30 +21,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmd_rl.config.schema import CriticConfig, PolicyConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
 from spmd_rl.model.moe import probabilities, router_class
 from spmd_rl.train.fsdp2.shard import decoder_layers
 
+BIAS = "e_score_correction_bias"
 METRICS = ("moe/load_max_mean", "moe/entropy", "moe/aux_loss")
 
 
 class Routing:
     """Watches the routers of the layers that are here, in forward passes that keep a graph."""
 
-    def __init__(self, model: nn.Module, layout: Layout, coef: float) -> None:
-        """`coef`: of the auxiliary loss. UserError if there is one and transformers does not tell the model's routers.
+    def __init__(self, model: nn.Module, layout: Layout, settings: PolicyConfig | CriticConfig) -> None:
+        """UserError if the load is to be kept even and the model has no routers, or no biases, to do it with.
 
         Of the layers of a pipeline, `model` holds this stage's alone.
         """
-        self._layout, self._coef, self._scale = layout, coef, 0.0
-        self._groups = [group for axis in ("fsdp", "dp_replicate") if (group := layout.group(axis)) is not None]
+        self._layout, self._coef, self._scale = layout, settings.router_aux_coef, 0.0
+        self._speed = settings.router_bias_update_speed
+        self._groups = [group for axis in ("fsdp", "tp", "dp_replicate") if (group := layout.group(axis)) is not None]
         self._totals: list[Tensor | float] = []
         self._is_real: Tensor | None = None
-        kind = router_class(model)
-        if coef and kind is None:
-            name = model.config.name_or_path or type(model).__name__
+        kind, name = router_class(model), model.config.name_or_path or type(model).__name__
+        if self._coef and kind is None:
             raise UserError(f"policy.router_aux_coef: {name} has no routers that transformers tells of; must be 0")
+        self._biased = {key: m for key, m in model.named_modules() if kind and isinstance(m, kind) and hasattr(m, BIAS)}
+        if self._speed and not self._biased:
+            raise UserError(f"policy.router_bias_update_speed: the routers of {name} have no {BIAS}; must be 0")
         self._is_mixture = kind is not None
         for layer in decoder_layers(model) if kind else ():
             for router in (module for module in layer.modules() if isinstance(module, kind)):
@@ -53,7 +63,10 @@ class Routing:
 
     def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
         # of each layer: it may be computed a second time, for the backward pass, when other tokens have come by since
-        self._is_real = kwargs.get("routed")
+        routed = kwargs.get("routed")
+        if routed is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+            routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
+        self._is_real = routed
 
     def _after(self, place: int) -> Callable[..., tuple | None]:
         def watch(router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> tuple | None:
@@ -79,9 +92,24 @@ class Routing:
         return watch
 
     def _sum(self, values: Tensor) -> None:
-        """[all] In place, over the ranks that have the same layers."""
+        """[all] In place, over the ranks that have the same layers, each of which has tokens of its own."""
         for group in self._groups:
             dist.all_reduce(values, group=group)
+
+    @torch.no_grad()
+    def balance(self) -> None:
+        """[all] Move the biases of experts by what their load has been since `begin`."""
+        if not self._speed:
+            return
+        totals = torch.stack(self._totals)
+        load = totals[:, : totals.shape[1] // 2 - 1].contiguous()
+        self._sum(load)  # [all]
+        for router, own in zip(self._biased.values(), load, strict=True):
+            getattr(router, BIAS).add_(self._speed * torch.sign(own.mean() - own))
+
+    def biases(self) -> dict[str, Tensor]:
+        """The live biases that training changes, by name; none unless `balance` moves them."""
+        return {f"{key}.{BIAS}": getattr(m, BIAS) for key, m in self._biased.items()} if self._speed else {}
 
     def metrics(self) -> dict[str, float]:
         """[all] Means over layers, of the tokens of all micro-batches since `begin`: `METRICS`, and the share dropped.

@@ -1,7 +1,7 @@
 """Shard a Hugging Face model over the data-parallel ranks with FSDP2; with `dp_replicate`, over those of each copy.
 
-A unit is a decoder layer, or the root with what is left (embedding, final norm, head). With expert parallelism the
-experts of a layer are a unit of their own, sharded over `expert_fsdp`.
+A unit is a decoder layer, or the root with what is left (embedding, final norm, head). With expert or tensor
+parallelism the experts of a layer are a unit of their own, sharded over `expert_fsdp`.
 """
 
 from dataclasses import replace
@@ -27,22 +27,26 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     assert trained <= {torch.float32} or trained == {torch.float64}, f"trainable parameters of {trained}"
     master = next(iter(trained), dtype)
     layers = decoder_layers(model)
-    num_shards, data_parallel = layout.size("fsdp"), layout.size("dp_replicate") * layout.size("fsdp")
-    # alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
-    # a policy of the same dtype would copy every gradient once more
-    policy = MixedPrecisionPolicy() if {p.dtype for p in model.parameters()} == {dtype} else mixed
+    all_alike = {p.dtype for p in model.parameters()} == {dtype}
+
+    def policy(data_parallel: int) -> MixedPrecisionPolicy:
+        # alone, nothing is summed: a gradient is cast as it is added to what is there, not copied in `master` before
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master if data_parallel > 1 else dtype)
+        return MixedPrecisionPolicy() if all_alike else mixed  # which would copy every gradient once more
+
+    num_shards, copies = layout.size("fsdp"), layout.size("dp_replicate")
     common = {
         "mesh": layout.data_mesh,
-        "mp_policy": policy,
+        "mp_policy": policy(copies * num_shards),
         "shard_placement_fn": lambda p: placement(p.shape, num_shards),
     }
-    for experts in stacked_experts(model).values() if layout.size("ep") > 1 else ():
+    apart = set(stacked_experts(model).values()) if layout.shares_experts else set()
+    for experts in apart:
         fully_shard(
             experts,
             mesh=layout.expert_data_mesh,
             # with how much weight an expert's answer counts is float32 in some models
-            mp_policy=replace(policy, cast_forward_inputs=False),
+            mp_policy=replace(policy(copies * layout.size("expert_fsdp")), cast_forward_inputs=False),
             reshard_after_forward=not keep_gathered,
             shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
         )
@@ -55,7 +59,9 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
     fully_shard(model, **common)
     for unit in fsdp_units(model):
         unit.set_reshard_after_backward(not keep_gathered, recurse=False)
-        if data_parallel == 1:  # alone, a factor would only copy every gradient
+        if (
+            copies * layout.size("expert_fsdp" if unit in apart else "fsdp") == 1
+        ):  # alone, a factor would only copy every gradient
             continue
         # The loss carries global weights, so ranks' gradients are summed. Neither setter reaches into submodules, and
         # gloo has no pre-multiplied sum, so that the second one is needed too.

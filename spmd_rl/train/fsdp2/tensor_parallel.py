@@ -5,7 +5,7 @@ head. Between these each of them has a run of the row's tokens (Korthikanti et a
 residuals see those alone, a block of layers gathers all tokens before it, and its output is summed and dealt out again.
 
 So what a rank computes adds to one loss what no other rank adds: the gradient of a weight that every rank holds whole
-(norms, biases of sums, the value head) is the sum over ranks. Not supported: experts.
+(norms, routers, biases of sums, the value head) is the sum over ranks. Experts are not cut: see `experts.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +26,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.differentiable import gather_rows, sum_rows
 from spmd_rl.model.load import owned_region, share
 from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.fsdp2.stages import PassThrough
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -59,11 +60,11 @@ def parallelize(model: nn.Module, layout: Layout) -> None:
 
 def _plan(model: nn.Module, layout: Layout) -> dict[str, str]:
     """The style of each of the layers' modules that transformers' plan names."""
-    planned, inside = {}, f"{model.base_model_prefix}."
+    planned, inside, experts = {}, f"{model.base_model_prefix}.", stacked_experts(model)
     for pattern, style in (model.config.get_text_config().base_model_tp_plan or {}).items():
         if pattern.startswith("layers."):
             names = [name for name, _ in model.named_modules() if fnmatchcase(name, inside + pattern)]
-            planned |= dict.fromkeys(names, style)
+            planned |= dict.fromkeys([name for name in names if name not in experts], style)
     if reason := _unsupported(model, planned):
         raise UserError(f"{layout.key}.tp: transformers' plan for {type(model).__name__} {reason}; must be 1")
     return planned
@@ -92,12 +93,17 @@ def _copies_of_keys(model: nn.Module, layout: Layout, planned: Mapping[str, str]
     config, tp = model.config.get_text_config(), layout.size("tp")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    sizes = {"attention heads": heads, "key-value heads": kv_heads, "feed-forward units": config.intermediate_size}
+    sizes = {"attention heads": heads, "key-value heads": kv_heads}
+    units = config.intermediate_size
+    if all(block.endswith("attn") for block in _blocks(planned, ROWS)):
+        units = 0  # experts alone, which are not cut
+    else:
+        sizes["feed-forward units"] = units
     apart = all(any(name.endswith(projection) for name in planned) for projection in KEYS_AND_VALUES)
     fitting = [
         n
         for n in range(1, heads + 1)
-        if not heads % n and not config.intermediate_size % n and (not kv_heads % n or (apart and not n % kv_heads))
+        if not heads % n and not units % n and (not kv_heads % n or (apart and not n % kv_heads))
     ]
     if tp not in fitting:
         counted = ", ".join(f"{size} {what}" for what, size in sizes.items())
@@ -223,6 +229,12 @@ def sharded_dim(parameter: Tensor) -> int | None:
         return None
     placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
     return placement.dim if placement.is_shard() else None
+
+
+def is_repeated(parameter: Tensor) -> bool:
+    """Whether the ranks of a block hold the same of a parameter, as of all that is neither cut nor an expert's."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return sharded_dim(parameter) is None and "expert_fsdp" not in (names or ())
 
 
 def shape_of_share(parameter: Tensor, layout: Layout) -> torch.Size:

@@ -1,0 +1,38 @@
+"""`ChosenExperts`: which experts of a mixture each token went to in the last forward, for training to repeat.
+
+chosen = ChosenExperts(module)
+module(...)
+chosen.at([4, 9])          # of two tokens of the forward
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.errors import UserError
+from spmd_rl.model.moe import router_class
+
+
+class ChosenExperts:
+    """Watches the routers of a module, in the order of its layers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """UserError if the module is no mixture whose routers transformers tells of."""
+        kind = router_class(module)
+        routers = [m for m in module.modules() if kind and isinstance(m, kind)]
+        if not routers:
+            raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
+        self._found: list[Tensor] = [torch.empty(0)] * len(routers)
+        for place, router in enumerate(routers):
+            router.register_forward_hook(partial(self._watch, place))
+        self.per_token = len(routers) * module.config.get_text_config().num_experts_per_tok
+        """How many numbers `at` gives for each token: the chosen experts of all layers."""
+
+    def _watch(self, place: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._found[place] = output[2]
+
+    def at(self, tokens: Tensor) -> list[list[int]]:
+        """Of these tokens of the last forward (int64 [n]): the experts of the first layer, of the second and so on."""
+        found = torch.stack([chosen.index_select(0, tokens) for chosen in self._found], 1)
+        return found.flatten(1).tolist()

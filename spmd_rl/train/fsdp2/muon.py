@@ -1,0 +1,123 @@
+"""Muon over sharded matrices: momentum whose singular values are all made about 1 (Jordan et al., 2024).
+
+    names = matrices(model)                                # of the whole model, before it is cut and sharded
+    muon = Muon(parameters, names, layout, settings)
+    muon.step(lr)                                          # [all]
+
+It is for the weights of the layers with two dimensions, and for each expert's matrices; embeddings, output embedding,
+norms and biases are AdamW's. A step has the root mean square that AdamW's has, so that one learning rate does for both
+(Liu et al., arXiv 2502.16982). The matrices of a mixture are those that its checkpoint stores, one for each expert.
+
+The ranks of a copy gather the matrices in bfloat16, in which they are orthogonalised; each rank does every n-th one,
+and the others get it by broadcast. So every layout takes the same steps, to the rounding of the gradients.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.config.schema import CriticConfig, PolicyConfig
+from spmd_rl.distributed import Layout
+from spmd_rl.model.load import owned_region
+from spmd_rl.model.moe import stacked_experts
+from spmd_rl.train.fsdp2.gather import Gather
+from spmd_rl.train.fsdp2.shard import decoder_layers, local
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the odd polynomial of degree five whose repeated use brings all singular values near 1."""
+ITERATIONS, EPS = 5, 1e-7
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's usual step, in units of the learning rate."""
+
+
+def matrices(model: nn.Module) -> dict[str, int]:
+    """The names of the parameters that Muon trains, each with how many matrices lie one upon the other in it.
+
+    Of a model that is not sharded yet. Stacked experts count once: their gate and their up projection are two.
+    """
+    stacked = {
+        id(p): (experts, key) for experts in stacked_experts(model).values() for key, p in experts.named_parameters()
+    }
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    found = {}
+    for name, p in model.named_parameters():
+        if id(p) in inside and (p.ndim == 2 or (p.ndim == 3 and id(p) in stacked)):
+            experts, key = stacked.get(id(p), (None, ""))
+            found[name] = 2 if p.ndim == 3 and experts.has_gate and key.startswith("gate_up") else 1
+    return found
+
+
+def orthogonalized(stack: Tensor) -> Tensor:
+    """Each matrix of [n, A, B] with its singular values near 1, by Newton and Schulz's iteration; in bfloat16."""
+    a, b, c = COEFFICIENTS
+    is_tall = stack.shape[1] > stack.shape[2]
+    x = stack.bfloat16()
+    x = x.mT if is_tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+class Muon:
+    """Muon on some of a model's parameters, which FSDP has sharded."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, DTensor],
+        pieces: Mapping[str, int],
+        layout: Layout,
+        settings: PolicyConfig | CriticConfig,
+    ) -> None:
+        """`pieces`: as `matrices` gives them. The momentum of each parameter is there from the start."""
+        self._parameters, self._pieces, self._layout = parameters, pieces, layout
+        self._momentum, self._weight_decay = settings.muon_momentum, settings.weight_decay
+        self.buffers = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        """Running means of the gradients, sharded as the parameters are."""
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """[all] Update from the gradients, which become this step's direction."""
+        known = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for name, grad in known.items():
+            buffer = local(self.buffers[name]).lerp_(local(grad), 1 - self._momentum)
+            local(grad).lerp_(buffer, self._momentum)  # Nesterov's
+        for name, direction in self._directions(known):
+            p = self._parameters[name]
+            rows, columns = direction.shape[-2] // self._pieces[name], direction.shape[-1]
+            rate = lr * ADAMW_RMS * math.sqrt(max(rows, columns))
+            local(p).detach().mul_(1 - lr * self._weight_decay).add_(direction[owned_region(p)], alpha=-rate)
+
+    def _directions(self, gradients: Mapping[str, DTensor]) -> Iterator[tuple[str, Tensor]]:
+        """[all] Each gradient whole and orthogonalised: bfloat16; the ranks of a copy share the work."""
+        group, size, rank = self._layout.group("fsdp"), self._layout.size("fsdp"), self._layout.rank("fsdp")
+        gather = Gather(gradients, torch.bfloat16, self._layout)
+        turn: list[tuple[str, torch.Size]] = []
+        mine = torch.empty(0)
+        for number, (name, whole) in enumerate(gather.whole(gradients)):  # [all]
+            if number % size == rank:
+                mine = whole.clone()  # the gather's own is gone with the next one
+            turn.append((name, whole.shape))
+            if len(turn) == size or number == len(gradients) - 1:
+                yield from self._dealt_out(turn, mine, group, rank)  # [all]
+                turn = []
+
+    def _dealt_out(
+        self, turn: list[tuple[str, torch.Size]], mine: Tensor, group: dist.ProcessGroup | None, rank: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """[all] Of as many parameters as there are ranks, or fewer, each from the rank that has orthogonalised it."""
+        device = self._layout.world.device
+        if rank < len(turn):
+            name, shape = turn[rank]
+            mine = orthogonalized(mine.view(-1, shape[-2] // self._pieces[name], shape[-1])).reshape(shape).contiguous()
+        for owner, (name, shape) in enumerate(turn):
+            found = mine if owner == rank else torch.empty(shape, dtype=torch.bfloat16, device=device)
+            if group is not None:
+                with self._layout.collective("update: Muon", kind="compute"):
+                    dist.broadcast(found, group=group, group_src=owner)  # [all]
+            yield name, found
