@@ -11,7 +11,7 @@ Of an operation's own scratch memory it sees nothing.
 """
 
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ALIVE = 2**62
+RESIZED = "resize_"
+GATHERED = "gathered weights"
+"""Tag of what is resized: weights that FSDP has gathered, frees, and gathers again."""
 
 
 @dataclass(slots=True)
@@ -49,8 +52,8 @@ class Peak:
     total: int
     """bytes"""
     by_tag: Counter[str]
-    """bytes"""
-    largest: str
+    """bytes; of what has no tag: `activations`, which outlive the meeting, and `temporary`, which do not"""
+    largest: tuple[int, str]
     """the largest of those without a tag: bytes and the operation that made it"""
     meeting: str
     """the meeting of ranks in or after which it was"""
@@ -70,7 +73,8 @@ class Book(TorchDispatchMode):
     _alive: dict[int, tuple[Any, Entry]] = field(default_factory=dict)
     _windows: dict[str, _Window] = field(default_factory=dict)
     _meetings: list[tuple[int, str]] = field(default_factory=list)
-    _now: int = 0
+    now: int = 0
+    """number of the last event"""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -81,7 +85,7 @@ class Book(TorchDispatchMode):
 
         def counted(storage: UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            book._seen(storage, "resize_")
+            book._seen(storage, RESIZED)
             return result
 
         UntypedStorage.resize_ = counted  # of this no operation tells: FSDP frees and gets back what it gathers
@@ -109,9 +113,12 @@ class Book(TorchDispatchMode):
             if known.num_bytes == size:
                 return
             self._end(key, known)
+        if made_by == RESIZED and known is not None:
+            known.tag = known.tag or GATHERED
         if size:
-            self._now += 1
-            entry = Entry(size, made_by, self._now, tag=known.tag if known else "")
+            self.now += 1
+            tag = known.tag if known is not None else GATHERED if made_by == RESIZED else ""
+            entry = Entry(size, made_by, self.now, tag=tag)
             self.entries.append(entry)
             self._alive[key] = weakref.ref(storage, partial(self._gone, key, entry)), entry
 
@@ -120,8 +127,8 @@ class Book(TorchDispatchMode):
             self._end(key, entry)
 
     def _end(self, key: int, entry: Entry) -> None:
-        self._now += 1
-        entry.died = self._now
+        self.now += 1
+        entry.died = self.now
         del self._alive[key]
 
     def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
@@ -134,14 +141,14 @@ class Book(TorchDispatchMode):
 
     def meeting(self, name: str) -> None:
         """Note that ranks meet now."""
-        self._meetings.append((self._now, name))
+        self._meetings.append((self.now, name))
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
         """What is done within goes by this name."""
-        self._windows[name] = window = _Window(self._now)
+        self._windows[name] = window = _Window(self.now)
         yield
-        window.end = self._now
+        window.end = self.now
 
     def split(self, window: str, meeting: str) -> tuple[tuple[int, int], tuple[int, int]]:
         """A window as two spans of events: up to where a meeting's name begins with `meeting`, and from there."""
@@ -169,9 +176,11 @@ class Book(TorchDispatchMode):
                 most, at = held, when
         alive = [entry for entry in entries if entry.born <= at < entry.died]
         by_tag: Counter[str] = Counter()
+        number = bisect_left(self._meetings, at, key=lambda meeting: meeting[0])
+        start, meeting = self._meetings[number - 1] if number else (begin, "")
+        stop = self._meetings[number][0] if number < len(self._meetings) else end
         for entry in alive:
-            by_tag[entry.tag] += entry.num_bytes
+            stays = entry.born <= start or entry.died > stop
+            by_tag[entry.tag or ("activations" if stays else "temporary")] += entry.num_bytes
         passing = max((entry for entry in alive if not entry.tag), key=lambda entry: entry.num_bytes, default=None)
-        largest = f"{passing.num_bytes / 2**20:.0f} MiB of {passing.made_by}" if passing else ""
-        number = bisect_right(self._meetings, at, key=lambda meeting: meeting[0])
-        return Peak(most, by_tag, largest, self._meetings[number - 1][1] if number else "")
+        return Peak(most, by_tag, (passing.num_bytes, passing.made_by) if passing else (0, ""), meeting)
