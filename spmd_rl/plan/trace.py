@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
@@ -66,6 +67,8 @@ class Trace:
     """its text model's configuration"""
     microbatches: int
     """of each data shard in an update"""
+    longest: int
+    """tokens of the longest sample"""
 
 
 def trace(cfg: PipelineConfig, rank: int, size: int) -> Trace:
@@ -107,9 +110,7 @@ def _met(book: Book, pretend: Pretend, name: str) -> None:
 class _Run:
     """The roles of a run, and what they do in a step."""
 
-    def __init__(
-        self, cfg: PipelineConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend
-    ) -> None:
+    def __init__(self, cfg: PipelineConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
         """offload: weights and moments are off the device where nothing reads them."""
         self._offload, self._cfg, self._world, self._book, self._pretend = offload, cfg, world, book, pretend
         self._models: dict[str, nn.Module] = {}
@@ -140,8 +141,9 @@ class _Run:
         held = Counter[str]()
         for entry in self._book.entries:
             held[entry.tag] += entry.num_bytes * (entry.died > self._book.now and bool(entry.tag))
+        longest = tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
         config = self._models["policy"].config.get_text_config()
-        return Trace(self._world.rank, places, +held, self._phases, policy.size, config, counts)
+        return Trace(self._world.rank, places, +held, self._phases, policy.size, config, counts, longest)
 
     def _model(self, name: str, path: str, dtype: torch.dtype, remote_code: bool, _: Callable[[], object]) -> Stored:
         self._models[name] = model = shape_on_meta(model_folder(path), dtype, remote_code)
