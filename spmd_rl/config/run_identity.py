@@ -24,16 +24,7 @@ from spmd_rl.errors import UserError
 
 CONFIG_FILE = "config.yaml"
 WITHOUT_EFFECT_ON_RESULTS = (
-    "run",
-    "track",
-    "publish",
-    "checkpoint",
-    "eval",
-    "journal",
-    "sidecar",
-    "plan",
-    "debug",
-    "profile",
+    *("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "plan", "debug", "profile"),
 )
 """Sections and settings that change neither samples nor gradients"""
 

@@ -25,7 +25,7 @@ def show(cfg: PipelineConfig) -> None:
 
     Where `run.dir` holds steps of a run, their measured peaks stand beside the planned ones.
     """
-    console, ranks = Console(highlight=False, markup=False, soft_wrap=True), world_size()
+    console, ranks = Console(highlight=False, markup=False, soft_wrap=True, width=140), world_size()
     found = [trace(cfg, rank, ranks) for rank in planned_ranks(cfg, ranks)]
     show_map(console, cfg, ranks, found)
     measured: Mapping[str, int] = measured_peaks(Path(cfg.run.dir))

@@ -72,7 +72,7 @@ class PlannedWorld(World):
 
 @contextmanager
 def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
-    """The world of rank `rank` of `size`, on the CPU. This process must not be in a process group, and is none after it.
+    """The world of rank `rank` of `size`, on the CPU. This process must not be in a process group.
 
     The journal goes to a directory that is gone afterwards.
     """

@@ -111,9 +111,9 @@ class PlanConfig:
     def __post_init__(self) -> None:
         one_of(self, device=("cuda", "cpu"))
         above(self, device_gb=0)
-        at_least(
-            self, reserve_gb=0, **{key: low for key, low in (("ranks", 1), ("rank", 0)) if vars(self)[key] is not None}
-        )
+        at_least(self, reserve_gb=0)
+        require(self.ranks is None or self.ranks >= 1, f"ranks: must be at least 1, not {self.ranks}")
+        require(self.rank is None or self.rank >= 0, f"rank: must be at least 0, not {self.rank}")
 
 
 @dataclass
