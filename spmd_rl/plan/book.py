@@ -101,7 +101,7 @@ class Book(TorchDispatchMode):
             return NotImplemented  # what it does with its parts comes by here
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                 self._seen(tensor.untyped_storage(), func.name())
         return result
 

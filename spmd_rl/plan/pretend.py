@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+META = torch.device("meta")
 INTEGERS = ("arange", "randint", "randperm")
 """Operations whose results are integers unless they are told otherwise."""
 KINDS = {
@@ -55,6 +56,8 @@ class Pretend(TorchDispatchMode):
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not (any(map(_is_fake, tensors)) if tensors else _makes_floats(func, kwargs)):
             return func(*args, **kwargs)
+        if tensors and all(tensor.is_meta for tensor in tensors) and kwargs.get("device") in (None, META):
+            return func(*args, **kwargs)  # of a model that is still to be sharded: many, and quick
         if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten.bincount.default:

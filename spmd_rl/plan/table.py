@@ -11,7 +11,7 @@ from rich.text import Text
 from spmd_rl.config.ranks import LayoutSizes
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.plan.engine import EngineBytes, engine_bytes
-from spmd_rl.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Phase, Trace
+from spmd_rl.plan.rank import GRADIENTS, OPTIMIZER, WEIGHTS, Phase, Trace
 
 COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary", "engine", "KV cache")
 GENERATE, SAVE = "generate, evaluate", "save"

@@ -32,7 +32,7 @@ class PlannedWorld(World):
         self.on_meeting: Callable[[str], None] = lambda name: None
         """Called with the name of each meeting that the journal would show."""
         self.told: dict[str, Any] = {}
-        """What a broadcast brings that another rank alone knows, by its name."""
+        """What other ranks alone know, by the name of the broadcast or reduction that brings it."""
 
     def subset(self, name: str, ranks: Sequence[int], written: bool = True) -> "PlannedWorld":
         """This world: nothing is planned over some of its ranks alone."""
@@ -51,7 +51,8 @@ class PlannedWorld(World):
         """[all] One rank agrees with itself."""
 
     def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] As if each rank brought these values."""
+        """[all] As if each rank brought these values, but for those that are `told`."""
+        values = {**values, **self.told.get(name, {})}
         return {key: value * (self.size if op == "sum" else 1) for key, value in values.items()}
 
     def barrier(self, name: str) -> None:

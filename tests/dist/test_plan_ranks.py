@@ -12,7 +12,7 @@ from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.plan import trace
+from spmd_rl.plan.rank import trace
 from spmd_rl.plan.batch import full_batch
 from spmd_rl.plan.book import Book
 from spmd_rl.train import build_role
@@ -20,7 +20,7 @@ from tests.dist.harness import run_ranks
 
 TOKENS = 256
 TRANSPORT = "transport"
-LAYOUTS = {"fsdp 2": (2, []), "tp 2": (2, ["train.tp=2"]), "pp 2": (2, ["train.pp=2"]), "cp 2": (2, ["train.cp=2"])}
+LAYOUTS = {"fsdp 2": (2, []), "tp 3": (3, ["train.tp=3"]), "pp 2": (2, ["train.pp=2"]), "cp 2": (2, ["train.cp=2"])}
 
 
 def settings(overrides: list[str]) -> RlvrConfig:

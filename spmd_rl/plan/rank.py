@@ -124,15 +124,15 @@ class _Run:
             self._roles[name] = build_role(name, cfg, self._world, source=partial(self._model, name))
             self._tag(name)
         policy = self._roles["policy"]
-        counts = num_microbatches(cfg, policy.layout.data.size, cfg.train.tokens_per_microbatch)
+        most = num_microbatches(cfg, policy.layout.data.size, cfg.train.tokens_per_microbatch)
         vocabulary = self._models["policy"].config.get_text_config().vocab_size
-        self._run("publish", "policy", lambda: _emptied(policy.weights()))
+        self._run("publish", "policy", lambda: _emptied(policy.whole_parameters()))
         for name, role in self._roles.items():
             if name == "policy" and cfg.train.updates_per_step == 1 and not needs_old_logprobs(cfg.algorithm):
                 continue  # the update itself computes these numbers
-            batch, count = self._batch(name, vocabulary)
+            batch, *counts = self._batch(name, vocabulary)
             compute = role.values if name == "critic" else partial(role.logprobs, temperature=1.0)
-            self._run("prepare", name, partial(compute, batch), count * cfg.train.updates_per_step)
+            self._run("prepare", name, partial(compute, batch), *counts)
         for name in ("critic", "policy"):
             if name in self._roles:
                 self._update(name, vocabulary)
@@ -143,7 +143,7 @@ class _Run:
             held[entry.tag] += entry.num_bytes * (entry.died > self._book.now and bool(entry.tag))
         longest = tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
         config = self._models["policy"].config.get_text_config()
-        return Trace(self._world.rank, places, +held, self._phases, policy.size, config, counts, longest)
+        return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
     def _model(self, name: str, path: str, dtype: torch.dtype, remote_code: bool, _: Callable[[], object]) -> Stored:
         self._models[name] = model = shape_on_meta(model_folder(path), dtype, remote_code)
@@ -154,18 +154,17 @@ class _Run:
         moments = self._roles[name].state_dict().get("optimizer", {})
         self._book.tag(f"{name} {OPTIMIZER}", moments.values())
 
-    def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int]:
-        """A batch for a role, of as many micro-batches as can be in flight and one; and how many an update has."""
+    def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
+        """A batch for a role, how many micro-batches it has, and how many those of a step have."""
         cfg, layout = self._cfg, self._roles[name].layout
         train = cfg.train if name == "policy" else getattr(cfg, name).train.over(cfg.train)
         count = num_microbatches(cfg, layout.data.size, train.tokens_per_microbatch)
         traced = min(count, layout.size("pp") + 1)
-        return full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary), count
+        return full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary), traced, count * cfg.train.updates_per_step
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm
-        batch, count = self._batch(name, vocabulary)
-        again = count * self._cfg.train.updates_per_step
+        batch, *counts = self._batch(name, vocabulary)
 
         def met(meeting: str) -> None:
             if meeting == ACCUMULATED:
@@ -175,16 +174,18 @@ class _Run:
 
         self._world.on_meeting = met
         if name == "policy":
-            self._run("update", name, lambda: role.update(batch, bind_loss(settings), 1.0), again)
+            self._run("update", name, lambda: role.update(batch, bind_loss(settings), 1.0), *counts)
         else:
-            self._run("update", name, lambda: role.update(batch, bind_value_loss(settings)), again)
+            self._run("update", name, lambda: role.update(batch, bind_value_loss(settings)), *counts)
         self._world.on_meeting = partial(_met, self._book, self._pretend)
 
-    def _run(self, phase: str, name: str, work: Callable[[], object], count: int = 1) -> None:
-        """Do a role's part of a phase. count: micro-batches that it would run, if it runs any."""
+    def _run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
+        """Do a role's part of a phase. traced, count: micro-batches that it runs, and that it would run in a step."""
         self._pretend.travelled.clear()
         self._pretend.meeting = phase
         window = f"{phase} {name}"
+        for what in ("update", "logprobs", "values"):  # the leader of a data shard says it
+            self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
         with self._book.window(window):
             work()
         travelled = Counter[str]()
