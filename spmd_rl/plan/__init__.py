@@ -14,8 +14,8 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.plan.fit import nearest
 from spmd_rl.plan.measured import measured_peaks
-from spmd_rl.plan.table import GB, Row, rows, show_map, show_rank
 from spmd_rl.plan.rank import trace
+from spmd_rl.plan.table import GB, Row, rows, show_map, show_rank
 
 __all__ = ["show", "trace"]
 

@@ -16,8 +16,8 @@ from spmd_rl.model.logprobs import DEVICE_CHUNK
 from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize
 from spmd_rl.plan.engine import engine_bytes
-from spmd_rl.plan.table import dtype_of
 from spmd_rl.plan.rank import Trace
+from spmd_rl.plan.table import dtype_of
 
 AXES = ("tp", "pp", "cp", "ep", "dp_replicate")
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.0}

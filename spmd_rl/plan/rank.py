@@ -160,7 +160,11 @@ class _Run:
         train = cfg.train if name == "policy" else getattr(cfg, name).train.over(cfg.train)
         count = num_microbatches(cfg, layout.data.size, train.tokens_per_microbatch)
         traced = min(count, layout.size("pp") + 1)
-        return full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary), traced, count * cfg.train.updates_per_step
+        return (
+            full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary),
+            traced,
+            count * cfg.train.updates_per_step,
+        )
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm
