@@ -65,6 +65,7 @@ def show(cfg: RlvrConfig) -> None:
     own = {domain: [prompt for prompt in prompts.train if prompt.domain == domain] for domain in domains}
     table(console, "Audit", [(domain, _audit(rewarders[domain], own[domain])) for domain in domains])
     table(console, "Would be written", outputs(cfg))
+    console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
 
 
 @contextmanager

@@ -41,6 +41,7 @@ def show(cfg: AgenticConfig) -> None:
         for tag in cfg.env.tags:
             table(console, f"env.{tag}", asyncio.run(_returns(cfg, tag, tasks, environments, tokenizer)))
     table(console, "Would be written", outputs(cfg))
+    console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
 
 
 def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:

@@ -23,6 +23,8 @@ from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
 from spmd_rl.targets import import_coroutine
 
+SHAPES = Path(__file__).resolve().parents[2] / "configs" / "shapes"
+"""Directories with the `config.json` of a model alone"""
 VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
 
@@ -61,6 +63,25 @@ def check(cfg: Any) -> None:
     if not names_of_the_hub(cfg):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or libraries would ask the hub about files of this machine
     check_algorithm(cfg.algorithm)  # last: a module of tensors imports torch
+
+
+def check_plan(cfg: Any) -> None:
+    """Raise a `UserError` for the first thing that a plan reads and that cannot work: shapes of models, layouts.
+
+    `plan.shape` takes the place of `policy.model`, as a path.
+    """
+    if cfg.plan.shape:
+        known = SHAPES / cfg.plan.shape
+        cfg.policy.model = str(known if known.is_dir() else Path(cfg.plan.shape).expanduser())
+    for role in loaded_roles(cfg):
+        model = getattr(cfg, role)
+        model.model = fetch_config(f"{role}.model", model.model, wait=local_rank() != 0)
+        if not (model_folder(model.model) / "config.json").is_file():
+            raise UserError(f"{role}.model: {model.model} has no config.json, by which to plan; or say plan.shape")
+    if cfg.plan.rank is not None and cfg.plan.rank >= world_size():
+        raise UserError(f"plan.rank: {cfg.plan.rank} is none of {world_size()} ranks")
+    check_mesh(cfg)
+    check_replicas(cfg)
 
 
 def names_of_the_hub(cfg: Any) -> list[str]:
@@ -113,7 +134,7 @@ def check_layers(section: str, pp: int, path: Path) -> None:
 
 
 def check_engine(cfg: Any) -> None:
-    """Check that the engine is installed, and that `engine.tp` divides the ranks and the model's dimensions."""
+    """Check that the engine is installed, that it can sample as asked, and its replicas."""
     engine = cfg.engine
     if engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError(
@@ -130,6 +151,12 @@ def check_engine(cfg: Any) -> None:
     for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
+    check_replicas(cfg)
+
+
+def check_replicas(cfg: Any) -> None:
+    """Check that `engine.tp` divides the ranks and the model's dimensions."""
+    engine = cfg.engine
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
     if (num_ranks := len(Placement.of(cfg.placement, world_size()).generate)) % engine.tp:

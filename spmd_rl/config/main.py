@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmd_rl.config.checks import check, fetch_models
+from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
@@ -41,6 +41,8 @@ from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line
 from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
+PLAN = "spmd_rl.plan:show"
+"""What `--plan` calls."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
@@ -58,6 +60,7 @@ def main(
     """Compose, check, run. Returns after a good end, else leaves the process with the code above.
 
     `preview` is what `--dry-run` calls in the place of `run`: a function, or `module:function` to import it late.
+    `--plan` is the same for all pipelines.
     """
     argv = sys.argv[1:] if argv is None else argv
     exit_ = Exit(given_run_dir(pipeline, argv))
@@ -65,14 +68,19 @@ def main(
         asked = parse(pipeline, argv)
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
-        if asked.cfg or asked.dry_run:
+        if shows := asked.cfg or asked.dry_run or asked.plan:
             exit_.folder = None  # it only shows: nothing is written, not even its error
         cfg = load(pipeline, schema, asked.overrides, asked.config_dir, asked.config_name)
         if asked.cfg:
             return say(to_yaml(to_dict(cfg)))
-        exit_.folder = None if asked.dry_run else Path(cfg.run.dir)
-        if asked.dry_run and rank() != 0:
+        exit_.folder = None if shows else Path(cfg.run.dir)
+        if shows and rank() != 0:
             return None
+        if shows and cfg.plan.ranks:
+            os.environ["WORLD_SIZE"] = str(cfg.plan.ranks)
+        if asked.plan:
+            check_plan(cfg)
+            return imported(PLAN)(cfg)
         check(cfg)
         notices = continue_run(cfg, pipeline)
         if rank() == 0:
@@ -224,6 +232,7 @@ def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--plan", action="store_true")
     parser.add_argument("--resolve", action="store_true")  # what --cfg prints is always resolved
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--config-name", "-cn")
@@ -243,6 +252,7 @@ usage: python -m spmd_rl.{pipeline} [option ...] [key=value ...]
 options:
   --help                this text
   --dry-run             print the batch arithmetic, three prompts, their rewards and what would be written; run nothing
+  --plan                print what a rank would hold and be sent in each phase, and whether it fits; run nothing
   --cfg job             print the settings that this line stands for, and run nothing
   --config-dir DIR      look for groups and YAML files in DIR too
   --config-name NAME    start from NAME.yaml, not {pipeline}.yaml

@@ -23,7 +23,9 @@ from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.errors import UserError
 
 CONFIG_FILE = "config.yaml"
-WITHOUT_EFFECT_ON_RESULTS = ("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "debug", "profile")
+WITHOUT_EFFECT_ON_RESULTS = (
+    *("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "plan", "debug", "profile"),
+)
 """Sections and settings that change neither samples nor gradients"""
 
 PACKAGES = (

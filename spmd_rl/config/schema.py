@@ -17,6 +17,7 @@ from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
     JournalConfig,
+    PlanConfig,
     PublishConfig,
     RunConfig,
     SidecarConfig,
@@ -54,6 +55,7 @@ class PipelineConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from spmd_rl.devices import to_device
+from spmd_rl.devices import kind, to_device
 
 NAME = "spmd_packed"
 SHORT = 64
@@ -150,7 +150,7 @@ class Packing:
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether queries of this dtype on this device are for the variable-length kernel."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return kind(device) == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def _paths(runs: list[range], parents: list[int]) -> list[list[range]]:
@@ -320,7 +320,7 @@ def packed_attention(
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -> Tensor:
     """[T, H, D], [T, Hkv, D], [T, Hkv, D] -> [T, H, D], block by block of right-padded rows."""
     dtype = q.dtype
-    if q.device.type == "cpu" and dtype == torch.bfloat16:  # its backward kernel is four times faster in float32
+    if kind(q.device) == "cpu" and dtype == torch.bfloat16:  # its backward kernel is four times faster in float32
         q, k, v = q.float(), k.float(), v.float()
     outs = []
     for block in packing.blocks:

@@ -54,7 +54,11 @@ def build_on_meta(path: str | Path, dtype: torch.dtype, trust_remote_code: bool 
     Parameters are of `dtype` and lie on the meta device; buffers, which a model computes itself (rotary tables), lie on
     the CPU and are ready for use. UserError if `path` is no such directory or holds weights only as pickles.
     """
-    folder = model_directory(path)
+    return shape_on_meta(model_directory(path), dtype, trust_remote_code)
+
+
+def shape_on_meta(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The same of a directory that may hold nothing but `config.json`. UserError if it is not read."""
     with _users_mistakes(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         with _parameters_on_meta():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.devices import kind
 from spmd_rl.model.load import owned_region
 
 CHUNK, DEVICE_CHUNK = 2**21, 2**27
@@ -173,7 +174,7 @@ def _combined(
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
     """Parts of the vocabulary, as [begin, end)."""
-    step = max(1, (CHUNK if hidden.is_cpu else DEVICE_CHUNK) // max(1, len(hidden)))
+    step = max(1, (CHUNK if kind(hidden.device) == "cpu" else DEVICE_CHUNK) // max(1, len(hidden)))
     return ((begin, min(begin + step, len(weight))) for begin in range(0, len(weight), step))
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from spmd_rl.config.architectures import EXPERT_COUNTS
+from spmd_rl.devices import kind
 
 ALIGNED_BYTES = 16
 """torch's grouped product on devices wants rows of a multiple of this."""
@@ -121,7 +122,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     All of `weights` gets a gradient, whether or not it has rows.
     """
     widths = {width * rows.element_size() % ALIGNED_BYTES for width in weights.shape[1:]}
-    if rows.device.type == "cpu" or rows.dtype == torch.float64 or widths != {0}:
+    if kind(rows.device) == "cpu" or rows.dtype == torch.float64 or widths != {0}:
         groups = zip(rows.split(counts), weights.unbind(), strict=True)
         return torch.cat([F.linear(some, weight) for some, weight in groups])
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(rows.device)

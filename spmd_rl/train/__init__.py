@@ -38,25 +38,44 @@ def build_roles(cfg: RlvrConfig, world: World) -> Roles:
     return Roles(policy, reference, critic)
 
 
-def build_role(name: str, cfg: RlvrConfig, world: World, total_updates: int = 1) -> Any:
+class Stored(NamedTuple):
+    """A model before it is sharded."""
+
+    model: torch.nn.Module
+    load: Callable[..., None] | None
+    """Fills this rank's shards; None of a model that is whole."""
+    num_bytes: Callable[[], int]
+    """What has been read so far."""
+
+
+def stored_model(path: str, dtype: torch.dtype, remote_code: bool, on_progress: Callable[[], object]) -> Stored:
+    """The model of a directory or a name of the hub; on the meta device, where its shards can be read one by one."""
+    folder = model_directory(path)
+    model, files = build_on_meta(folder, dtype, remote_code), WeightFiles(folder)
+    load = partial(load_weights, files=files, on_progress=on_progress)
+    if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
+        model, load = build_model(folder, dtype, "cpu", remote_code), None
+    return Stored(model, load, lambda: files.bytes_read)
+
+
+def build_role(
+    name: str, cfg: RlvrConfig, world: World, total_updates: int = 1, source: Callable[..., Stored] = stored_model
+) -> Any:
     """[all] The role `policy`, `reference` or `critic` of its own section, over `world`.
 
     What the section leaves open (model, dtype, each setting of `train`) is the policy's. total_updates: where the
-    learning rate's schedule ends. The journal's line `loaded` counts the bytes that this rank has read.
+    learning rate's schedule ends. source: gives the model, called like `stored_model`. The journal's line `loaded`
+    counts the bytes that this rank has read.
     """
     own, key = getattr(cfg, name), "train" if name == "policy" else f"{name}.train"
     train = cfg.train if name == "policy" else own.train.over(cfg.train)
     dtype = getattr(torch, own.dtype or cfg.policy.dtype)
     layout = Layout(world, **train.axes, key=key)  # [all]
-    folder, remote_code = model_directory(own.model or cfg.policy.model), cfg.policy.trust_remote_code
     held_dtype = dtype if name == "reference" else torch.float32
-    model, files = build_on_meta(folder, held_dtype, remote_code), WeightFiles(folder)
-    load = partial(load_weights, files=files, on_progress=world.progress)
-    if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
-        model, load = build_model(folder, held_dtype, "cpu", remote_code), None
+    found = source(own.model or cfg.policy.model, held_dtype, cfg.policy.trust_remote_code, world.progress)
     build = BACKENDS[train.name]
-    role = build(name, model, load, layout, train, dtype, own, total_updates)
-    world.journal.note("loaded", role=name, bytes=files.bytes_read)
+    role = build(name, found.model, found.load, layout, train, dtype, own, total_updates)
+    world.journal.note("loaded", role=name, bytes=found.num_bytes())
     return role
 
 

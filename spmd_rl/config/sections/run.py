@@ -90,6 +90,33 @@ class TrackConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What `--plan` plans for; nothing of it has an effect on a run: `plan`."""
+
+    ranks: int | None = None
+    """Number of ranks to plan for, also of `--dry-run`. Default: those that torchrun starts."""
+    rank: int | None = None
+    """The rank whose memory is counted. Default: the first one, and with pipeline stages the first one of the last."""
+    device: str = "cuda"
+    """Type of the ranks' devices, on which kernels and the sizes of buffers depend: `cuda` or `cpu`."""
+    device_gb: float = 80.0
+    """Memory of a device, in units of 10^9 bytes."""
+    reserve_gb: float = 6.0
+    """Of this, what is left to what is not counted: the driver's context, buffers of collectives, kernels' workspaces,
+    and what lies unused between blocks that are used."""
+    shape: str | None = None
+    """Directory with the `config.json` of `policy.model`, to plan without downloading it; one of `configs/shapes` by
+    its name."""
+
+    def __post_init__(self) -> None:
+        one_of(self, device=("cuda", "cpu"))
+        above(self, device_gb=0)
+        at_least(self, reserve_gb=0)
+        require(self.ranks is None or self.ranks >= 1, f"ranks: must be at least 1, not {self.ranks}")
+        require(self.rank is None or self.rank >= 0, f"rank: must be at least 0, not {self.rank}")
+
+
+@dataclass
 class JournalConfig:
     """Detection of stalls: `journal`."""
 

@@ -52,6 +52,13 @@ class FSDP2Backend(FSDP2Role):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainBackend`: bitwise what the forward pass computes with."""
+        for name, tensor in self.whole_parameters():  # [all]
+            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+        for name, buffer in self._model.named_buffers():
+            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """[all] The same by parameters, of which some are stored in parts: those of the whole model, whole."""
         shard.reshard(self._model)
         parameters = dict(self._model.named_parameters())
         if self._gather is None:
@@ -59,6 +66,4 @@ class FSDP2Backend(FSDP2Role):
         own = self._gather.whole(parameters)
         for name, tensor in self._pipeline.of_owners(own, self._dtype):
             self._world.progress()
-            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
-        for name, buffer in self._model.named_buffers():
-            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
+            yield name, tensor

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.devices import kind
 from spmd_rl.distributed import Layout
 from spmd_rl.train.fsdp2.tensor_parallel import shape_of_share, whole
 
@@ -35,7 +36,7 @@ class Gather:
 
     def __init__(self, parameters: Mapping[str, DTensor], dtype: torch.dtype, layout: Layout) -> None:
         """[all] `dtype`: what is handed out."""
-        on_device = layout.world.device.type != "cpu"
+        on_device = kind(layout.world.device) != "cpu"
         room = DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES
         buckets = list(_buckets(parameters, dtype.itemsize, room, layout))
         self._names, self._dtype = [[name for name, _ in bucket] for bucket in buckets], dtype

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
-from spmd_rl.devices import to_device
+from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
@@ -141,7 +141,7 @@ class FSDP2Role:
         for layer in shard.decoder_layers(model) if train.compile else ():
             layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
         # A gathered layer holds the weights until the next update: whoever has room need not gather it again
-        on_device = self._world.device.type != "cpu"
+        on_device = kind(self._world.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
         self._replay.watch(model)  # before whoever counts the choices

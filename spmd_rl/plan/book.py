@@ -1,0 +1,186 @@
+"""`Book`: which storages of tensors are alive when, and how large they are.
+
+    with Book() as book:
+        with book.window("update"):
+            role.update(...)
+    book.peak("update").total
+
+It counts the storage under every tensor that an operation makes, until nothing refers to it any more or it is resized:
+what an allocator would be asked for, without its rounding and its holes. It works on real and on fake tensors alike.
+Of an operation's own scratch memory it sees nothing.
+"""
+
+import weakref
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALIVE = 2**62
+RESIZED = "resize_"
+GATHERED = "gathered weights"
+"""Tag of what is resized: weights that FSDP has gathered, frees, and gathers again."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One storage, from when it was allocated to when it was freed."""
+
+    num_bytes: int
+    made_by: str
+    """the operation that made it"""
+    born: int
+    """number of the event"""
+    died: int = ALIVE
+    tag: str = ""
+    """what it holds; empty: what comes and goes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What is alive when the most is."""
+
+    total: int
+    """bytes"""
+    by_tag: Counter[str]
+    """bytes; of what has no tag: `activations`, which outlive the meeting, and `temporary`, which do not"""
+    largest: tuple[int, str]
+    """the largest of those without a tag: bytes and the operation that made it"""
+    meeting: str
+    """the meeting of ranks in or after which it was"""
+
+
+@dataclass
+class _Window:
+    begin: int
+    end: int = ALIVE
+
+
+@dataclass
+class Book(TorchDispatchMode):
+    """A mode: within it storages are counted."""
+
+    entries: list[Entry] = field(default_factory=list)
+    _alive: dict[int, tuple[Any, Entry]] = field(default_factory=dict)
+    _windows: dict[str, _Window] = field(default_factory=dict)
+    _meetings: list[tuple[int, str]] = field(default_factory=list)
+    now: int = 0
+    """number of the last event"""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __enter__(self) -> "Book":
+        self._resize = UntypedStorage.resize_
+        book, resize = self, self._resize
+
+        def counted(storage: UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            book._seen(storage, RESIZED)
+            return result
+
+        UntypedStorage.resize_ = counted  # of this no operation tells: FSDP frees and gets back what it gathers
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        UntypedStorage.resize_ = self._resize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with its parts comes by here
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+                self._seen(tensor.untyped_storage(), func.name())
+        return result
+
+    def _seen(self, storage: UntypedStorage, made_by: str) -> None:
+        """Note a storage that is new, or of another size than it was."""
+        key, size = storage._cdata, storage.nbytes()
+        _, known = self._alive.get(key, (None, None))
+        if known is not None:
+            if known.num_bytes == size:
+                return
+            self._end(key, known)
+        if made_by == RESIZED and known is not None:
+            known.tag = known.tag or GATHERED
+        if size:
+            self.now += 1
+            tag = known.tag if known is not None else GATHERED if made_by == RESIZED else ""
+            entry = Entry(size, made_by, self.now, tag=tag)
+            self.entries.append(entry)
+            self._alive[key] = weakref.ref(storage, partial(self._gone, key, entry)), entry
+
+    def _gone(self, key: int, entry: Entry, _: Any) -> None:
+        if self._alive.get(key, (None, None))[1] is entry:
+            self._end(key, entry)
+
+    def _end(self, key: int, entry: Entry) -> None:
+        self.now += 1
+        entry.died = self.now
+        del self._alive[key]
+
+    def tag(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Say what these tensors hold; of DTensors, their parts. What is not counted yet is from here on."""
+        for tensor in tensors:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            self._seen(storage, "")
+            if storage._cdata in self._alive:
+                self._alive[storage._cdata][1].tag = name
+
+    def meeting(self, name: str) -> None:
+        """Note that ranks meet now."""
+        self._meetings.append((self.now, name))
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
+        """What is done within goes by this name."""
+        self._windows[name] = window = _Window(self.now)
+        yield
+        window.end = self.now
+
+    def split(self, window: str, meeting: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A window as two spans of events: up to where a meeting's name begins with `meeting`, and from there."""
+        begin, end = self._windows[window].begin, self._windows[window].end
+        at = next((when for when, name in self._meetings if begin <= when and name.startswith(meeting)), end)
+        return (begin, min(at, end)), (min(at, end), end)
+
+    def span(self, window: str) -> tuple[int, int]:
+        """All of a window."""
+        return self._windows[window].begin, self._windows[window].end
+
+    def peak(self, span: tuple[int, int], without: Iterable[str] = ()) -> Peak:
+        """When within a span of events the most is alive, not counting what has one of the tags `without`."""
+        begin, end = span
+        entries = [e for e in self.entries if e.born <= end and e.died > begin and e.tag not in set(without)]
+        changes: Counter[int] = Counter()
+        for entry in entries:
+            changes[max(entry.born, begin)] += entry.num_bytes
+            if entry.died <= end:
+                changes[entry.died] -= entry.num_bytes
+        most, at, held = 0, begin, 0
+        for when in sorted(changes):
+            held += changes[when]
+            if held > most:
+                most, at = held, when
+        alive = [entry for entry in entries if entry.born <= at < entry.died]
+        by_tag: Counter[str] = Counter()
+        number = bisect_left(self._meetings, at, key=lambda meeting: meeting[0])
+        start, meeting = self._meetings[number - 1] if number else (begin, "")
+        stop = self._meetings[number][0] if number < len(self._meetings) else end
+        for entry in alive:
+            stays = entry.born <= start or entry.died > stop
+            by_tag[entry.tag or ("activations" if stays else "temporary")] += entry.num_bytes
+        passing = max((entry for entry in alive if not entry.tag), key=lambda entry: entry.num_bytes, default=None)
+        return Peak(most, by_tag, (passing.num_bytes, passing.made_by) if passing else (0, ""), meeting)

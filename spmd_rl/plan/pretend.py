@@ -1,0 +1,112 @@
+"""`Pretend`: what a rank would hold on its device is fake, what it holds on its host is real.
+
+Within this mode tensors of numbers that the device would compute (floating, and all that comes of them) have shapes,
+but no memory; token ids, positions and lengths of the batch, which are made and read on the host, are real. Three
+questions that only a device could answer are answered here:
+
+* a number that is read back from the device is 1 (a loss, a norm);
+* the experts of a mixture get equally many tokens;
+* what other ranks send looks like what this one sends, and is counted (`Traffic`).
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+META = torch.device("meta")
+INTEGERS = ("arange", "randint", "randperm")
+"""Operations whose results are integers unless they are told otherwise."""
+KINDS = {
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+"""By what torch's names of collectives contain."""
+
+
+class Pretend(TorchDispatchMode):
+    """A mode, to be entered before a `Book`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.meeting = ""
+        """The meeting to which what travels is charged."""
+        self.travelled: Counter[tuple[str, str]] = Counter()
+        """Bytes that come to this rank, by meeting and kind of collective."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._meet(func, args)
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not (any(map(_is_fake, tensors)) if tensors else _makes_floats(func, kwargs)):
+            return func(*args, **kwargs)
+        if tensors and all(tensor.is_meta for tensor in tensors) and kwargs.get("device") in (None, META):
+            return func(*args, **kwargs)  # of a model that is still to be sharded: many, and quick
+        if func is aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is aten.bincount.default:
+            return _even(args[0].numel(), args[2] if len(args) > 2 else kwargs["minlength"])
+        with self._fake:
+            return func(*args, **kwargs)
+
+    def _meet(self, func: Any, args: Any) -> Any:
+        """A collective: (tensors, ..., group, ...) -> what it says that it returns."""
+        name = func.name().partition("::")[2].partition(".")[0]
+        found = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        size = ProcessGroup.unbox(found).size()
+        given = [[t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args]
+        out, source = given[0], given[1] if len(given) > 1 and given[1] else given[0]
+        self._count(name, max(_bytes(out), _bytes(source)), size)
+        if not any(map(_is_fake, (*out, *source))):
+            for target, piece in zip(out, source * len(out), strict=False):
+                if target is not piece and target.numel() == piece.numel():
+                    target.view(-1).copy_(piece.reshape(-1))
+        work = FakeWork().boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _count(self, name: str, num_bytes: int, size: int) -> None:
+        kind = next((said for part, said in KINDS.items() if part in name), None)
+        if kind is None or size == 1:
+            return  # a barrier
+        whole = kind in ("send", "receive", "broadcast")
+        times = 1 if whole else (size - 1) / size * (2 if kind == "all-reduce" else 1)
+        self.travelled[self.meeting, kind] += int(times * num_bytes)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def _makes_floats(func: Any, kwargs: Any) -> bool:
+    """Of an operation that is given no tensor."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype.is_floating_point
+    return not any(name in func.name() for name in INTEGERS)
+
+
+def _even(count: int, num_places: int) -> Tensor:
+    """int64 [num_places]: as even as `count` things can lie in so many places."""
+    counts = torch.full((num_places,), count // num_places, dtype=torch.int64)
+    counts[: count % num_places] += 1
+    return counts
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,141 @@
+"""The memory planner on tiny models: every axis, the count of what is held, what it says, and what it proposes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl.config.load import CONFIGS, load
+from spmd_rl.config.main import main
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.model.size import ModelSize
+from spmd_rl.plan.book import Book
+from spmd_rl.plan.rank import Trace, trace
+from tests.models import EXPERTS, tiny
+
+LAYOUTS = [
+    ("llama", 1, []),
+    ("llama", 4, []),
+    ("llama", 4, ["tp=2"]),
+    ("llama", 4, ["cp=2"]),
+    ("llama", 4, ["dp_replicate=2"]),
+    ("llama", 4, ["pp=2"]),
+    ("llama", 8, ["pp=2", "tp=2", "cp=2"]),
+    ("qwen3_moe", 4, ["ep=2"]),
+    ("deepseek_v3", 8, ["ep=4", "cp=2"]),
+]
+SHORT = [
+    "rollout.max_prompt_tokens=32", "rollout.max_new_tokens=32", "rollout.prompts_per_step=16",
+    "rollout.answers_per_prompt=4", "train.tokens_per_microbatch=256", "policy.dtype=bfloat16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family, a directory with nothing but a `config.json`."""
+    found = {}
+    for kind in {kind for kind, _, _ in LAYOUTS}:
+        whole = tiny(kind, tmp_path_factory.mktemp(kind), **EXPERTS.get(kind, {}))
+        found[kind] = tmp_path_factory.mktemp(f"{kind}-shape")
+        (found[kind] / "config.json").write_text((whole / "config.json").read_text())
+    return found
+
+
+def planned(path: Path, size: int, train: list[str] = (), rank: int = 0, more: list[str] = ()) -> Trace:
+    overrides = [f"policy.model={path}", *SHORT, *(f"train.{line}" for line in train), *more]
+    return trace(load("rlvr", RlvrConfig, overrides), rank, size)
+
+
+@pytest.mark.parametrize(("kind", "size", "train"), LAYOUTS, ids=lambda value: str(value))
+def test_all_ranks_together_hold_the_model_and_its_moments_once(kind, size, train, models):
+    found = [planned(models[kind], size, train, rank) for rank in sorted({0, size - 1})]
+    whole = found[0].size.parameters
+    copies = 2 if "dp_replicate=2" in train else 1
+    for one in found:
+        held, update = one.held, one.phases["update"][0]
+        assert held["policy optimizer"] == 2 * held["policy weights"]
+        assert update.peak.by_tag["policy gradients"] == pytest.approx(held["policy weights"], rel=0.05)
+        assert update.peak.total > held["policy weights"] + held["policy optimizer"]
+        if "pp=2" not in train:  # stages hold different layers
+            own = held["policy weights"] / 4 * size / copies
+            assert own == pytest.approx(whole, rel=0.06), "norms of all heads lie whole on each rank of tp"
+    if "pp=2" in train:
+        mean = sum(one.held["policy weights"] for one in found) / len(found)
+        assert mean / 4 * size == pytest.approx(whole, rel=0.06)
+    kinds = set(found[0].phases["update"][0].travelled)
+    assert ("all-to-all" in kinds) == any(line.startswith(("ep", "cp")) for line in train)
+    assert ("send" in kinds) == ("pp=2" in train)
+    assert bool(kinds) == (size > 1)
+
+
+def test_what_travels_grows_with_the_micro_batches_of_the_step(models):
+    few = planned(models["llama"], 4, more=["rollout.prompts_per_step=16"])
+    many = planned(models["llama"], 4, more=["rollout.prompts_per_step=64"])
+    assert (few.microbatches, many.microbatches) == (4, 16)
+    sent = [one.phases["update"][0].travelled["reduce-scatter"] for one in (few, many)]
+    assert sent[1] == pytest.approx(4 * sent[0], rel=0.01)
+    assert many.phases["update"][0].peak.total == pytest.approx(few.phases["update"][0].peak.total, rel=0.01)
+
+
+def test_checkpointing_and_shorter_micro_batches_need_less(models):
+    longer = ["rollout.max_new_tokens=2000", "train.tokens_per_microbatch=8192", "engine.kv_tokens=4096"]
+    peaks = [
+        planned(models["llama"], 2, [f"activation_checkpointing={mode}"], more=longer).phases["update"][0].peak
+        for mode in ("none", "selective", "full")
+    ]
+    assert peaks[0].total > peaks[1].total > peaks[2].total
+    assert all(peak.by_tag["activations"] for peak in peaks)
+
+
+def test_roles_beside_the_policy_are_counted(models):
+    found = planned(models["llama"], 2, more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
+    assert {"policy weights", "critic weights", "critic optimizer", "reference weights"} <= set(found.held)
+    assert found.held["reference weights"] == pytest.approx(found.held["policy weights"] / 2, rel=0.01), "bfloat16"
+    assert {part.role for part in found.phases["prepare"]} == {"policy", "reference", "critic"}
+    assert {part.role for part in found.phases["update"]} == {"policy", "critic"}
+    asleep = planned(models["llama"], 2, ["offload=true"], more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
+    for phase in ("publish", "prepare", "update"):
+        assert asleep.phases[phase][0].peak.total < found.phases[phase][0].peak.total
+
+
+def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    main("rlvr", RlvrConfig, lambda cfg: None, ["--plan", *SHORT, *argv])
+    return capsys.readouterr().out
+
+
+def test_the_table_says_whether_it_fits_and_what_would(models, capsys, monkeypatch, tmp_path):
+    folder = f"policy.model={models['llama']}"
+    run = ["plan.ranks=4", "train.tp=2", f"run.dir={tmp_path}", "plan.reserve_gb=0", "engine.kv_tokens=64", folder]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "memory/train/peak_bytes": 7.77e9}) + "\n")
+    text = said(capsys, monkeypatch, *run)
+    assert "4 ranks = dp_shard 2 x tp 2" in text and "fits 80 GB" in text and "measured" in text and "7.77" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"], "it writes nothing"
+    long = ["rollout.max_new_tokens=30000", "train.tokens_per_microbatch=30032", "engine.kv_tokens=30032"]
+    text = said(capsys, monkeypatch, *run, *long, "plan.device_gb=0.5", "train.tp=1", "rollout.max_prompt_tokens=32")
+    assert "does not fit 0.5 GB" in text
+    assert "the nearest that fits: train." in text or "no layout near it fits" in text
+
+
+def test_a_book_counts_each_storage_once_and_until_it_is_gone():
+    with Book() as book:
+        kept = torch.zeros(1000)
+        with book.window("work"):
+            views = [kept[i:] for i in range(3)]
+            passing = torch.ones(2000)
+            del passing
+            kept.untyped_storage().resize_(0)
+            torch.zeros(500)
+    peak = book.peak(book.span("work"))
+    assert (len(views), peak.total) == (3, 12000)
+    assert peak.largest == (8000, "aten::ones")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "shapes").iterdir()), ids=lambda path: path.name)
+def test_shapes_are_of_the_size_in_their_name(path):
+    from spmd_rl.model.build import shape_on_meta
+
+    sizes = {"0.5b": 0.494, "7b": 7.616, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
+    wanted = sizes[path.name.rpartition("-")[2]]
+    assert ModelSize.of(shape_on_meta(path, torch.bfloat16)).parameters / 1e9 == pytest.approx(wanted, rel=1e-3)
