@@ -32,7 +32,7 @@ def run(cfg: AgenticConfig) -> None:
                 print(f"{cfg.run.dir}: already at step {done}; set steps above {done} to continue", flush=True)
             return
         agree_on_dtype(world, cfg)  # [all]
-        sides = stack.enter_context(meet(cfg.placement, world))  # [all]
+        sides = stack.enter_context(meet(cfg.placement, cfg.sidecar.keys, world))  # [all]
         if side := sides.generate:
             with Generator.build(cfg, tasks, tokenizer, side, world) as generator:  # [generate]
                 start, tickets = world.broadcast("start: step", None, src=sides.first_trainer)  # [all]

@@ -8,6 +8,7 @@ import zmq
 from torch import Tensor
 
 from spmd_rl import wire
+from spmd_rl.curve_keys import ClientKeys, limit_connection
 from spmd_rl.errors import RunFailed
 from spmd_rl.split import messages
 
@@ -19,18 +20,23 @@ POLL_MS = 200
 class Courier:
     """Not for several threads."""
 
-    def __init__(self, addresses: Sequence[str], sender: int, progress: Callable[[], None]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], sender: int, progress: Callable[[], None], keys: ClientKeys | None = None
+    ) -> None:
         """addresses: of all training ranks' exchanges, in order. sender: index of this rank among the generating ones.
 
-        progress: called whenever something has come.
+        progress: called whenever something has come. keys: what the exchanges know this rank by.
         """
-        self._sender, self._progress = sender, progress
+        self._sender, self._progress, self._keys = sender, progress, keys
         self._context = zmq.Context()
         self._sockets = [self._connect(address) for address in addresses]
 
     def _connect(self, address: str) -> zmq.Socket:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
+        limit_connection(dealer, address)
+        if self._keys is not None:
+            self._keys.secure(dealer)
         dealer.connect(address)
         return dealer
 

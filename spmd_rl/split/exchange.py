@@ -5,6 +5,8 @@ of the weights and of the one before, until nobody is in the middle of fetching 
 """
 
 import contextlib
+import os
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,11 +16,25 @@ from typing import NamedTuple
 import zmq
 
 from spmd_rl import wire
-from spmd_rl.sidecar.sockets import claim_directory, remove_socket, socket_path
+from spmd_rl.curve_keys import HostKeys
+from spmd_rl.errors import UserError
+from spmd_rl.sidecar.authenticator import Authenticator
+from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.sockets import claim_directory, received, remove_socket, socket_path
 from spmd_rl.split import messages
 
 KEPT_VERSIONS = 2
-POLL_MS, WAIT_SECONDS = 200, 0.2
+WAIT_SECONDS = 0.2
+"""The main thread's pause between two looks at whether the thread lives."""
+
+
+def own_address() -> str:
+    """Return the address of this machine at which the others of the job can reach it."""
+    family, _, _, _, master = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(master)  # nothing is sent
+        address = probe.getsockname()[0]
+    return f"[{address}]" if ":" in address else address
 
 
 class Staged(NamedTuple):
@@ -34,9 +50,11 @@ class Staged(NamedTuple):
 class Exchange:
     """Serves until it is closed. All methods but the thread's are for the main thread."""
 
-    def __init__(self, address: str) -> None:
-        """address: `ipc://` path in a directory of this user's alone."""
-        self.address = address
+    def __init__(self, bind: str, keys: HostKeys | None = None) -> None:
+        """bind: an `ipc://` path in a directory of this user's alone, or `tcp://ADDRESS`, whose port is any free one.
+
+        keys: whose clients alone are served. UserError if nothing can listen there.
+        """
         self.newest = -1
         """The version that was staged last."""
         self._lock = threading.Condition()
@@ -44,14 +62,29 @@ class Exchange:
         self._fetching: dict[int, set[int]] = defaultdict(set)
         """By version, the generating ranks that have begun and not ended to fetch it."""
         self._delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
-        self._context = zmq.Context()
+        self._context, self._loop = zmq.Context(), EventLoop()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        claim_directory(socket_path(address).parent)
-        self._socket.bind(address)
+        if keys is not None:
+            Authenticator(self._context, keys, self._loop)
+            keys.secure(self._socket)
+        self.address = self._listen(bind)
+        self._loop.watch(self._socket, self._receive)
         self._closing = False
         self._thread = ThreadPoolExecutor(1, "exchange")
         self._served: Future[None] = self._thread.submit(self._serve)
+
+    def _listen(self, bind: str) -> str:
+        """Listen; the address at which this rank can be reached."""
+        try:
+            if path := socket_path(bind):
+                claim_directory(path.parent)
+                self._socket.bind(bind)
+                return bind
+            port = self._socket.bind_to_random_port(bind)
+        except zmq.ZMQError as error:
+            raise UserError(f"placement.bind: cannot listen on {bind}: {error.strerror}") from None
+        return f"{bind.replace('*', own_address())}:{port}"
 
     def stage(self, version: int, pieces: dict[int, Staged], waiting: contextlib.AbstractContextManager) -> None:
         """Keep these pieces, by their place among all weights, as `version`, and let go of versions before the last.
@@ -95,11 +128,13 @@ class Exchange:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                if self._socket.poll(POLL_MS):
-                    peer, header, *payload = self._socket.recv_multipart(copy=False)
-                    self._answer(peer.bytes, messages.TO_TRAINER.decode(header.bytes), payload)
+                self._loop.run_once(busy=False)
         finally:
             self._context.destroy(linger=0)
+
+    def _receive(self) -> None:
+        for peer, header, *payload in received(self._socket, copy=False):
+            self._answer(peer.bytes, messages.TO_TRAINER.decode(header.bytes), payload)
 
     def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
         match message:

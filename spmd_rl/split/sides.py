@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.exchange import Exchange
@@ -49,15 +50,19 @@ class Sides:
 
 
 @contextmanager
-def meet(settings: PlacementConfig, world: World) -> Iterator[Sides]:
-    """[all] Form the two sides and let each generating rank know the exchanges of all training ranks."""
+def meet(settings: PlacementConfig, keys: str | None, world: World) -> Iterator[Sides]:
+    """[all] Form the two sides and let each generating rank know the exchanges of all training ranks.
+
+    keys: the directory of CURVE keys, `sidecar.keys`.
+    """
     placement = Placement.of(settings, world.size)
     num_train, num_generate = len(placement.train), len(placement.generate)
     exchange, address = None, ""
     if world.rank in placement.train:
         folder = Path(world.node.address.removeprefix("ipc://")).parent
-        address = f"ipc://{folder.with_name(folder.name + '-x')}/{secrets.token_hex(4)}"
-        exchange = Exchange(address)
+        private = f"ipc://{folder.with_name(folder.name + '-x')}/{secrets.token_hex(4)}"
+        exchange = Exchange(private if settings.bind == "ipc" else settings.bind, keys and HostKeys.load(keys))
+        address = exchange.address
     addresses = world.gather("start: exchanges", address, str)  # [all]
     train_world = world.subset("train", placement.train)  # [train]
     generate_world = world.subset("generate", placement.generate)  # [generate]
@@ -69,7 +74,8 @@ def meet(settings: PlacementConfig, world: World) -> Iterator[Sides]:
             exchange.close()
         return
     index = placement.generate.index(world.rank)
-    courier = Courier([addresses[rank] for rank in placement.train], index, world.progress)
+    of_trainers = [addresses[rank] for rank in placement.train]
+    courier = Courier(of_trainers, index, world.progress, keys and ClientKeys.load(keys))
     try:
         yield Sides(None, GenerateSide(generate_world, courier), placement.train[0])
     finally:

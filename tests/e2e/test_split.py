@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch import sidecar_keys
 from tests.e2e.runs import EXACT, Running, Toy
 
 SETTINGS = (*EXACT, "steps=3", "placement.mode=split", "placement.max_staleness=0")
@@ -62,6 +63,14 @@ def test_no_token_is_older_than_the_bound(toy: Toy, straight: Running, staleness
     assert max(line["rollout/lag/max"] for line in run.metrics()[1:]) <= staleness
     used = [(s["ticket"], s["answer"]) for step in (1, 2, 3) for s in run.samples(step)]
     assert used == [(ticket, answer) for ticket in range(max(used)[0] + 1) for answer in range(4)]
+
+
+@pytest.mark.slow
+def test_with_keys_it_works_beyond_one_machine(toy: Toy, straight: Running, tmp_path: Path) -> None:
+    keys = sidecar_keys.make(tmp_path / "keys")
+    settings = ("placement.bind=tcp://*", f"sidecar.keys={keys}", "placement.generate=0,2")
+    run = toy.run(*SETTINGS, *settings, ranks=4, name="keys")
+    assert [tokens(run, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
 
 
 POINTS = [("rank-1", "progress generate"), ("rank-0", "enter update"), ("rank-0", "enter save")]
