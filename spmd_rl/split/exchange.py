@@ -84,7 +84,7 @@ class Exchange:
             port = self._socket.bind_to_random_port(bind)
         except zmq.ZMQError as error:
             raise UserError(f"placement.bind: cannot listen on {bind}: {error.strerror}") from None
-        return f"{bind.replace('*', own_address())}:{port}"
+        return f"{bind.replace('*', own_address()) if '*' in bind else bind}:{port}"
 
     def stage(self, version: int, pieces: dict[int, Staged], waiting: contextlib.AbstractContextManager) -> None:
         """Keep these pieces, by their place among all weights, as `version`, and let go of versions before the last.

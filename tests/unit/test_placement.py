@@ -1,0 +1,69 @@
+"""Which ranks train and which generate, and how far ahead."""
+
+import pytest
+
+from spmd_rl.config.placement import Placement, ranks_do
+from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.errors import UserError
+from spmd_rl.split.pace import oldest_version
+
+
+def split(num_ranks: int, **settings: str) -> Placement:
+    return Placement.of(PlacementConfig(mode="split", **settings), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "train", "generate"),
+    [
+        ({}, (0, 1, 2, 3), (4, 5, 6, 7)),
+        ({"train": "0-1"}, (0, 1), (2, 3, 4, 5, 6, 7)),
+        ({"generate": "0,2-3"}, (1, 4, 5, 6, 7), (0, 2, 3)),
+        ({"train": "4-7", "generate": "0-3"}, (4, 5, 6, 7), (0, 1, 2, 3)),
+        ({"train": "25%"}, (0, 1), (2, 3, 4, 5, 6, 7)),
+        ({"generate": "12.5%"}, (0, 1, 2, 3, 4, 5, 6), (7,)),
+    ],
+)
+def test_each_rank_has_one_task(settings: dict[str, str], train: tuple[int, ...], generate: tuple[int, ...]) -> None:
+    assert split(8, **settings) == Placement(train, generate)
+
+
+def test_colocated_ranks_do_both() -> None:
+    assert Placement.of(PlacementConfig(), 3) == Placement((0, 1, 2), (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings", "line"),
+    [
+        (1, {}, "placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ..."),
+        (4, {"train": "0-1", "generate": "1-3"}, "placement: rank 1 cannot both train and generate with mode=split"),
+        (4, {"train": "0", "generate": "2-3"}, "placement: rank 1 of 4 ranks neither trains nor generates"),
+        (4, {"train": "0-3"}, "placement.generate: no rank is left for it"),
+        (4, {"train": "2-9"}, "placement.train: there is no rank 9 among 4 ranks"),
+        (4, {"generate": "a"}, "placement.generate: must be ranks as 0-3 or 0,2,4-7, or a share as 25%, not 'a'"),
+        (4, {"train": "5%"}, "placement.train: 5% of 4 ranks is 0; each side needs one"),
+    ],
+)
+def test_a_mistake_is_one_line(num_ranks: int, settings: dict[str, str], line: str) -> None:
+    with pytest.raises(UserError) as error:
+        split(num_ranks, **settings)
+    assert str(error.value) == line
+
+
+def test_ranks_need_a_mode_that_splits_them() -> None:
+    with pytest.raises(UserError, match="train: only with placement.mode=split"):
+        PlacementConfig(train="0-1")
+
+
+def test_ranks_are_told_as_people_write_them() -> None:
+    assert ranks_do((0, 1, 2, 5, 7, 8), "train") == "ranks 0-2,5,7-8 train"
+    assert ranks_do((3,), "generate") == "rank 3 generates"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("start", [0, 7])
+def test_no_answer_is_older_than_the_bound(staleness: int, start: int) -> None:
+    for step in range(start + 1, start + 20):
+        oldest = oldest_version(step, staleness, start)
+        assert start <= oldest <= step - 1  # a policy that exists when the step before has been trained on
+        assert step - 1 - oldest <= staleness
+        assert oldest == start or step - 1 - oldest == staleness  # and no waiting for a newer one than is needed
