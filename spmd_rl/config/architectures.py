@@ -15,10 +15,15 @@ REFUSED = {
     "gemma2": "caps its attention logits",
     "gpt_oss": "has attention sinks",
     **dict.fromkeys(("falcon", "bloom", "mpt"), "computes its attention by itself"),
-    **dict.fromkeys(("cohere", "cohere2", "granite", "granitemoe"), "scales its logits"),
+    "granitemoe": "has experts of a kind of its own",
     **dict.fromkeys(RECURRENT.split(), "has recurrent layers"),
 }
 """By `model_type`, why it cannot be trained"""
+LOGIT_FACTORS = {"cohere": ("logit_scale", 1), "cohere2": ("logit_scale", 1), "granite": ("logits_scaling", -1)}
+"""Types that multiply their logits by a number: the key of `config.json` that has it, and its exponent"""
+SCALES_HIDDEN_STATES = (*LOGIT_FACTORS, "minicpm3")
+"""Types whose own forward multiplies what comes out of the input embedding, or goes into the output embedding"""
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SLIDING = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "cohere2", "olmo3", "exaone4")
 """Types some of whose layers see only a window, even where `config.json` does not say it"""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -57,6 +62,9 @@ def check_architecture(key: str, folder: Path, engine: str, longest: int) -> Non
     if config.get("is_encoder_decoder") or any(name.endswith(NO_CAUSAL_LM) for name in names):
         raise UserError(f"{key}: {folder} is no causal language model but {', '.join(names) or kind}")
     reason = REFUSED.get(kind) or ("caps its attention logits" if text.get("attn_logit_softcapping") else "")
+    reason = reason or ("caps its logits" if text.get("final_logit_softcapping") else "")
+    if kind not in SCALES_HIDDEN_STATES and any(text.get(key, 1) != 1 for key in SCALES):
+        reason = reason or "scales its logits"
     if reason:
         raise UserError(f"{key}: {kind} {reason} and cannot be trained here; {WORKING} can, Gemma 3 with engine=vllm")
     layers = {*(text.get("layer_types") or ())} - {"full_attention"}

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
+from spmd_rl.config.architectures import LOGIT_FACTORS
 from spmd_rl.devices import kind
 from spmd_rl.model.load import owned_region
 
@@ -64,6 +66,12 @@ def token_logprobs(
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, ids, share and share.group)  # [all]
 
 
+def logit_factor(config: PreTrainedConfig) -> float:
+    """By which a model multiplies its logits after the output embedding; 1 of most. `config`: of the text model."""
+    key, exponent = LOGIT_FACTORS.get(config.model_type, ("", 0))
+    return getattr(config, key) ** exponent if key else 1.0
+
+
 class TokenHead(nn.Module):
     """A model's output embedding that gives logprob and entropy of `targets` for their hidden states.
 
@@ -71,9 +79,13 @@ class TokenHead(nn.Module):
     The weight may be a DTensor, shared out by rows over the one axis of its mesh.
     """
 
-    def __init__(self, head: nn.Linear) -> None:
-        """ValueError for a head with a bias, which no supported family has."""
+    def __init__(self, head: nn.Linear, factor: float = 1.0) -> None:
+        """`factor`: the model multiplies by it what the head gives, which is meant for logits.
+
+        ValueError for a head with a bias, which no supported family has.
+        """
         super().__init__()
+        self._factor = factor
         if head.bias is not None:
             raise ValueError("an output embedding with a bias is not supported")
         self.weight = head.weight
@@ -88,8 +100,10 @@ class TokenHead(nn.Module):
         if isinstance(weight, DTensor):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
             weight = weight.to_local()
-        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, self.temperature, self.survivors, share)
-        return torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
+        temperature = self.temperature / self._factor
+        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, temperature, self.survivors, share)
+        found = torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
+        return found if self._factor == 1 else found / self._factor
 
 
 class _TokenLogprobs(torch.autograd.Function):

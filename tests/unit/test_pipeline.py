@@ -105,3 +105,10 @@ def test_a_model_that_adds_positions_to_its_embeddings_is_refused_by_name(tmp_pa
     layout = SimpleNamespace(rank=lambda axis: 0, size=lambda axis: 2, key="train")
     with pytest.raises(UserError, match=r"train.pp: GPT2LMHeadModel has .*wpe.weight.* beside its layers; must be 1"):
         cut(model, layout)
+
+
+def test_a_model_whose_stages_would_each_scale_what_they_pass_on_is_refused_by_name(tmp_path) -> None:
+    model = build_model(tiny("granite", tmp_path, logits_scaling=8.0), torch.float32, "cpu")
+    layout = SimpleNamespace(rank=lambda axis: 0, size=lambda axis: 2, key="train")
+    with pytest.raises(UserError, match=r"train.pp: GraniteForCausalLM scales its hidden states; must be 1"):
+        cut(model, layout)

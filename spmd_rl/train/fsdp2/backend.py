@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.devices import to_device
-from spmd_rl.model.logprobs import TokenHead
+from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
@@ -22,7 +22,8 @@ class FSDP2Backend(FSDP2Role):
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         """[all] See `FSDP2Role`."""
         self._parts = stored_parts(model)
-        model.set_output_embeddings(TokenHead(model.get_output_embeddings()))
+        factor = logit_factor(model.config.get_text_config())
+        model.set_output_embeddings(TokenHead(model.get_output_embeddings(), factor))
         super().__init__(model, *args, **kwargs)
         self._head = model.get_output_embeddings()  # of another pipeline stage there is nothing left
         self._gather: Gather | None = None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
 from spmd_rl.config.ranks import deal_layers
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
@@ -58,6 +59,8 @@ def cut(model: nn.Module, layout: Layout) -> dict[str, Held]:
     dealt = deal_layers(layout.key, len(layers), num_stages)
     if num_stages == 1:
         return {name: Held((0,), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+    if model.config.get_text_config().model_type in SCALES_HIDDEN_STATES:  # each stage would
+        raise UserError(f"{layout.key}.pp: {type(model).__name__} scales its hidden states; must be 1")
     last = num_stages - 1
     stage_of = {layer: number for number, mine in enumerate(dealt) for layer in (layers[i] for i in mine)}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
