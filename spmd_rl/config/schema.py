@@ -60,6 +60,8 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         at_least(self, seed=0, steps=0)
+        if self.publish.probe_every is None:
+            self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         require(
             self.engine.kv_tokens >= longest,

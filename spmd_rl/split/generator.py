@@ -79,6 +79,7 @@ class Generator:
             finished = sorted(generated.finished.items(), key=lambda pair: pair[0])
             self._deliver("step", step, pack(StepPart(generated.report, finished, waited)))
         self._follow(last)  # [all] which may be evaluated
+        self._world.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
 
     def _follow(self, at_least: int) -> None:
         """[all] Load the newest version, and those that come, until one is as new as that."""

@@ -32,12 +32,14 @@ def is_name(name: str) -> bool:
 class PublishConfig:
     """Handing the trained weights to the engine, after every step."""
 
-    probe_every: int = 1
+    probe_every: int | None = None
     """Steps between probes, in which the engine answers a few prompts and the trainer checks its logprobs. 0: only the
-    first publish after a start, which is always probed. Bytes are compared in every publish."""
+    first publish after a start, which is always probed. Bytes are compared in every publish. Default: 1; with
+    `placement.mode=split`, where training waits for the answers, `eval.every`: it waits then anyway."""
 
     def __post_init__(self) -> None:
-        at_least(self, probe_every=0)
+        if self.probe_every is not None:
+            at_least(self, probe_every=0)
 
 
 @dataclass
