@@ -12,10 +12,12 @@ words stand between. The smaller of the two widths is taken: 1 where more than s
 import sys
 
 import numpy as np
+import torch
 
 from spmd_rl.errors import RunFailed
 
 WIDTHS = (1, 2)
+MAX_WORD = 8
 
 assert sys.byteorder == "little", "weights travel as they lie in memory"
 
@@ -54,6 +56,11 @@ def decode(base: memoryview, payload: memoryview, word: int) -> bytearray:
         raise RunFailed(f"a delta of weights changes word {positions[-1]} of a tensor of {len(words)}")
     words[positions] = np.frombuffer(payload, f"<u{word}", count, 1 + count * width)
     return new
+
+
+def word(dtype: str) -> int:
+    """Return the bytes of the words as which a tensor of this dtype, by its name in torch, is compared."""
+    return min(getattr(torch, dtype).itemsize, MAX_WORD)
 
 
 def _words(data: memoryview, word: int) -> np.ndarray:
