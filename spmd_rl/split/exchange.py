@@ -85,8 +85,8 @@ class Exchange:
     ) -> None:
         """Keep these pieces, by their place among all weights, as `version`, and let go of versions before the last.
 
-        base: what their deltas are deltas of. A version that somebody is in the middle of fetching is waited for, inside
-        `waiting`.
+        base: what their deltas are deltas of. A version that somebody is in the middle of fetching is waited for,
+        inside `waiting`.
         """
         with self._lock:
             old = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None]
