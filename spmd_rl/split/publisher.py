@@ -134,14 +134,15 @@ class StagingPublisher:
         assert self._dtype is not None, "a version has been staged"
         limit = probe.LIMITS[self._dtype]
         told = {str(rank): difference for rank, difference in differences.items()}
-        for theirs in self._world.gather("publish: verdict", told, dict[str, float]):  # [all]
+        verdicts = self._world.gather("publish: verdict", told, dict[str, float])  # [all]
+        for theirs in verdicts:
             for rank, difference in theirs.items():
                 if not difference <= limit:  # a NaN is no success
                     raise RunFailed(
                         f"publish of version {version}: the logprobs of generating rank {rank} are {difference:.3g} "
                         f"from the trainer's on average (limit {limit:g})"
                     )
-        return max(differences.values(), default=0.0)
+        return max((difference for theirs in verdicts for difference in theirs.values()), default=0.0)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
