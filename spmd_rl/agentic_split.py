@@ -45,7 +45,7 @@ def run(cfg: AgenticConfig) -> None:
             host = sidecar.connect_both(cfg.reward, cfg.env, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
             _, environments = stack.enter_context(host)  # shared with the ranks of this machine that generate
             roles = train.build_roles(cfg, side.world)  # [train]
-        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish.probe_every)
+        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish)
         rollouts = HandedOver(cfg, tasks, tokenizer, side)  # [train]
         demonstrations = Demonstrations(cfg, tasks, environments, tokenizer, side.world)
         learner, imitation = Learner(cfg, *roles, side.world), Imitation(cfg, roles.policy, side.world)

@@ -49,7 +49,7 @@ def run(cfg: RlvrConfig) -> None:
             judges = sidecar.connect(cfg.reward, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
             stack.enter_context(judges)  # for the ranks of this machine that generate
             roles = train.build_roles(cfg, side.world)  # [train]
-        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish.probe_every)
+        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish)
         rollouts = HandedOver(cfg, prompts, tokenizer, side)  # [train]
         learner = Learner(cfg, *roles, side.world)
         parts = {"rollouts": rollouts, "learner": learner, "track": track}

@@ -56,6 +56,7 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
         (cfg.critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum"),
         (cfg.eval.every, "eval.every is 0", evaluation),
         (not cfg.debug, "debug is true", "sidecar"),
+        (cfg.placement.is_split, "placement.mode is colocated", "publish.delta"),
     ]
     if data:
         generated = GENERATORS in f"{data.train},{data.eval}"

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import zmq
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, limit_connection
 from spmd_rl.errors import RunFailed
 from spmd_rl.split import messages
+from spmd_rl.split.kept import Kept, tensor_of
 
 AHEAD = 4
 """Pieces of each training rank that are asked for before the first of them has come."""
@@ -30,6 +30,8 @@ class Courier:
         self._sender, self._progress, self._keys = sender, progress, keys
         self._context = zmq.Context()
         self._sockets = [self._connect(address) for address in addresses]
+        self.num_bytes = 0
+        """Bytes of weights that the last `fetch` has received."""
 
     def _connect(self, address: str) -> zmq.Socket:
         dealer = self._context.socket(zmq.DEALER)
@@ -52,27 +54,33 @@ class Courier:
         socket.send_multipart([wire.encode(header), payload], copy=False)
         self._receive(socket, messages.Received)
 
-    def fetch(self, version: int, num_pieces: int) -> Iterator[tuple[str, Tensor, bytes]]:
+    def fetch(self, version: int, num_pieces: int, kept: Kept | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
 
+        kept: takes up what comes; where it has the very version of which all training ranks keep deltas, these come.
         RunFailed if a tensor arrives damaged, or if a training rank does not have this version.
         """
+        self.num_bytes, base = 0, kept.base if kept else None
         for socket in self._sockets:
-            socket.send(wire.encode(messages.Begin(version, self._sender)))
-        for rank, socket in enumerate(self._sockets):
-            if not self._receive(socket, messages.Begun)[0].kept:
+            socket.send(wire.encode(messages.Begin(version, self._sender, base)))
+        begun = [self._receive(socket, messages.Begun)[0] for socket in self._sockets]
+        for rank, reply in enumerate(begun):
+            if not reply.kept:
                 raise RunFailed(f"training rank {rank} does not keep version {version} of the weights")
+        deltas = all(reply.deltas for reply in begun)
         asked: deque[int] = deque()
         for index in range(num_pieces):
             while len(asked) < AHEAD * len(self._sockets) and (following := index + len(asked)) < num_pieces:
-                self._socket_of(following).send(wire.encode(messages.GetPiece(version, following)))
+                self._socket_of(following).send(wire.encode(messages.GetPiece(version, following, deltas)))
                 asked.append(following)
             asked.popleft()
             piece, payload = self._receive(self._socket_of(index), messages.Piece)
             assert (piece.version, piece.index) == (version, index), "pieces come in the order in which they are asked"
             if messages.digest(payload) != piece.digest:
                 raise RunFailed(f"version {version} of {piece.name} arrived damaged")
-            yield piece.name, _tensor(piece, payload), piece.digest
+            self.num_bytes += payload.nbytes
+            tensor = kept.place(piece, payload) if kept else tensor_of(piece, bytearray(payload))
+            yield piece.name, tensor, piece.whole
         for socket in self._sockets:
             socket.send(wire.encode(messages.Fetched(version, self._sender)))
 
@@ -93,10 +101,3 @@ class Courier:
         message = messages.TO_GENERATOR.decode(header.bytes)
         assert isinstance(message, kind), f"{type(message).__name__} is no answer"
         return message, *(frame.buffer for frame in payload)
-
-
-def _tensor(piece: messages.Piece, payload: memoryview) -> Tensor:
-    dtype = getattr(torch, piece.dtype)
-    if not payload.nbytes:
-        return torch.empty(piece.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(payload), dtype=dtype).reshape(piece.shape)

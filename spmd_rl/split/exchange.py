@@ -21,7 +21,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.sockets import claim_directory, received, remove_socket, socket_path
-from spmd_rl.split import messages
+from spmd_rl.split import delta, messages
 
 KEPT_VERSIONS = 2
 WAIT_SECONDS = 0.2
@@ -37,6 +37,15 @@ def own_address() -> str:
     return f"[{address}]" if ":" in address else address
 
 
+class Delta(NamedTuple):
+    """What leads from one version of a tensor to the next."""
+
+    payload: bytes | memoryview
+    digest: bytes
+    base: bytes | None
+    """Digest of the tensor of which it is a delta; None: it is the whole."""
+
+
 class Staged(NamedTuple):
     """One tensor of the weights, as it is served."""
 
@@ -45,6 +54,18 @@ class Staged(NamedTuple):
     shape: list[int]
     payload: memoryview
     digest: bytes
+    delta: Delta | None = None
+    """None where the whole is no larger, or where there was no version before."""
+
+
+def with_delta(piece: Staged, before: Staged | None) -> Staged:
+    """Return the piece with what leads to it from `before`, where that is smaller than the whole."""
+    if before is None or (piece.name, piece.dtype, piece.shape) != (before.name, before.dtype, before.shape):
+        return piece
+    payload = delta.encode(before.payload, piece.payload, delta.word(piece.dtype))
+    if payload is None:
+        return piece
+    return piece._replace(delta=Delta(payload, messages.digest(payload), before.digest))
 
 
 class Exchange:
@@ -59,6 +80,8 @@ class Exchange:
         """The version that was staged last."""
         self._lock = threading.Condition()
         self._versions: dict[int, dict[int, Staged]] = {}
+        self._bases: dict[int, messages.Base | None] = {}
+        """By version, what its deltas are deltas of."""
         self._fetching: dict[int, set[int]] = defaultdict(set)
         """By version, the generating ranks that have begun and not ended to fetch it."""
         self._delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
@@ -86,10 +109,17 @@ class Exchange:
             raise UserError(f"placement.bind: cannot listen on {bind}: {error.strerror}") from None
         return f"{bind.replace('*', own_address()) if '*' in bind else bind}:{port}"
 
-    def stage(self, version: int, pieces: dict[int, Staged], waiting: contextlib.AbstractContextManager) -> None:
+    def stage(
+        self,
+        version: int,
+        pieces: dict[int, Staged],
+        base: messages.Base | None,
+        waiting: contextlib.AbstractContextManager,
+    ) -> None:
         """Keep these pieces, by their place among all weights, as `version`, and let go of versions before the last.
 
-        One that somebody is in the middle of fetching is waited for, inside `waiting`.
+        base: what their deltas are deltas of. A version that somebody is in the middle of fetching is waited for,
+        inside `waiting`.
         """
         with self._lock:
             old = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None]
@@ -97,9 +127,9 @@ class Exchange:
                 while any(self._fetching[kept] for kept in old):
                     self._wait()
             for kept in old:
-                del self._versions[kept]
+                del self._versions[kept], self._bases[kept]
                 self._fetching.pop(kept, None)
-            self._versions[version] = pieces
+            self._versions[version], self._bases[version] = pieces, base
             self.newest = version
 
     def take(self, kind: str, number: int, senders: Sequence[int]) -> dict[int, bytes]:
@@ -138,11 +168,13 @@ class Exchange:
 
     def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
         match message:
-            case messages.GetPiece(version, index):
+            case messages.GetPiece(version, index, wants_delta):
                 with self._lock:
                     piece = self._versions[version][index]
-                header = messages.Piece(version, index, piece.name, piece.dtype, piece.shape, piece.digest)
-                self._socket.send_multipart([peer, wire.encode(header), piece.payload], copy=False)
+                sent = piece.delta if wants_delta and piece.delta else Delta(piece.payload, piece.digest, None)
+                described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
+                header = messages.Piece(version, index, *described)
+                self._socket.send_multipart([peer, wire.encode(header), sent.payload], copy=False)
             case messages.Delivery(kind, number, sender, digest):
                 content = payload[0].bytes
                 assert messages.digest(content) == digest, f"{kind} {number} of generating rank {sender} arrived broken"
@@ -150,12 +182,13 @@ class Exchange:
                     self._delivered[kind, number][sender] = content
                     self._lock.notify_all()
                 self._socket.send_multipart([peer, wire.encode(messages.Received(kind, number))])
-            case messages.Begin(version, sender):
+            case messages.Begin(version, sender, base):
                 with self._lock:
                     known = version in self._versions
                     if known:
                         self._fetching[version].add(sender)
-                reply = messages.Begun(version, known)
+                    deltas = known and base is not None and base == self._bases[version]
+                reply = messages.Begun(version, known, deltas)
                 self._socket.send_multipart([peer, wire.encode(reply)])
             case messages.Fetched(version, sender):
                 with self._lock:

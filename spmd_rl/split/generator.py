@@ -19,6 +19,7 @@ from spmd_rl.learn import questions
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts
 from spmd_rl.split.groups import StepPart, pack
+from spmd_rl.split.kept import Kept
 from spmd_rl.split.pace import oldest_version
 from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
 from spmd_rl.split.sides import GenerateSide
@@ -36,6 +37,7 @@ class Generator:
         self._cfg, self._engine, self._rollouts = cfg, engine, rollouts
         self._courier, self._world, self._store = side.courier, side.world, store
         self._version, self._start = -1, 0
+        self._kept = Kept() if cfg.publish.delta else None
 
     @classmethod
     @contextmanager
@@ -110,7 +112,7 @@ class Generator:
         with self._world.phase("publish"), self._engine.awake():
 
             def arriving() -> Any:
-                for name, tensor, digest in self._courier.fetch(newest.version, newest.num_pieces):
+                for name, tensor, digest in self._courier.fetch(newest.version, newest.num_pieces, self._kept):
                     whole.update(name.encode() + digest)
                     yield name, tensor
 
@@ -125,6 +127,10 @@ class Generator:
                 answers, fault = probe.ask(self._engine, newest.version)
             if fault:
                 raise RunFailed(f"publish of version {newest.version}, generating rank {self._world.rank}: {fault}")
+            if self._kept:
+                self._kept.complete(newest.version, newest.digest)
+            arrived = {"bytes": self._courier.num_bytes, "whole": stream.num_bytes}
+            self._world.journal.note("fetched", version=newest.version, **arrived)
         self._version = newest.version
         if newest.probed:
             self._deliver("probe", newest.version, msgspec.msgpack.encode(ProbePart(answers)))

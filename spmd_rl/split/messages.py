@@ -14,11 +14,21 @@ from spmd_rl import wire
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
+class Base(msgspec.Struct, array_like=True, frozen=True):
+    """A version of the weights that a generating rank has."""
+
+    version: wire.Id
+    digest: Digest
+    """Of all pieces, as it was announced."""
+
+
 class Begin(wire.Message, tag=1):
     """Say that the sender will fetch a version, which must stay until it has; answered with `Begun`."""
 
     version: wire.Id
     sender: wire.Id
+    base: Base | None
+    """What the sender has already, of which it can take deltas."""
 
 
 class Begun(wire.Message, tag=2):
@@ -26,6 +36,8 @@ class Begun(wire.Message, tag=2):
 
     version: wire.Id
     kept: bool
+    deltas: bool
+    """Whether deltas of the sender's base, to the bit, are kept with it."""
 
 
 class GetPiece(wire.Message, tag=3):
@@ -36,6 +48,8 @@ class GetPiece(wire.Message, tag=3):
     version: wire.Id
     index: wire.Id
     """Its place among all weights, in the order of the trainer's stream."""
+    delta: bool
+    """Whether a delta will do, where it is smaller; only after `Begun.deltas`."""
 
 
 class Piece(wire.Message, tag=4):
@@ -49,6 +63,10 @@ class Piece(wire.Message, tag=4):
     shape: list[int]
     digest: Digest
     """xxh3-128 of the payload."""
+    whole: Digest
+    """xxh3-128 of the tensor's bytes: another where the payload is a delta."""
+    base: Digest | None
+    """Where the payload is a delta (`split.delta`): xxh3-128 of the tensor's bytes in the sender's base."""
 
 
 class Delivery(wire.Message, tag=5):

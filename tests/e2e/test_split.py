@@ -73,6 +73,24 @@ def test_with_keys_it_works_beyond_one_machine(toy: Toy, straight: Running, tmp_
     assert [tokens(run, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
 
 
+@pytest.mark.slow
+def test_deltas_are_the_run_without_them_to_the_bit(toy: Toy) -> None:
+    """In bfloat16, where most of the weights stay as they are, between two ranks that train and one that generates."""
+    settings = (*SETTINGS, "policy.dtype=bfloat16", "policy.lr=1e-5", "placement.generate=2")
+    on = toy.run(*settings, ranks=3, name="deltas")
+    off = toy.run(*settings, "publish.delta=false", ranks=3, name="whole")
+    assert_same(on, off)
+    lines = on.metrics()[1:]
+    fetched = {
+        event["version"]: (event["bytes"], event["whole"]) for event in on.events(2) if event["event"] == "fetched"
+    }
+    whole = lines[0]["publish/bytes"]
+    assert fetched == {0: (whole, whole)} | {line["step"]: (line["publish/delta_bytes"], whole) for line in lines}
+    assert all(line["publish/delta_bytes"] < 0.5 * whole for line in lines)
+    assert all(event["bytes"] == whole for event in off.events(2) if event["event"] == "fetched")
+    assert not any("publish/delta_bytes" in line for line in off.metrics())
+
+
 POINTS = [("rank-1", "progress generate"), ("rank-0", "enter update"), ("rank-0", "enter save")]
 """A generating rank and a training rank, where each is at work."""
 
