@@ -28,7 +28,7 @@ def one_forward_one_backward(stage: int, num_stages: int, count: int, num_chunks
     At most `most_in_flight` have been run forward and not yet backward: what a stage keeps of them does not grow with
     their number. With one chunk the last stage, which may be the only one, goes back at once.
     """
-    forwards = list(forward_only(count, num_stages, num_chunks))
+    forwards = list(forward_only(num_stages, count, num_chunks))
     ahead = min(len(forwards), most_in_flight(stage, num_stages, count, num_chunks) - 1)
     yield from forwards[:ahead]
     for place, step in enumerate(forwards):
@@ -42,17 +42,17 @@ def most_in_flight(stage: int, num_stages: int, count: int, num_chunks: int = 1)
     if num_chunks == 1:
         return after + 1
     # The last chunk's first forward comes after a whole group's through the others; its way back meets the way there
-    return 2 * after + (num_chunks - 1) * max(_groups(count, num_stages)) + 1
+    return 2 * after + (num_chunks - 1) * max(_groups(num_stages, count)) + 1
 
 
-def forward_only(count: int, num_stages: int = 1, num_chunks: int = 1) -> Iterator[Step]:
+def forward_only(num_stages: int, count: int, num_chunks: int = 1) -> Iterator[Step]:
     """The steps of every stage where nothing is trained."""
-    for first, end in pairwise(accumulate(_groups(count, num_stages), initial=0)):
+    for first, end in pairwise(accumulate(_groups(num_stages, count), initial=0)):
         for chunk in range(num_chunks):
             yield from (Step(i, True, chunk) for i in range(first, end))
 
 
-def _groups(count: int, num_stages: int) -> list[int]:
+def _groups(num_stages: int, count: int) -> list[int]:
     """How many micro-batches follow each other through a chunk: as many as stages, or a few more where they do not
     divide, so that none waits for the stage before; fewer only if there are no more.
     """

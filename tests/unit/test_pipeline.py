@@ -41,7 +41,7 @@ def test_each_microbatch_goes_through_each_chunk_and_back_once_and_few_are_in_fl
     else:  # of a whole stage's activations 1 + 1 / num_chunks times what 1F1B's first stage keeps, or twice as much
         assert most < num_stages * (2 * num_chunks if count % num_stages else num_chunks + 1)
     forwards = [step for step in steps if step.is_forward]
-    assert list(forward_only(count, num_stages, num_chunks)) == forwards
+    assert list(forward_only(num_stages, count, num_chunks)) == forwards
 
 
 def played(num_stages: int, num_chunks: int, steps: list[list[Step]]) -> float:
@@ -91,7 +91,7 @@ def test_no_stage_waits_for_ever_and_chunks_wait_a_vpp_th(num_stages: int, num_c
     if count >= num_stages or (count and num_chunks == 1):
         assert lost == of_a_chunk
     assert lost <= of_a_chunk * num_chunks
-    played(num_stages, num_chunks, [list(forward_only(count, num_stages, num_chunks))] * num_stages)
+    played(num_stages, num_chunks, [list(forward_only(num_stages, count, num_chunks))] * num_stages)
 
 
 @settings(deadline=None)

@@ -54,7 +54,7 @@ class Pipeline:
 
     def steps(self, count: int, is_trained: bool) -> Iterator[Step]:
         """This stage's steps over `count` micro-batches; what is called until the next one is about its chunk."""
-        shape = (count, self.num_stages, self._vpp)
+        shape = (self.num_stages, count, self._vpp)
         for step in one_forward_one_backward(self.stage, *shape) if is_trained else forward_only(*shape):
             self._chunks.current, self._received = step.chunk, None
             yield step
