@@ -10,7 +10,7 @@ from tests.dist.test_pipeline_ranks import passed_on, trained
 from tests.dist.test_train_parity import COPIES, FEW_HEADS, LIMITS, SIZES, gradients, three_updates
 from tests.dist.test_train_state import weights
 from tests.models import EXPERTS, tiny
-from tests.training import TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import TEMPERATURE, backend, global_batch, loss, relative, share_of
 
 PP2, VPP2 = {"pp": 2}, {"pp": 2, "vpp": 2}
 CASES = [("dealt", 50, "full"), ("uneven", 30, "selective"), ("last shard alone", 10_000, "none")]
@@ -35,13 +35,13 @@ def compared(world: World, path: str) -> dict:
     """Errors of a gradient; logprobs, an update and its messages, with one chunk a stage and with two."""
     found = {"errors": errors(world, path, VPP2, CASES[1:2])}
     for name, axes in (("one", PP2), ("two", VPP2), ("gathered again", VPP2 | {"reshard_after_forward": True})):
-        role = backend(world, path, budget=30, axes=axes)
+        role = backend(world, path, budget=20, axes=axes)
         share = share_of(role, "dealt", global_batch())
         told = [tensor.tolist() for tensor in role.logprobs(share, TEMPERATURE)]
         with Traffic() as traffic:
             metrics = role.update(share, loss, TEMPERATURE)
         told += [metrics["loss"], metrics["num_microbatches"]]
-        found[name] = [told, metrics["grad_norm"], weights(role), traffic.calls, traffic.bytes]
+        found[name] = [told, metrics["grad_norm"], weights(role).tolist(), traffic.calls, traffic.bytes]
     return found
 
 
@@ -52,8 +52,8 @@ def test_two_chunks_a_stage_compute_what_one_does(tmp_path) -> None:
         assert_parity(found.pop("errors"))
         (told, norm, after, *_), (_, again, then, *_) = found["one"], found["two"]
         assert all(facts[0] == told for facts in found.values())  # to the bit
-        assert abs(again / norm - 1) < 1e-12 and float((then - after).norm() / after.norm()) < 1e-7
-        assert found["gathered again"][1] == again and torch.equal(found["gathered again"][2], then)
+        assert abs(again / norm - 1) < 1e-12 and relative(torch.tensor(then), torch.tensor(after)) < 1e-7
+        assert found["gathered again"][1:3] == [again, then]
         for name in messages:
             messages[name] += found[name][3]["send"]
             num_bytes[name] += found[name][4]["send"]
