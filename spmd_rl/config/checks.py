@@ -127,19 +127,19 @@ def check_mesh(cfg: Any) -> None:
         folder = model_folder(model)
         if (count := experts_in(folder)) is not None:
             check_experts(section, count, str(folder), train.ep)
-        if train.pp > 1:
-            check_layers(section, train.pp, folder / "config.json")
+        if train.pp > 1 or train.vpp > 1:
+            check_layers(section, train.pp, train.vpp, folder / "config.json")
         if train.tp > 1:
             check_heads(f"{section}.tp", train.tp, folder / "config.json", with_units=not count)
 
 
-def check_layers(section: str, pp: int, path: Path) -> None:
-    """Check that each pipeline stage gets a layer of a model; `path` is its `config.json`."""
+def check_layers(section: str, pp: int, vpp: int, path: Path) -> None:
+    """Check that each chunk of each pipeline stage gets a layer of a model; `path` is its `config.json`."""
     try:
         model = json.loads(path.read_text())
     except (OSError, ValueError):
         return  # `check_model` reports this
-    deal_layers(section, (model.get("text_config") or model).get("num_hidden_layers", pp), pp)
+    deal_layers(section, (model.get("text_config") or model).get("num_hidden_layers", pp * vpp), pp, vpp)
 
 
 def check_engine(cfg: Any) -> None:

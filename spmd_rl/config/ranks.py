@@ -86,21 +86,30 @@ def check_experts(section: str, count: int, model: str, ep: int) -> None:
         )
 
 
-def deal_layers(section: str, num_layers: int, num_stages: int) -> list[range]:
-    """Return the layers of each pipeline stage: neighbours, and about as much work for each stage.
+def deal_layers(section: str, num_layers: int, num_stages: int, vpp: int = 1) -> list[range]:
+    """Return the layers of each chunk of a pipeline, `vpp` for each stage: neighbours, and about as much work for each.
 
-    The input and the output embedding count as one layer each. A layer that may go to several stages goes to the last
-    of them, since later stages keep fewer micro-batches. section: as in `LayoutSizes.of`. UserError if a stage would
-    have none.
+    The input and the output embedding count as one layer each. A layer that may go to several chunks goes to the last
+    of them, since later stages keep fewer micro-batches. section: as in `LayoutSizes.of`. UserError if a chunk would
+    have none, or if a single stage is to have several.
     """
+    if vpp > 1 and num_stages == 1:
+        raise UserError(f"{section}.vpp: {vpp} chunks a stage need several stages, {section}.pp > 1; must be 1")
     if num_stages > num_layers:
         raise UserError(f"{section}.pp: {num_stages} stages cannot share {num_layers} layers; at most {num_layers}")
-    counts, costs = [1] * num_stages, [1] * num_stages
+    num_chunks = num_stages * vpp
+    if num_chunks > num_layers:
+        most = num_layers // num_stages
+        raise UserError(
+            f"{section}.vpp: {num_chunks} chunks, {vpp} for each of {num_stages} stages, cannot share {num_layers} "
+            f"layers; at most {most}"
+        )
+    counts, costs = [1] * num_chunks, [1] * num_chunks
     costs[0] += 1
     costs[-1] += 1
-    for _ in range(num_layers - num_stages):
-        stage = min(reversed(range(num_stages)), key=costs.__getitem__)
-        counts[stage] += 1
-        costs[stage] += 1
+    for _ in range(num_layers - num_chunks):
+        chunk = min(reversed(range(num_chunks)), key=costs.__getitem__)
+        counts[chunk] += 1
+        costs[chunk] += 1
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

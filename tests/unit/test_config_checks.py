@@ -204,6 +204,14 @@ def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
         (3, ["train.pp=3"], ""),
         (1, ["train.pp=4"], "train.pp: 4 does not divide 18 ranks"),
         (1, ["train.pp=6"], "train.pp: 6 stages cannot share 4 layers; at most 4"),
+        (1, ["train.pp=2", "train.vpp=2"], ""),
+        (
+            1,
+            ["train.pp=2", "train.vpp=3"],
+            "train.vpp: 6 chunks, 3 for each of 2 stages, cannot share 4 layers; at most 2",
+        ),
+        (1, ["train.vpp=2"], "train.vpp: 2 chunks a stage need several stages, train.pp > 1; must be 1"),
+        (1, ["reference.train.vpp=2", "algorithm.kl_coef=0.1"], "reference.train.vpp: 2 chunks a stage need several"),
     ],
 )
 def test_ranks_that_can_share_a_role(place, monkeypatch, tp, overrides, words):

@@ -51,6 +51,8 @@ def test_no_name_of_theirs_is_one_of_ours():
         ("policy.attn", "there is no such setting: attention in training is torch's own"),
         ("policy.attn_implementation", "there is no such setting: attention in training is torch's own"),
         ("actor.fsdp_config.fsdp_size", "there is no such setting: ranks / train.tp / train.dp_replicate"),
+        ("pipeline_model_parallel_size", "here it is train.pp"),
+        ("actor.megatron.virtual_pipeline_model_parallel_size", "here it is train.vpp"),
         ("foo.bar", "--help lists all"),
     ],
 )

@@ -118,6 +118,9 @@ class TrainConfig:
     pp: int = 1
     """Number of pipeline stages, which share out the layers; micro-batches pass through them (1F1B), so that an update
     should have several times as many as there are stages. All ranks of a pipeline hold the same data shard."""
+    vpp: int = 1
+    """Number of chunks of the layers that each pipeline stage holds, in turns with the other stages (interleaved 1F1B):
+    stages wait a vpp-th as long for each other, send vpp times as much, and keep a few more activations."""
     dp_replicate: int = 1
     """Number of copies of the model, each shared out over ranks / tp / dp_replicate of them (HSDP). With
     one copy a node, weights are gathered within a node, and only gradients cross between nodes, once an update."""
@@ -143,7 +146,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, cp=1, ep=1, pp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
+        at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
         _name_checkpointing(self)
         # torch may meet a layer's second pass with another graph than its first, and then refuses
         both = self.compile and self.activation_checkpointing != "none"
@@ -188,6 +191,8 @@ class TrainOverrides:
     """Number of expert-parallel ranks that share the experts of a mixture."""
     pp: int | None = None
     """Number of pipeline stages, which share out the layers."""
+    vpp: int | None = None
+    """Number of chunks of the layers that each pipeline stage holds."""
     dp_replicate: int | None = None
     """Number of copies of the model, each shared out over ranks / tp / dp_replicate of them (HSDP)."""
     tokens_per_microbatch: int | None = None
@@ -203,7 +208,7 @@ class TrainOverrides:
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
-        at_least(self, tp=1, cp=1, ep=1, pp=1, dp_replicate=1, tokens_per_microbatch=1)
+        at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1)
         _name_checkpointing(self)
 
     def over(self, train: TrainConfig) -> TrainConfig:

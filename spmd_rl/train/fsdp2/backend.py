@@ -13,7 +13,8 @@ from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.base import Loss, Metrics
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.gather import Gather
-from spmd_rl.train.fsdp2.role import FSDP2Role, filled_up
+from spmd_rl.train.fsdp2.role import FSDP2Role
+from spmd_rl.train.fsdp2.row import filled_up
 
 
 class FSDP2Backend(FSDP2Role):

@@ -1,11 +1,14 @@
 """`Pipeline`: this rank's stage of a pipeline, and what travels between the stages.
 
-Hidden states go down from the first stage to the last one, and their gradients up. All ranks of a block hold the same
-batch, so each knows the shape of whatever comes: nothing is negotiated. Each direction has a process group of its own,
-in which both sides take the messages in one order; sends do not wait, so that no two stages wait for each other.
+Hidden states go down from the first stage to the last one, and their gradients up; with several chunks a stage, from
+the last stage around to the first one's next chunk. All ranks of a block hold the same batch, so each knows the shape
+of whatever comes: nothing is negotiated. Each direction has a process group of its own, and what goes around another,
+so that between two ranks messages go one way and in one order; sends do not wait, so that no two stages wait for each
+other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -13,72 +16,108 @@ from torch import Tensor, nn
 
 from spmd_rl.distributed import Layout, shared_group
 from spmd_rl.train.fsdp2.stages import Held, cut
+from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 
 
 class Pipeline:
     """One stage; the only one where `pp` is 1, and then nothing travels."""
 
-    def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype) -> None:
-        """[all] Cut `model`, in place, to what this stage computes. `dtype`: of hidden states. UserError: see `cut`."""
-        self.held: dict[str, Held] = cut(model, layout)
+    def __init__(self, model: nn.Module, layout: Layout, dtype: torch.dtype, vpp: int = 1) -> None:
+        """[all] Cut `model`, in place, to the `vpp` chunks that this stage computes. UserError: see `cut`.
+
+        dtype: of hidden states.
+        """
+        self.held: dict[str, Held]
         """The parameters of the whole model, by name."""
+        self.held, self._chunks = cut(model, layout, vpp)
         self.stage, self.num_stages = layout.rank("pp"), layout.size("pp")
-        self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
+        self.has_end = self.stage == self.num_stages - 1
+        """Whether the model's last chunk is here, and with it what the model gives."""
         self.elsewhere = [name for name, held in self.held.items() if self.stage not in held.stages]
         """Names of the parameters that this stage lacks."""
-        self._layout, self._dtype = layout, dtype
+        self._layout, self._dtype, self._vpp = layout, dtype, vpp
         self._width = model.config.get_text_config().hidden_size
         self._received: Tensor | None = None
-        self._in_flight: list[tuple[Tensor | None, Tensor]] = []
+        self._in_flight: list[list[tuple[Tensor | None, Tensor]]] = [[] for _ in range(vpp)]
         self._sends: list[tuple[dist.Work, Tensor]] = []
-        self._down = self._up = self._tied_group = None
+        self._groups: dict[tuple[str, bool], dist.ProcessGroup | None] = {}
+        self._tied_group = None
         if self.num_stages > 1:
             world, line = layout.world, layout.ranks("pp")
             # groups of ranks on one machine are formed over shared memory, in which nothing is sent to one rank alone
             backend = "gloo" if world.device.type == "cpu" and dist.get_backend() == shared_group.NAME else None
-            self._down = world.process_group("pp down", backend, line)  # [all]
-            self._up = world.process_group("pp up", backend, line)  # [all]
-            if self._tied() and (self.is_first or self.is_last):
+            for way, goes_around in product(("down", "up"), (False, True)[:vpp]):
+                name = f"pp {way} around" if goes_around else f"pp {way}"
+                self._groups[way, goes_around] = world.process_group(name, backend, line)  # [all]
+            if self._tied() and (self.stage == 0 or self.has_end):
                 self._tied_group = world.process_group("pp tied", ranks=[line[0], line[-1]])  # [the two]
 
+    def steps(self, count: int, is_trained: bool) -> Iterator[Step]:
+        """This stage's steps over `count` micro-batches; what is called until the next one is about its chunk."""
+        shape = (self.num_stages, count, self._vpp)
+        for step in one_forward_one_backward(self.stage, *shape) if is_trained else forward_only(*shape):
+            self._chunks.current, self._received = step.chunk, None
+            yield step
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the step's chunk begins with the input embedding."""
+        return self.stage == 0 and self._chunks.current == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step's chunk ends with the model's output."""
+        return self.has_end and self._chunks.current == self._vpp - 1
+
+    @property
+    def part(self) -> str:
+        """The step's chunk in the journal's words: empty where a stage has one."""
+        return f"chunk {self._chunks.current + 1} of " if self._vpp > 1 else ""
+
     def receive(self, num_tokens: int) -> Tensor:
-        """[stage] The hidden states of the next micro-batch from the stage before: [1, num_tokens, hidden size]."""
+        """[stage] The hidden states of the next micro-batch from the chunk before: [1, num_tokens, hidden size]."""
         hidden = torch.empty(1, num_tokens, self._width, dtype=self._dtype, device=self._layout.world.device)
-        dist.recv(hidden, group=self._down, group_src=self.stage - 1)
+        self._receive(hidden, "down")
         self._received = hidden.requires_grad_(torch.is_grad_enabled())
         return self._received
 
     def forwarded(self, output: Tensor) -> None:
-        """[stage] Take what the forward of a micro-batch gave: the loss in the last stage, else hidden states."""
+        """[stage] Take what the forward of a micro-batch gave: the loss in the last chunk, else hidden states."""
         if torch.is_grad_enabled():
-            self._in_flight.append((self._received, output))
+            self._in_flight[self._chunks.current].append((self._received, output))
         if not self.is_last:
             assert output.dtype == self._dtype and output.shape[2:] == (self._width,), "no hidden states"
-            self._send(output.detach(), self._down, self.stage + 1)
+            self._send(output.detach(), "down")
 
     def backward(self) -> None:
-        """[stage] Run the oldest micro-batch backward that has been run forward."""
-        received, output = self._in_flight.pop(0)
+        """[stage] Run the oldest micro-batch backward that has been run forward through the step's chunk."""
+        received, output = self._in_flight[self._chunks.current].pop(0)
         gradient = None
         if not self.is_last:
             gradient = torch.empty_like(output)
-            dist.recv(gradient, group=self._up, group_src=self.stage + 1)
+            self._receive(gradient, "up")
         if output.requires_grad:  # all before it may be frozen
             output.backward(gradient)
         if received is not None:
-            self._send(received.grad, self._up, self.stage - 1)
+            self._send(received.grad, "up")
 
     def finish(self) -> None:
         """[stage] Wait for what has been sent; nothing may be in flight any more."""
-        assert not self._in_flight
+        assert not any(self._in_flight)
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
 
-    def _send(self, tensor: Tensor, group: dist.ProcessGroup | None, stage: int) -> None:
+    def _receive(self, tensor: Tensor, way: str) -> None:
+        source = self.stage + (-1 if way == "down" else 1)
+        group = self._groups[way, not 0 <= source < self.num_stages]
+        dist.recv(tensor, group=group, group_src=source % self.num_stages)
+
+    def _send(self, tensor: Tensor, way: str) -> None:
         self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
-        tensor = tensor.contiguous()
-        self._sends.append((dist.isend(tensor, group=group, group_dst=stage), tensor))
+        tensor, target = tensor.contiguous(), self.stage + (1 if way == "down" else -1)
+        group = self._groups[way, not 0 <= target < self.num_stages]
+        self._sends.append((dist.isend(tensor, group=group, group_dst=target % self.num_stages), tensor))
 
     def of_last(self, tensor: Tensor) -> Tensor:
         """[all] The tensor of the last stage, on all stages; the others pass one of its shape."""

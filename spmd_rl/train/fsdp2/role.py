@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
@@ -35,15 +33,13 @@ from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.replay import Replay
 from spmd_rl.train.fsdp2.routing import Routing
+from spmd_rl.train.fsdp2.row import Row, filled_up, granule
 from spmd_rl.train.fsdp2.state import StateFiles
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.microbatch import dummy, plan, rounded, token_index
-from spmd_rl.train.pipeline import forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.sharing import share_prefixes
 
-ROUND_TOKENS, FEW_TOKENS = 128, 32
-"""Tokens and targets of a forward are filled up to a multiple of the first; few of them to one of the second."""
 COMPILE_SECONDS = 3600.0
 """What compiling one shape may take without any progress."""
 
@@ -52,15 +48,6 @@ Forward = Callable[[Batch], tuple[Tensor, ...]]
 PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """From what a forward gives, and the micro-batch on the device, to the loss per token and named quantities: see
 `train.base.Loss`."""
-
-
-def filled_up(rows: Tensor) -> Tensor:
-    """[N] -> [N rounded up], zeros at the end: kernels are kept per shape."""
-    return F.pad(rows, (0, -len(rows) % _granule(len(rows))))
-
-
-def _granule(count: int) -> int:
-    return ROUND_TOKENS if count > ROUND_TOKENS else FEW_TOKENS
 
 
 class Pace:
@@ -78,27 +65,6 @@ class Pace:
         if self._before is not None:
             self._before.synchronize()
         self._before = event
-
-
-class Row(NamedTuple):
-    """What a rank computes of a micro-batch: the tokens that enter its model, on the CPU."""
-
-    token_ids: Tensor
-    """int64 [t]"""
-    position_ids: Tensor
-    """int64 [t]"""
-    packing: Packing
-    """on the device"""
-    keep: Tensor
-    """int64 [n]: which of the tokens predict a target"""
-    targets: Tensor
-    """int64 [n]: the tokens of the micro-batch that they predict"""
-    own: Tensor | None
-    """int64 [n]: which of all its targets these are; None: all, in order"""
-    routed: Tensor
-    """bool [t]: which tokens count as a mixture's load, those that are no filling"""
-    chosen: Tensor | None
-    """int64 [t, layers, k]: the experts that the engine chose, see `Replay`; None: the model's own"""
 
 
 class FSDP2Role:
@@ -136,7 +102,7 @@ class FSDP2Role:
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
         self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
-        self._pipeline = Pipeline(model, layout, dtype)  # [all]
+        self._pipeline = Pipeline(model, layout, dtype, train.vpp)  # [all]
         recomputed = "none" if optimizer is None else train.activation_checkpointing
         for layer in shard.decoder_layers(model) if train.compile else ():
             layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
@@ -168,23 +134,24 @@ class FSDP2Role:
         """[all] The outputs of `forward` over the whole batch: float32 [T] each, 0 outside of the loss mask."""
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = self._agree_on_count(what, len(bins))
-        pace, found = Pace(self._world.device), []
-        for i, _ in forward_only(count):
+        pace, stage, found = Pace(self._world.device), self._pipeline, []
+        for i, _, _ in stage.steps(count, is_trained=False):
             micro = batch.select(bins[i]) if i < len(bins) else dummy(batch)
-            with self.layout.collective(f"{what}: micro-batch {i + 1}/{count}"), self._compiling():  # [stage]
-                outputs = forward(micro) if self._pipeline.is_last else (self._hidden(micro),)
-                self._pipeline.forwarded(outputs[0])
+            meeting = f"{what}: {stage.part}micro-batch {i + 1}/{count}"
+            with self.layout.collective(meeting), self._compiling():  # [stage]
+                outputs = forward(micro) if stage.is_last else (self._hidden(micro),)
+                stage.forwarded(outputs[0])
                 pace.keep()
-            if self._pipeline.is_last and i < len(bins):
+            if stage.is_last and i < len(bins):
                 found.append((token_index(batch, bins[i])[micro.sampled.index], outputs))
             self._world.progress()
         columns = torch.zeros(num_columns, batch.num_tokens, device=batch.token_ids.device)
         with self._world.collective(f"{what}: results"):  # where a rank waits whose device waits for another rank
-            self._pipeline.finish()
+            stage.finish()
             for places, outputs in found:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
-            columns = self._pipeline.of_last(columns).to(columns.device)  # [all]
+            columns = stage.of_last(columns).to(columns.device)  # [all]
         if not self._keep_gathered:
             shard.reshard(self._model)
         return list(columns)
@@ -232,8 +199,8 @@ class FSDP2Role:
         self._routing.begin(count)
         sums: dict[str, Tensor | float] = {}
         pace, stage = Pace(self._world.device), self._pipeline
-        for i, is_forward in one_forward_one_backward(stage.stage, stage.num_stages, count):
-            what = f"update: {'forward' if is_forward else 'backward'} of micro-batch {i + 1}/{count}"
+        for i, is_forward, _ in stage.steps(count, is_trained=True):
+            what = f"update: {'forward' if is_forward else 'backward'} of {stage.part}micro-batch {i + 1}/{count}"
             with self.layout.collective(what), self._compiling():  # [stage]
                 if is_forward:
                     real = i < len(bins)
@@ -270,7 +237,7 @@ class FSDP2Role:
         tree, context = share_prefixes(micro), self._context
         num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0  # a dummy has none
         split = self.layout.size("tp") * (1 if context is None else context.granule)
-        tree = rounded(tree, math.lcm(_granule(len(tree.token_ids)), split))
+        tree = rounded(tree, math.lcm(granule(len(tree.token_ids)), split))
         keep = tree.gather_index[targets - 1]
         chosen = self._replay.of_row(micro, tree)
         if context is None:
@@ -291,15 +258,15 @@ class FSDP2Role:
             src = self._world.size - 1
             names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
             sums = {name: sums.get(name, 0.0) for name in names}
-        counts = self._pipeline.is_last and not self.layout.rank("cp") and not self.layout.rank("tp")
+        counts = self._pipeline.has_end and not self.layout.rank("cp") and not self.layout.rank("tp")
         return sums if counts else dict.fromkeys(sums, 0.0)
 
     def _hidden(self, micro: Batch) -> Tensor:
-        """[stage] What this stage, which is not the last one, makes of the hidden states of a micro-batch."""
+        """[stage] What a chunk that is not the model's last one makes of the hidden states of a micro-batch."""
         return self._run(self._row(micro), 0)
 
     def _run(self, row: Row, kept: Tensor | int) -> Tensor:
-        """[stage] What this stage's part of the model makes of a row; at the end of those `kept`: [1, n, ..]."""
+        """[stage] What the step's chunk of the model makes of a row; at the end of those `kept`: [1, n, ..]."""
         device = self._world.device
         if self._pipeline.is_first:
             tokens = {"input_ids": to_device(row.token_ids[None], device)}
@@ -314,7 +281,7 @@ class FSDP2Role:
     def _outputs(self, micro: Batch, row: Row) -> Tensor:
         """[stage] What the output embedding makes of the hidden states that predict the loss mask's tokens: [N, ..].
 
-        Of the last stage. It gets those of `row` alone, in order, filled up by `filled_up`.
+        Of the last chunk. It gets those of `row` alone, in order, filled up by `filled_up`.
         """
         device = self._world.device
         # the output's projection runs only where a target is predicted

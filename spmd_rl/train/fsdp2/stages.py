@@ -1,11 +1,10 @@
 """Cut a causal language model of Hugging Face into pipeline stages, in place, without a forward of our own.
 
-What other stages compute is replaced by modules that give back what they are given, so that the model's own forward and
-the names of the parameters that remain stay as they are. Later stages are called with `inputs_embeds`.
-"""
+What other stages compute is replaced by modules that give back """
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -47,25 +46,49 @@ class _End(PassThrough):
         return hidden_states.clone()  # of a view FSDP would warn
 
 
-def cut(model: nn.Module, layout: Layout) -> dict[str, Held]:
-    """Leave of `model`, which is not sharded yet, what this rank's stage computes.
+class Chunks:
+    """The parts of a model that a stage computes one at a time: its forward computes the `current` one alone.
 
-    Returns, alike on all ranks, where each parameter of the whole model lies, by its name and in its order. UserError,
-    naming the setting, if there are more stages than layers, if the model computes anything between its input
-    embedding and its layers, or if a checkpoint of it holds more than parameters.
+    Outside of the forward all of them are in their places, for whoever walks over modules and parameters.
+    """
+
+    def __init__(self, model: nn.Module, chunk_of: Mapping[nn.Module, int]) -> None:
+        """chunk_of: of the modules that are in one chunk and no other; not sharded yet."""
+        self.current = 0
+        output = model.get_output_embeddings()
+        stand_ins = [_End() if module is output else PassThrough() for module in chunk_of]
+        names = {module: name for name, module in model.named_modules()}
+        self._places = [(names[m], m, chunk, s) for (m, chunk), s in zip(chunk_of.items(), stand_ins, strict=True)]
+        if len(set(chunk_of.values())) > 1:
+            # FSDP puts its own hook before this one, and takes what it sees in its first forward for the whole model
+            model.register_forward_pre_hook(lambda model, _: self._put(model, is_forward=True))
+            model.register_forward_hook(lambda model, _, __: self._put(model, is_forward=False), always_call=True)
+
+    def _put(self, model: nn.Module, is_forward: bool) -> None:
+        for name, module, chunk, stand_in in self._places:
+            if chunk != self.current:
+                model.set_submodule(name, stand_in if is_forward else module)
+
+
+def cut(model: nn.Module, layout: Layout, vpp: int = 1) -> tuple[dict[str, Held], Chunks]:
+    """Leave of `model`, which is not sharded yet, what this rank's stage computes: `vpp` chunks of its layers.
+
+    Returns, alike on all ranks, where each parameter of the whole model lies, by its name and in its order; and this
+    stage's chunks. UserError, naming the setting, if there are more chunks than layers, if the model computes anything
+    between its input embedding and its layers, or if a checkpoint of it holds more than parameters.
     """
     stage, num_stages = layout.rank("pp"), layout.size("pp")
     layers = decoder_layers(model)
-    dealt = deal_layers(layout.key, len(layers), num_stages)
+    dealt = deal_layers(layout.key, len(layers), num_stages, vpp)
     if num_stages == 1:
-        return {name: Held((0,), p.shape, p.requires_grad) for name, p in model.named_parameters()}
+        return {name: Held((0,), p.shape, p.requires_grad) for name, p in model.named_parameters()}, Chunks(model, {})
     if model.config.get_text_config().model_type in SCALES_HIDDEN_STATES:  # each stage would
         raise UserError(f"{layout.key}.pp: {type(model).__name__} scales its hidden states; must be 1")
-    last = num_stages - 1
-    stage_of = {layer: number for number, mine in enumerate(dealt) for layer in (layers[i] for i in mine)}
+    place_of = {layers[i]: place for place, mine in enumerate(dealt) for i in mine}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     around = _around(model, layers)
-    stage_of |= {module: 0 if module is embedding else last for module in (*around, output)}
+    place_of |= {module: 0 if module is embedding else len(dealt) - 1 for module in (*around, output)}
+    stage_of = {module: place % num_stages for module, place in place_of.items()}
     holders: dict[nn.Parameter, set[int]] = defaultdict(set)
     for module, number in stage_of.items():
         for p in module.parameters():
@@ -84,7 +107,7 @@ def cut(model: nn.Module, layout: Layout) -> dict[str, Held]:
     if gone:  # a checkpoint's other weights are no reason to refuse it
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = [*known, rf"^({'|'.join(gone)})\."]
-    return held
+    return held, Chunks(model, {m: place // num_stages for m, place in place_of.items() if stage_of[m] == stage})
 
 
 def _around(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

@@ -147,8 +147,7 @@ def _share_vocabulary(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGro
         _distribute(head, "weight", mesh, 0)
     if not isinstance(embedding, PassThrough):
         _share_look_up(embedding, group)
-    if not isinstance(head, PassThrough):
-        model.base_model.register_forward_hook(partial(_gather_result, group))
+    model.base_model.register_forward_hook(partial(_gather_result, model, group))
     if not isinstance(head, PassThrough | TokenHead):
         head.register_forward_hook(partial(_computed_alike, group.size()))
 
@@ -197,9 +196,12 @@ def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...]
     return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
 
 
-def _gather_result(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """[all] The hidden states of all tokens, for the head."""
-    output.last_hidden_state = gather_rows(output.last_hidden_state[0], group)[None]
+def _gather_result(
+    model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any
+) -> Any:
+    """[all] The hidden states of all tokens, for the head; of a pipeline's last chunk alone."""
+    if not isinstance(model.get_output_embeddings(), PassThrough):
+        output.last_hidden_state = gather_rows(output.last_hidden_state[0], group)[None]
     return output
 
 
