@@ -12,82 +12,22 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.config.values import require
 from spmd_rl.errors import UserError
-from spmd_rl.simulate import POLICIES, Lengths, Result, Scene, Speed, long_tail, play, recorded
+from spmd_rl.simulate import POLICIES, Result, Scene, options, play
 from spmd_rl.simulate.picture import draw
 
 
 def parser() -> argparse.ArgumentParser:
-    """Defaults: 7B parameters, one GPU a replica; the longest answer is 20 times the median (arXiv 2509.21009)."""
-    made = argparse.ArgumentParser("python -m spmd_rl.simulate", description=__doc__.split("\n")[0])
-    made.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    add, speed = made.add_argument, Speed()
-    add("--replicas", type=int, nargs="+", default=[8, 64], metavar="N", help="engines that share a store")
-    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="NAME", help=", ".join(POLICIES))
-    add("--steps", type=int, default=10, help="at least; defer goes on to its next long round")
-    add("--prompts", type=int, default=2, help="per replica and step")
-    add("--answers", type=int, default=8, help="per prompt")
-    add("--extra", type=float, default=0.25, help="share of prompts started beyond those, except by static and store")
-    add("--lengths", type=Path, metavar="PATH", help="take them from a file: a number a line, or samples of a run")
-    add("--median", type=float, default=819.0, help="tokens of an answer")
-    add("--sigma", type=float, default=1.0, help="of their logarithm, which is normal")
-    add("--max-new-tokens", type=int, default=16384, help="longer answers are cut off")
-    add("--correlation", type=float, default=0.5, help="of the answers to one prompt (of the normal deviates)")
-    add("--max-running", type=int, default=64, help="requests that an engine runs at once")
-    add("--step-seconds", type=float, default=speed.base, help="of an engine step")
-    add("--request-seconds", type=float, default=speed.per_request, help="more for each request that runs")
-    add("--verdict-seconds", type=float, default=0.5, help="from an answer's end to its verdict")
-    add("--train-seconds", type=float, default=60.0, help="of a step; nobody generates meanwhile")
-    add("--qualify", type=float, default=1.0, help="share of the groups that train")
-    add("--seed", type=int, default=0, help="of the lengths")
-    add("--picture", type=Path, metavar="PATH", help="write an SVG")
+    """The options; see `options.work` for what the defaults stand for."""
+    made = options.work("python -m spmd_rl.simulate", __doc__.split("\n")[0])
+    made.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="NAME", help=", ".join(POLICIES)
+    )
     return made
-
-
-def check(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, if they can be simulated; UserError names the first that cannot."""
-    o = options
-    for name in ("correlation", "qualify"):
-        require(0 <= getattr(o, name) <= 1, f"--{name}: must lie between 0 and 1, not {getattr(o, name):g}")
-    require(o.qualify > 0, "--qualify: no group trains")
-    for name in ("steps", "prompts", "answers", "median", "max_new_tokens", "max_running", "step_seconds"):
-        require(getattr(o, name) > 0, f"--{name.replace('_', '-')}: must be positive, not {getattr(o, name):g}")
-    for name in ("extra", "sigma", "request_seconds", "verdict_seconds", "train_seconds"):
-        require(getattr(o, name) >= 0, f"--{name.replace('_', '-')}: must not be negative, not {getattr(o, name):g}")
-    require(min(o.replicas) > 0, "--replicas: must be positive")
-    return options
-
-
-def scene(options: argparse.Namespace, replicas: int) -> Scene:
-    """What is simulated at so many replicas. UserError for a file that holds no lengths."""
-    o = options
-    law = recorded(o.lengths) if o.lengths else long_tail(o.median, o.sigma, o.max_new_tokens)
-    prompts = o.prompts * replicas
-    settings = RolloutConfig(
-        prompts_per_step=prompts,
-        answers_per_prompt=o.answers,
-        over_sample=round(o.extra * prompts),
-        max_new_tokens=o.max_new_tokens,
-        min_answers=1,
-    )
-    return Scene(
-        settings=settings,
-        lengths=Lengths(law, o.seed, o.correlation),
-        replicas=replicas,
-        speed=Speed(o.step_seconds, o.request_seconds),
-        max_running=o.max_running,
-        verdict_seconds=o.verdict_seconds,
-        train_seconds=o.train_seconds,
-        qualify=o.qualify,
-        seed=o.seed,
-    )
 
 
 def assumptions(scene: Scene) -> str:
@@ -153,19 +93,19 @@ def table(results: Sequence[Result], mean_tokens: float) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     """Run it as said on the command line; all results, in order."""
-    options = check(parser().parse_args(arguments))
+    chosen = options.check(parser().parse_args(arguments))
     gc.set_threshold(300_000)  # thousands of small objects that live for a step
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
-    scenes = [scene(options, replicas) for replicas in options.replicas]
+    scenes = [options.scene(chosen, replicas) for replicas in chosen.replicas]
     console.print(assumptions(scenes[0]), soft_wrap=True)
     results: list[Result] = []
     for setting in scenes:
-        found = [play(policy, setting, options.steps) for policy in options.policies]
+        found = [play(policy, setting, chosen.steps) for policy in chosen.policies]
         console.print(table(found, setting.lengths.mean()))
         results += found
-    if options.picture:
-        options.picture.write_text(draw(results))
-        console.print(f"picture: {options.picture}")
+    if chosen.picture:
+        chosen.picture.write_text(draw(results))
+        console.print(f"picture: {chosen.picture}")
     return results
 
 

@@ -42,19 +42,21 @@ class Cluster:
 
     def __init__(self, scene: Scene) -> None:
         self.now = 0.0
+        self.cursor = Cursor()
+        """The tickets that the next step may use."""
         self.store = CountingStore()
         self._scene = scene
         self._replicas = [Replica(scene, self.store) for _ in range(scene.replicas)]
-        self.cursor = Cursor()
         self._carried: frozenset[GroupSlice] = frozenset()
 
     def steps(self) -> Iterator[Step]:
         """Steps without end."""
         for number in count(1):
-            yield self._step(number)
+            yield self.step(number)
             self.now += self._scene.train_seconds
 
-    def _step(self, number: int) -> Step:
+    def step(self, number: int) -> Step:
+        """Generation and scoring of the step of this number, on from `cursor`."""
         scene, store, replicas = self._scene, self.store, self._replicas
         round = plan_round(self.cursor, scene.settings, self._carried)
         name, slots = f"step{number}", num_slots(scene.settings, len(replicas), scene.max_running)

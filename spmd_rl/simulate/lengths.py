@@ -46,7 +46,8 @@ class Lengths:
     """Tokens of every answer of a run."""
 
     def __init__(self, law: Law, seed: int = 0, correlation: float = 0.5) -> None:
-        self._law, self._seed = law, seed
+        self.seed, self.correlation = seed, correlation
+        self._law = law
         self._shared, self._own = math.sqrt(correlation), math.sqrt(1 - correlation)
         self._tickets: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -65,5 +66,5 @@ class Lengths:
         return fmean(self._law(_NORMAL.inv_cdf((i + 0.5) / points)) for i in range(points))
 
     def _deviate(self, ticket: int, answer: int) -> float:
-        uniform = ((counter_seed(self._seed, "length", ticket, answer) >> 12) + 0.5) / 2**52
+        uniform = ((counter_seed(self.seed, "length", ticket, answer) >> 12) + 0.5) / 2**52
         return _NORMAL.inv_cdf(uniform)

@@ -1,7 +1,7 @@
 """A picture of the comparison as one SVG file: speed-ups, the steps of the first and last policy, store operations."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from spmd_rl.simulate.policies import Result
@@ -26,6 +26,11 @@ def draw(results: Sequence[Result]) -> str:
         (_steps([r for r in results if r.replicas == most], colors), f"seconds of each step, {most} replicas"),
         (_operations(results, colors), "store operations per answer, looks not counted"),
     ]
+    return page(colors, rows)
+
+
+def page(colors: Mapping[str, str], rows: Sequence[tuple[str, str]]) -> str:
+    """Return a file of charts, each (drawing, title), one below the other; `colors` are those of the names on top."""
     parts = [f"<style>{STYLE}</style>", _key(colors)]
     for number, (body, title) in enumerate(rows):
         heading = f'<text class="title" x="10" y="14">{escape(title)}</text>'
@@ -34,7 +39,7 @@ def draw(results: Sequence[Result]) -> str:
     return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
 
 
-def _key(colors: dict[str, str]) -> str:
+def _key(colors: Mapping[str, str]) -> str:
     parts = []
     for number, (policy, color) in enumerate(colors.items()):
         x = 14 + 148 * number
@@ -87,13 +92,21 @@ def _steps(found: Sequence[Result], colors: dict[str, str]) -> str:
 
 def _operations(results: Sequence[Result], colors: dict[str, str]) -> str:
     sizes = sorted({r.replicas for r in results})
-    low, high = math.log2(sizes[0]), math.log2(sizes[-1])
-    top = 1.08 * max(r.operations for r in results)
-    frame = Frame(WIDTH, ROW, (low - 0.5, high + 0.5), (0, top), top=24)
-    parts = [_axes(frame), *(text(frame.x(math.log2(n)), ROW - 9, f"{n} replicas") for n in sizes)]
+    curves = {}
     for policy, color in colors.items():
         found = sorted((r for r in results if r.policy == policy), key=lambda r: r.replicas)
-        points = [(frame.x(math.log2(r.replicas)), frame.y(r.operations)) for r in found]
+        curves[color] = [(r.replicas, r.operations) for r in found]
+    return curves_over(curves, {n: f"{n} replicas" for n in sizes})
+
+
+def curves_over(curves: Mapping[str, Sequence[tuple[float, float]]], marks: Mapping[float, str]) -> str:
+    """Draw colour -> points (x, y) over a logarithmic axis from the first to the last of `marks`, value -> name."""
+    low, high = math.log2(min(marks)), math.log2(max(marks))
+    top = 1.08 * max(y for points in curves.values() for _, y in points)
+    frame = Frame(WIDTH, ROW, (low - 0.5, high + 0.5), (0, top), top=24)
+    parts = [_axes(frame), *(text(frame.x(math.log2(x)), ROW - 9, name) for x, name in marks.items())]
+    for color, values in curves.items():
+        points = [(frame.x(math.log2(x)), frame.y(y)) for x, y in values]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points)
         parts.append(f'<polyline stroke="{color}" points="{path}"/>{dots}')

@@ -19,7 +19,7 @@ from spmd_rl import engine, train
 from spmd_rl.batch import Batch
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import Layout, World
-from spmd_rl.engine.base import Capacity
+from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.rlvr import run
 from spmd_rl.train import Roles
 from spmd_rl.types import Completion, Request
@@ -41,6 +41,7 @@ class StubEngine:
 
     def __init__(self, cfg: RlvrConfig) -> None:
         self.capacity = Capacity(cfg.engine.max_running, cfg.engine.kv_tokens, cfg.engine.kv_tokens)
+        self.prompt_tokens = PromptTokens()
         self._ends: dict[int, list[tuple[Request, int]]] = defaultdict(list)
         self._now = self._version = self.num_unfinished = 0
         self._weights: list[tuple[str, Tensor]] = []

@@ -23,7 +23,7 @@ from spmd_rl.simulate.store import CountingStore
 
 def default_scene(replicas: int, **options) -> Scene:
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return simulate.scene(simulate.parser().parse_args(words), replicas)
+    return simulate.options.scene(simulate.parser().parse_args(words), replicas)
 
 
 def slow_engine(arrivals: list[tuple[int, int]], speed: Speed, max_running: int) -> dict[int, float]:

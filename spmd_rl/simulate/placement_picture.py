@@ -1,0 +1,42 @@
+"""A picture of when split placement pays: speed-up over colocated against training time and the length of the tail."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmd_rl.simulate.lengths import Lengths, long_tail
+from spmd_rl.simulate.picture import COLORS, curves_over, page
+from spmd_rl.simulate.placements import Comparison
+from spmd_rl.simulate.scene import Scene
+from spmd_rl.simulate.two_sides import Costs
+
+TAILS = (2, 5, 10, 20, 40)
+"""How many medians the longest answer has."""
+RATIOS = {1 / 16: "1/16", 1 / 8: "1/8", 1 / 4: "1/4", 1 / 2: "1/2", 1: "1", 2: "2", 4: "4"}
+"""Seconds of training over seconds of generation, both colocated."""
+
+
+def draw(
+    scene: Scene, law: tuple[float, float], costs: Costs, shares: Sequence[float], policies: Sequence[str], steps: int
+) -> str:
+    """Return the file's text. law: median and sigma; shares: of ranks that train, of which the best is taken.
+
+    A chart for each policy at a staleness of 1, over the colocated run of the first of them.
+    """
+    colors = {f"longest {tail} medians": COLORS[i % len(COLORS)] for i, tail in enumerate(TAILS)}
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {policy: {} for policy in policies}
+    for tail, color in zip(TAILS, colors.values(), strict=True):
+        median, sigma = law
+        lengths = Lengths(long_tail(median, sigma, round(tail * median)), scene.lengths.seed, scene.lengths.correlation)
+        at = replace(scene, lengths=lengths)
+        base = Comparison(at, policies[0], steps)
+        generate = 3600 / base.colocated(replace(costs, train=0.0)).steps_per_hour
+        for policy in policies:
+            split = base if policy == policies[0] else Comparison(at, policy, steps)
+            points = curves[policy].setdefault(color, [])
+            for ratio in RATIOS:
+                seconds = replace(costs, train=ratio * generate)
+                best = split.best_split(seconds, shares, max_staleness=1).steps_per_hour
+                points.append((ratio, best / base.colocated(seconds).steps_per_hour))
+    told = f"steps an hour over the colocated run with {policies[0]}, by training / generation; {scene.replicas} ranks"
+    rows = [(curves_over(curves[policy], RATIOS), f"split, {policy}, staleness 1: {told}") for policy in policies]
+    return page(colors, rows)
