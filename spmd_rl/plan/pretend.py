@@ -42,6 +42,8 @@ class Pretend(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.is_on = True
+        """While it is not, everything is real."""
         self.meeting = ""
         """The meeting to which what travels is charged."""
         self.travelled: Counter[tuple[str, str]] = Counter()
@@ -51,6 +53,8 @@ class Pretend(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._meet(func, args)
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -95,6 +99,8 @@ def _is_fake(tensor: Tensor) -> bool:
 
 def _makes_floats(func: Any, kwargs: Any) -> bool:
     """Of an operation that is given no tensor."""
+    if kwargs.get("device") == META:
+        return False
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype.is_floating_point

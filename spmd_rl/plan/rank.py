@@ -146,7 +146,9 @@ class _Run:
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
     def _model(self, name: str, path: str, dtype: torch.dtype, remote_code: bool, _: Callable[[], object]) -> Stored:
+        self._pretend.is_on = False  # on the meta device it takes no memory anyhow
         self._models[name] = model = shape_on_meta(model_folder(path), dtype, remote_code)
+        self._pretend.is_on = True
         return Stored(model, lambda *_, **__: None, lambda: 0)
 
     def _tag(self, name: str) -> None:

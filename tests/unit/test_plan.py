@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.config.checks import check_plan
 from spmd_rl.config.load import CONFIGS, load
-from spmd_rl.config.main import main
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.size import ModelSize
+from spmd_rl.plan import show
 from spmd_rl.plan.book import Book
 from spmd_rl.plan.rank import Trace, trace
 from tests.models import EXPERTS, tiny
@@ -54,7 +55,7 @@ def test_all_ranks_together_hold_the_model_and_its_moments_once(kind, size, trai
     copies = 2 if "dp_replicate=2" in train else 1
     for one in found:
         held, update = one.held, one.phases["update"][0]
-        assert held["policy optimizer"] == 2 * held["policy weights"]
+        assert held["policy optimizer"] == 2 * held["policy weights"] + 4, "two moments and the step"
         assert update.peak.by_tag["policy gradients"] == pytest.approx(held["policy weights"], rel=0.05)
         assert update.peak.total > held["policy weights"] + held["policy optimizer"]
         if "pp=2" not in train:  # stages hold different layers
@@ -99,15 +100,17 @@ def test_roles_beside_the_policy_are_counted(models):
         assert asleep.phases[phase][0].peak.total < found.phases[phase][0].peak.total
 
 
-def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    main("rlvr", RlvrConfig, lambda cfg: None, ["--plan", *SHORT, *argv])
+def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    cfg = load("rlvr", RlvrConfig, [*SHORT, *overrides])
+    check_plan(cfg)
+    show(cfg)
     return capsys.readouterr().out
 
 
 def test_the_table_says_whether_it_fits_and_what_would(models, capsys, monkeypatch, tmp_path):
     folder = f"policy.model={models['llama']}"
-    run = ["plan.ranks=4", "train.tp=2", f"run.dir={tmp_path}", "plan.reserve_gb=0", "engine.kv_tokens=64", folder]
+    run = ["train.tp=2", f"run.dir={tmp_path}", "plan.reserve_gb=0", "engine.kv_tokens=64", folder]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "memory/train/peak_bytes": 7.77e9}) + "\n")
     text = said(capsys, monkeypatch, *run)
     assert "4 ranks = dp_shard 2 x tp 2" in text and "fits 80 GB" in text and "measured" in text and "7.77" in text
