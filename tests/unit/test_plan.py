@@ -55,8 +55,9 @@ def test_all_ranks_together_hold_the_model_and_its_moments_once(kind, size, trai
     copies = 2 if "dp_replicate=2" in train else 1
     for one in found:
         held, update = one.held, one.phases["update"][0]
-        assert held["policy optimizer"] == 2 * held["policy weights"] + 4, "two moments and the step"
-        assert update.peak.by_tag["policy gradients"] == pytest.approx(held["policy weights"], rel=0.05)
+        assert held["policy optimizer"] == pytest.approx(2 * held["policy weights"], rel=0.05), "shards are padded"
+        if copies == 1:  # else each copy adds up its own until the last micro-batch
+            assert update.peak.by_tag["policy gradients"] == pytest.approx(held["policy weights"], rel=0.05)
         assert update.peak.total > held["policy weights"] + held["policy optimizer"]
         if "pp=2" not in train:  # stages hold different layers
             own = held["policy weights"] / 4 * size / copies
@@ -93,7 +94,7 @@ def test_roles_beside_the_policy_are_counted(models):
     found = planned(models["llama"], 2, more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
     assert {"policy weights", "critic weights", "critic optimizer", "reference weights"} <= set(found.held)
     assert found.held["reference weights"] == pytest.approx(found.held["policy weights"] / 2, rel=0.01), "bfloat16"
-    assert {part.role for part in found.phases["prepare"]} == {"policy", "reference", "critic"}
+    assert {part.role for part in found.phases["prepare"]} == {"reference", "critic"}
     assert {part.role for part in found.phases["update"]} == {"policy", "critic"}
     asleep = planned(models["llama"], 2, ["offload=true"], more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
     for phase in ("publish", "prepare", "update"):
@@ -142,3 +143,14 @@ def test_shapes_are_of_the_size_in_their_name(path):
     sizes = {"0.5b": 0.494, "7b": 7.616, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
     wanted = sizes[path.name.rpartition("-")[2]]
     assert ModelSize.of(shape_on_meta(path, torch.bfloat16)).parameters / 1e9 == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/rlvr_*.yaml")), ids=lambda path: path.stem)
+def test_each_recipe_fits_its_devices(path, capsys, monkeypatch):
+    cfg = load("rlvr", RlvrConfig, [f"+experiment={path.stem}"])
+    monkeypatch.setenv("WORLD_SIZE", str(cfg.plan.ranks))
+    check_plan(cfg)
+    show(cfg)
+    assert ": fits 80 GB" in capsys.readouterr().out
