@@ -121,7 +121,7 @@ def estimate(cfg: PipelineConfig, ranks: int, found: Trace) -> float:
     learning = 16 * own + layer + ends + kept + 4 * DEVICE_CHUNK * 4
     if not train.offload:
         return learning + engine.weights + engine.kv
-    publishing = 4 * own + engine.weights + 3 * experts * width + 2 * config.vocab_size * config.hidden_size * width
+    publishing = 4 * own + engine.weights + 2.5 * experts * width + 2 * config.vocab_size * config.hidden_size * width
     return max(learning, publishing, engine.weights + engine.kv + engine.working)
 
 

@@ -95,6 +95,8 @@ def _is_fake(tensor: Tensor) -> bool:
 
 def _makes_floats(func: Any, kwargs: Any) -> bool:
     """Of an operation that is given no tensor."""
+    if kwargs.get("device") == META:
+        return False
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype.is_floating_point

@@ -146,7 +146,7 @@ class _Run:
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
     def _model(self, name: str, path: str, dtype: torch.dtype, remote_code: bool, _: Callable[[], object]) -> Stored:
-        self._models[name] = model = shape_on_meta(model_folder(path), dtype, remote_code)
+        self._models[name] = model = _plain(shape_on_meta(model_folder(path), dtype, remote_code))
         return Stored(model, lambda *_, **__: None, lambda: 0)
 
     def _tag(self, name: str) -> None:
@@ -208,6 +208,21 @@ class _Run:
         if after[1] > after[0]:
             found.append(self._book.peak(after, off))
         return max(found, key=lambda peak: peak.total)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Make a model's parameters plain tensors on the meta device, in place: FSDP cuts these much sooner than fake ones.
+
+    Ties stay.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p not in made:
+                fresh = torch.empty(p.shape, dtype=p.dtype, device="meta")
+                made[p] = nn.Parameter(fresh, requires_grad=p.requires_grad)
+            module.register_parameter(name, made[p])
+    return model
 
 
 def _times(meeting: str, count: int) -> int:

@@ -30,6 +30,7 @@ class Row:
 
     @property
     def total(self) -> int:
+        """Bytes."""
         return sum(self.columns.values())
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend `fake`
 
 from spmd_rl.distributed import World
@@ -86,3 +87,4 @@ def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
             journal.close()
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it would give the next world's tensors meshes of this one

@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     add("--slow-share", type=float, default=costs.slow_share, help="share of the publishes that are slow")
     add("--slow-factor", type=float, default=costs.slow_factor, help="how many times as long these take")
     add("--failure-hours", type=float, default=inf, help="between two losses of a rank, of all ranks, on average")
-    add("--restart-seconds", type=float, default=costs.restart_seconds, help="from a loss until the job has begun again")
+    add(
+        "--restart-seconds", type=float, default=costs.restart_seconds, help="from a loss until the job has begun again"
+    )
     add("--checkpoint-every", type=int, default=costs.checkpoint_every, help="steps")
     return made
 

@@ -51,7 +51,9 @@ class Costs:
 
     def until_failure(self, life: int) -> float:
         """Return the seconds until this life of the job ends."""
-        return inf if math.isinf(self.failure_seconds) else -self.failure_seconds * math.log(self._uniform("life", life))
+        return (
+            inf if math.isinf(self.failure_seconds) else -self.failure_seconds * math.log(self._uniform("life", life))
+        )
 
     def _uniform(self, kind: str, number: int) -> float:
         return ((counter_seed(self.seed, kind, number) >> 12) + 0.5) / 2**52

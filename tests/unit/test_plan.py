@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from spmd_rl.config.checks import check_plan
 from spmd_rl.config.load import CONFIGS, load
-from spmd_rl.config.main import main
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.size import ModelSize
+from spmd_rl.plan import show
 from spmd_rl.plan.book import Book
 from spmd_rl.plan.rank import Trace, trace
 from tests.models import EXPERTS, tiny
@@ -54,8 +55,9 @@ def test_all_ranks_together_hold_the_model_and_its_moments_once(kind, size, trai
     copies = 2 if "dp_replicate=2" in train else 1
     for one in found:
         held, update = one.held, one.phases["update"][0]
-        assert held["policy optimizer"] == 2 * held["policy weights"]
-        assert update.peak.by_tag["policy gradients"] == pytest.approx(held["policy weights"], rel=0.05)
+        assert held["policy optimizer"] == pytest.approx(2 * held["policy weights"], rel=0.05), "shards are padded"
+        if copies == 1:  # else each copy adds up its own until the last micro-batch
+            assert update.peak.by_tag["policy gradients"] == pytest.approx(held["policy weights"], rel=0.05)
         assert update.peak.total > held["policy weights"] + held["policy optimizer"]
         if "pp=2" not in train:  # stages hold different layers
             own = held["policy weights"] / 4 * size / copies
@@ -64,7 +66,8 @@ def test_all_ranks_together_hold_the_model_and_its_moments_once(kind, size, trai
         mean = sum(one.held["policy weights"] for one in found) / len(found)
         assert mean / 4 * size == pytest.approx(whole, rel=0.06)
     kinds = set(found[0].phases["update"][0].travelled)
-    assert ("all-to-all" in kinds) == any(line.startswith(("ep", "cp")) for line in train)
+    exchanged = any(line.startswith(("ep", "cp")) for line in train) and "tp=2" not in train
+    assert ("all-to-all" in kinds) == exchanged, "with one key-value head a rank, keys are gathered"
     assert ("send" in kinds) == ("pp=2" in train)
     assert bool(kinds) == (size > 1)
 
@@ -92,29 +95,31 @@ def test_roles_beside_the_policy_are_counted(models):
     found = planned(models["llama"], 2, more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
     assert {"policy weights", "critic weights", "critic optimizer", "reference weights"} <= set(found.held)
     assert found.held["reference weights"] == pytest.approx(found.held["policy weights"] / 2, rel=0.01), "bfloat16"
-    assert {part.role for part in found.phases["prepare"]} == {"policy", "reference", "critic"}
+    assert {part.role for part in found.phases["prepare"]} == {"reference", "critic"}
     assert {part.role for part in found.phases["update"]} == {"policy", "critic"}
     asleep = planned(models["llama"], 2, ["offload=true"], more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
     for phase in ("publish", "prepare", "update"):
         assert asleep.phases[phase][0].peak.total < found.phases[phase][0].peak.total
 
 
-def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    main("rlvr", RlvrConfig, lambda cfg: None, ["--plan", *SHORT, *argv])
+def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    cfg = load("rlvr", RlvrConfig, [*SHORT, *overrides])
+    check_plan(cfg)
+    show(cfg)
     return capsys.readouterr().out
 
 
 def test_the_table_says_whether_it_fits_and_what_would(models, capsys, monkeypatch, tmp_path):
     folder = f"policy.model={models['llama']}"
-    run = ["plan.ranks=4", "train.tp=2", f"run.dir={tmp_path}", "plan.reserve_gb=0", "engine.kv_tokens=64", folder]
+    run = ["train.tp=2", f"run.dir={tmp_path}", "plan.reserve_gb=0", "engine.kv_tokens=64", folder]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "memory/train/peak_bytes": 7.77e9}) + "\n")
     text = said(capsys, monkeypatch, *run)
     assert "4 ranks = dp_shard 2 x tp 2" in text and "fits 80 GB" in text and "measured" in text and "7.77" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"], "it writes nothing"
     long = ["rollout.max_new_tokens=30000", "train.tokens_per_microbatch=30032", "engine.kv_tokens=30032"]
-    text = said(capsys, monkeypatch, *run, *long, "plan.device_gb=0.5", "train.tp=1", "rollout.max_prompt_tokens=32")
-    assert "does not fit 0.5 GB" in text
+    text = said(capsys, monkeypatch, *run, *long, "plan.device_gb=0.2", "train.tp=1", "rollout.max_prompt_tokens=32")
+    assert "does not fit 0.2 GB" in text
     assert "the nearest that fits: train." in text or "no layout near it fits" in text
 
 
@@ -139,3 +144,14 @@ def test_shapes_are_of_the_size_in_their_name(path):
     sizes = {"0.5b": 0.494, "7b": 7.616, "72b": 72.71, "a3b": 30.53, "a22b": 235.1, "v3": 671.0}
     wanted = sizes[path.name.rpartition("-")[2]]
     assert ModelSize.of(shape_on_meta(path, torch.bfloat16)).parameters / 1e9 == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("experiment/rlvr_*.yaml")), ids=lambda path: path.stem)
+def test_each_recipe_fits_its_devices(path, capsys, monkeypatch):
+    cfg = load("rlvr", RlvrConfig, [f"+experiment={path.stem}"])
+    monkeypatch.setenv("WORLD_SIZE", str(cfg.plan.ranks))
+    check_plan(cfg)
+    show(cfg)
+    assert ": fits 80 GB" in capsys.readouterr().out

@@ -66,7 +66,7 @@ class Gather:
                 _all_gather(gathered, mine, group=group)
         columns = gathered.view(size, -1).split(pieces, dim=1)
         for (name, p), column in zip(bucket, columns, strict=True):
-            if size > 1:
+            if size > 1 and len(bucket) > 1:  # else it lies in one piece already, and may be of many gigabytes
                 column = buffers.take("whole", column.numel(), self._dtype, device).view(column.shape).copy_(column)
             yield name, _whole(column, p, self._layout)
 

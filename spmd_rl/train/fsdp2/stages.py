@@ -1,6 +1,6 @@
 """Cut a causal language model of Hugging Face into pipeline stages, in place, without a forward of our own.
 
-What other stages compute is replaced by modules that give back """
+What other stages compute is replaced by modules that give back"""
 
 import re
 from collections import defaultdict
