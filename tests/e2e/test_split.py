@@ -77,8 +77,8 @@ def test_with_keys_it_works_beyond_one_machine(toy: Toy, straight: Running, tmp_
 def test_deltas_are_the_run_without_them_to_the_bit(toy: Toy) -> None:
     """In bfloat16, where most of the weights stay as they are, between two ranks that train and one that generates."""
     settings = (*SETTINGS, "policy.dtype=bfloat16", "policy.lr=1e-5", "placement.generate=2")
-    on = toy.run(*settings, ranks=3, name="deltas")
-    off = toy.run(*settings, "publish.delta=false", ranks=3, name="whole")
+    on = toy.run(*settings, "publish.delta=true", ranks=3, name="deltas")
+    off = toy.run(*settings, ranks=3, name="whole")
     assert_same(on, off)
     lines = on.metrics()[1:]
     fetched = {

@@ -56,12 +56,12 @@ def courier(exchanges):
 def stage(exchanges: list[Exchange], version: int, tensors: dict[str, torch.Tensor] = TENSORS) -> None:
     for rank, exchange in enumerate(exchanges):
         mine = {index: piece for index, piece in staged(tensors).items() if index % len(exchanges) == rank}
-        exchange.stage(version, mine, nullcontext())
+        exchange.stage(version, mine, None, nullcontext())
 
 
 def test_every_tensor_arrives_in_order_and_to_the_bit(exchanges, courier) -> None:
     stage(exchanges, 3)
-    found = list(courier.fetch(3, len(TENSORS)))
+    found = list(courier.fetch(3, len(TENSORS), None))
     assert [name for name, _, _ in found] == list(TENSORS)
     for name, tensor, digest in found:
         assert tensor.dtype == TENSORS[name].dtype and torch.equal(tensor, TENSORS[name])
@@ -71,15 +71,15 @@ def test_every_tensor_arrives_in_order_and_to_the_bit(exchanges, courier) -> Non
 def test_the_last_two_versions_are_kept(exchanges, courier) -> None:
     for version in range(3):
         stage(exchanges, version)
-    assert len(list(courier.fetch(1, len(TENSORS)))) == len(TENSORS)
+    assert len(list(courier.fetch(1, len(TENSORS), None))) == len(TENSORS)
     for version in (0, 3):
         with pytest.raises(RunFailed, match=f"training rank 0 does not keep version {version} of the weights"):
-            next(courier.fetch(version, len(TENSORS)))
+            next(courier.fetch(version, len(TENSORS), None))
 
 
 def test_a_version_stays_until_whoever_fetches_it_has_it(exchanges, courier) -> None:
     stage(exchanges, 0)
-    pieces = courier.fetch(0, len(TENSORS))
+    pieces = courier.fetch(0, len(TENSORS), None)
     next(pieces)
     stage(exchanges, 1)
     late = threading.Thread(target=stage, args=(exchanges, 2))
@@ -95,9 +95,9 @@ def test_damage_on_the_way_is_found(exchanges, courier) -> None:
     pieces = staged(TENSORS)
     pieces[2] = pieces[2]._replace(payload=memoryview(bytes([6, *pieces[2].payload[1:]])))
     for rank, exchange in enumerate(exchanges):
-        exchange.stage(0, {i: piece for i, piece in pieces.items() if i % 2 == rank}, nullcontext())
+        exchange.stage(0, {i: piece for i, piece in pieces.items() if i % 2 == rank}, None, nullcontext())
     with pytest.raises(RunFailed, match="version 0 of scalar arrived damaged"):
-        list(courier.fetch(0, len(TENSORS)))
+        list(courier.fetch(0, len(TENSORS), None))
 
 
 def test_deliveries_are_taken_once_all_are_there(exchanges, courier) -> None:
@@ -116,7 +116,7 @@ def test_only_listed_keys_are_served(tmp_path: Path) -> None:
     exchange = Exchange("tcp://127.0.0.1", HostKeys.load(ours))
     stage([exchange], 0)
     known = Courier([exchange.address], 0, lambda: None, ClientKeys.load(ours))
-    assert len(list(known.fetch(0, len(TENSORS)))) == len(TENSORS)
+    assert len(list(known.fetch(0, len(TENSORS), None))) == len(TENSORS)
     known.close()
     with zmq.Context() as context:
         for keys in (None, ClientKeys(ClientKeys.load(ours).server, ClientKeys.load(foreign).secret)):
@@ -125,7 +125,7 @@ def test_only_listed_keys_are_served(tmp_path: Path) -> None:
             if keys is not None:
                 keys.secure(stranger)
             stranger.connect(exchange.address)
-            stranger.send(wire.encode(messages.Begin(0, 0)))
+            stranger.send(wire.encode(messages.Begin(0, 0, None)))
             assert not stranger.poll(700)
             stranger.close()
     exchange.close()
