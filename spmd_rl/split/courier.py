@@ -46,6 +46,19 @@ class Courier:
         socket.send_multipart([wire.encode(header), payload], copy=False)
         self._receive(socket, messages.Received)
 
+    def hold(self, version: int) -> bool:
+        """Have a version kept until `fetch` has ended; return whether all training ranks still keep it."""
+        for socket in self._sockets:
+            socket.send(wire.encode(messages.Begin(version, self._sender)))
+        kept = all([self._receive(socket, messages.Begun)[0].kept for socket in self._sockets])
+        if not kept:
+            self._let_go(version)
+        return kept
+
+    def _let_go(self, version: int) -> None:
+        for socket in self._sockets:
+            socket.send(wire.encode(messages.Fetched(version, self._sender)))
+
     def fetch(self, version: int, num_pieces: int) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
 
@@ -67,8 +80,7 @@ class Courier:
             if messages.digest(payload) != piece.digest:
                 raise RunFailed(f"version {version} of {piece.name} arrived damaged")
             yield piece.name, _tensor(piece, payload), piece.digest
-        for socket in self._sockets:
-            socket.send(wire.encode(messages.Fetched(version, self._sender)))
+        self._let_go(version)
 
     def close(self) -> None:
         """Give up all connections; idempotent."""
