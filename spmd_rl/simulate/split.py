@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     add("--slow-share", type=float, default=costs.slow_share, help="share of the publishes that are slow")
     add("--slow-factor", type=float, default=costs.slow_factor, help="how many times as long these take")
     add("--failure-hours", type=float, default=inf, help="between two losses of a rank, of all ranks, on average")
-    add("--restart-seconds", type=float, default=costs.restart_seconds, help="from a loss until the job has begun again")
+    add(
+        "--restart-seconds", type=float, default=costs.restart_seconds, help="from a loss until the job has begun again"
+    )
     add("--checkpoint-every", type=int, default=costs.checkpoint_every, help="steps")
     return made
 
@@ -78,8 +80,8 @@ def assumptions(chosen: argparse.Namespace) -> str:
     o = chosen
     return "\n".join(
         [
-            f"{o.prompts} prompts x {o.answers} answers per rank and step, one replica a rank; {o.train_seconds:g} s of "
-            "training on all ranks, on fewer in proportion.",
+            f"{o.prompts} prompts x {o.answers} answers per rank and step, one replica a rank; {o.train_seconds:g} s "
+            "of training on all ranks, on fewer in proportion.",
             f"Split: {o.stage_seconds:g} s to stage a version, in which training waits, {o.fetch_seconds:g} s to fetch "
             f"one, in which an engine waits; probed every {o.probe_every} versions. Colocated: nothing.",
             "",

@@ -50,10 +50,11 @@ class Courier:
         """Have a version kept until `fetch` has ended; return whether all training ranks still keep it."""
         for socket in self._sockets:
             socket.send(wire.encode(messages.Begin(version, self._sender)))
-        kept = all([self._receive(socket, messages.Begun)[0].kept for socket in self._sockets])
-        if not kept:
-            self._let_go(version)
-        return kept
+        replies = [self._receive(socket, messages.Begun)[0] for socket in self._sockets]  # of all, whatever they say
+        if all(reply.kept for reply in replies):
+            return True
+        self._let_go(version)
+        return False
 
     def _let_go(self, version: int) -> None:
         for socket in self._sockets:

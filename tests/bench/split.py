@@ -39,7 +39,11 @@ def settings(policy: str, staleness: int | None, probe_every: int) -> list[str]:
     """Return the overrides of one run."""
     chosen = {"over_sample": PROMPTS // 4, **POLICIES[policy]}
     placement = [] if staleness is None else [*SPLIT, f"placement.max_staleness={staleness}"]
-    return [*placement, *(f"rollout.{key}={value}" for key, value in chosen.items()), f"publish.probe_every={probe_every}"]
+    return [
+        *placement,
+        *(f"rollout.{key}={value}" for key, value in chosen.items()),
+        f"publish.probe_every={probe_every}",
+    ]
 
 
 def base(model: Path, data: Path, run_dir: Path, seed: int, steps: int) -> list[str]:

@@ -28,7 +28,7 @@ from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 MODES = ({}, {"accept": "first_finished"}, {"tail": "defer"}, {"claim": "static"})
 
 
-# -- the rules, on virtual clocks ------------------------------------------------------------------------------------------
+# -- the rules, on virtual clocks --------------------------------------------------------------------------------------
 
 
 def history(seed: int) -> tuple[Split, int, int]:
@@ -97,7 +97,7 @@ def assert_versions(steps: list[Trained], staleness: int) -> None:
     assert times == sorted(times)
 
 
-# -- Generator and HandedOver ----------------------------------------------------------------------------------------------
+# -- Generator and HandedOver ------------------------------------------------------------------------------------------
 
 
 class Crash(Exception):
