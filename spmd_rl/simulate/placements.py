@@ -99,7 +99,7 @@ class Comparison:
         )
 
     def _measured(self, generation: Generation) -> tuple[int, int]:
-        """The steps between whose ends is measured: once both sides are under way, and whole cycles of `tail: defer`."""
+        """The steps between whose ends is measured: with both sides under way, and whole cycles of `tail: defer`."""
         defers, cursor, number, first = self.scene.settings.tail == "defer", Cursor(), 0, 0
         while True:
             step, cursor = generation.step(cursor)

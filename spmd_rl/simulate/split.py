@@ -80,8 +80,8 @@ def assumptions(chosen: argparse.Namespace) -> str:
     o = chosen
     return "\n".join(
         [
-            f"{o.prompts} prompts x {o.answers} answers per rank and step, one replica a rank; {o.train_seconds:g} s of "
-            "training on all ranks, on fewer in proportion.",
+            f"{o.prompts} prompts x {o.answers} answers per rank and step, one replica a rank; {o.train_seconds:g} s "
+            "of training on all ranks, on fewer in proportion.",
             f"Split: {o.stage_seconds:g} s to stage a version, in which training waits, {o.fetch_seconds:g} s to fetch "
             f"one, in which an engine waits; probed every {o.probe_every} versions. Colocated: nothing.",
             "",

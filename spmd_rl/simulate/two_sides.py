@@ -14,11 +14,14 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from spmd_rl.data.seeds import counter_seed
+from spmd_rl.errors import UserError
 from spmd_rl.rollout.rounds import Cursor
 from spmd_rl.simulate.clock import Clock, Process
 from spmd_rl.simulate.cluster import Cluster, Step
 from spmd_rl.simulate.scene import Scene
 from spmd_rl.split.pace import due, oldest_version
+
+MAX_LIVES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,11 @@ class Run:
         """The last checkpoint."""
 
     def steps(self, last: int) -> list[Trained]:
-        """Return the steps up to number `last`."""
+        """Return the steps up to number `last`. UserError if ranks are lost too often to get there."""
         while len(self._steps) < last:
             self.lives += 1
+            if self.lives > MAX_LIVES:
+                raise UserError("--failure-hours: too few to get from one checkpoint to the next")
             del self._steps[self._start :]
             if self.clock.play(self.processes(last), self.clock.now + self._costs.until_failure(self.lives)):
                 break
@@ -174,7 +179,7 @@ class Split(Run):
         yield self._train(self._saved, self._start, last)
         yield self._generate(self._saved, self._start, last)
 
-    # -- the replicas, which meet at every step's end -------------------------------------------------------------------
+    # -- the replicas, which meet at the end of every step
 
     def _generate(self, cursor: Cursor, start: int, last: int) -> Process:
         yield from self._follow(start)
@@ -196,7 +201,7 @@ class Split(Run):
             if self._loaded >= at_least:
                 return
 
-    # -- the ranks that train -------------------------------------------------------------------------------------------
+    # -- the ranks that train
 
     def _train(self, cursor: Cursor, start: int, last: int) -> Process:
         yield from self._publish(start, probed=True)

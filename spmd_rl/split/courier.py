@@ -54,6 +54,20 @@ class Courier:
         socket.send_multipart([wire.encode(header), payload], copy=False)
         self._receive(socket, messages.Received)
 
+    def hold(self, version: int) -> bool:
+        """Have a version kept until `fetch` has ended; return whether all training ranks still keep it."""
+        for socket in self._sockets:
+            socket.send(wire.encode(messages.Begin(version, self._sender, None)))
+        replies = [self._receive(socket, messages.Begun)[0] for socket in self._sockets]  # of all, whatever they say
+        if all(reply.kept for reply in replies):
+            return True
+        self._let_go(version)
+        return False
+
+    def _let_go(self, version: int) -> None:
+        for socket in self._sockets:
+            socket.send(wire.encode(messages.Fetched(version, self._sender)))
+
     def fetch(self, version: int, num_pieces: int, kept: Kept | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
 
@@ -81,8 +95,7 @@ class Courier:
             self.num_bytes += payload.nbytes
             tensor = kept.place(piece, payload) if kept else tensor_of(piece, bytearray(payload))
             yield piece.name, tensor, piece.whole
-        for socket in self._sockets:
-            socket.send(wire.encode(messages.Fetched(version, self._sender)))
+        self._let_go(version)
 
     def close(self) -> None:
         """Give up all connections; idempotent."""

@@ -94,21 +94,34 @@ class Generator:
                 return
 
     def _newest(self, at_least: int) -> Announcement:
-        """[all] What the first rank finds; while that is too old to generate with, it waits for news."""
+        """[all] What the first rank finds; while that is too old to generate with, it waits for news.
+
+        A newer version than the one that is loaded is held: training ranks keep it until it has been fetched.
+        """
         found = None
         if self._world.rank == 0:
             with self._world.journal.waiting(f"publish: version {at_least} from ranks that train"):
-                while found is None or (found.version <= self._version < at_least):
-                    if found is not None or not self._store.check([NEWEST]):
-                        time.sleep(LOOK_SECONDS)
-                    if self._store.check([NEWEST]):
-                        found = msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement)
+                while found is None:
+                    found = self._look(at_least)
         record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
         return msgspec.convert(self._world.broadcast("publish: newest version", record), Announcement)  # [all]
+
+    def _look(self, at_least: int) -> Announcement | None:
+        """What has been announced, if that lets generation go on; pause if nothing has."""
+        if self._store.check([NEWEST]):
+            newest = msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement)
+            if newest.version <= self._version and at_least <= self._version:
+                return newest
+            if newest.version > self._version and self._courier.hold(newest.version):
+                return newest
+        time.sleep(LOOK_SECONDS)
+        return None
 
     def _load(self, newest: Announcement) -> None:
         """[all] Fetch a version, give it to the engine, and prove that it is what was announced."""
         answers, whole = [], xxhash.xxh3_128()
+        self._courier.hold(newest.version)
+        self._world.barrier("publish: all fetch")  # [all] the first rank holds it until then
         with self._world.phase("publish"), self._engine.awake():
 
             def arriving() -> Any:

@@ -1,0 +1,271 @@
+"""The bound of `placement.max_staleness`: random histories of two sides with crashes, lost ranks and slow publishes.
+
+No ticket is lost or used twice, no token is older than allowed, and versions only rise: of the rules on virtual clocks,
+over many replicas, and of `Generator` and `HandedOver` themselves, played in one thread.
+"""
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+from math import inf
+
+import msgspec
+import xxhash
+
+from spmd_rl.config import RlvrConfig
+from spmd_rl.config.schema import RolloutConfig
+from spmd_rl.distributed import World, solo
+from spmd_rl.rollout import Rollouts
+from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.simulate import Lengths, Scene, Speed, long_tail
+from spmd_rl.simulate.two_sides import Costs, Generation, Split, Trained
+from spmd_rl.split import Generator, HandedOver, generator
+from spmd_rl.split.publisher import NEWEST, Announcement
+from spmd_rl.split.sides import GenerateSide, TrainSide
+from spmd_rl.types import Verdict
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+
+MODES = ({}, {"accept": "first_finished"}, {"tail": "defer"}, {"claim": "static"})
+
+
+# -- the rules, on virtual clocks --------------------------------------------------------------------------------------
+
+
+def history(seed: int) -> tuple[Split, int, int]:
+    """A run, its staleness and its last step."""
+    draw = random.Random(seed)
+    goal, staleness = draw.randint(1, 3), draw.choice([0, 1, 1, 2, 3, 5])
+    mode = {"accept": "in_order", "claim": "store", **draw.choice(MODES)}
+    rollout = RolloutConfig(
+        prompts_per_step=goal, answers_per_prompt=2, over_sample=draw.randint(1, 2), min_answers=1, **mode
+    )
+    if draw.random() < 0.3 and rollout.claim == "store":
+        rollout = replace(rollout, answers_per_claim=1)
+    lengths = Lengths(long_tail(10, draw.choice([0.2, 1.3]), 200), seed)
+    qualify, replicas = draw.choice([1.0, 0.7]), draw.randint(1, 3)
+    scene = Scene(rollout, lengths, replicas, Speed(0.1, 0.01), max_running=draw.choice([1, 4]), qualify=qualify)
+    num_train = draw.randint(1, 3)
+    costs = Costs(
+        train=draw.choice([0.2, 2.0, 20.0]),
+        stage=draw.choice([0.0, 1.0]),
+        fetch=draw.choice([0.0, 1.0, 10.0]),
+        probe_every=draw.choice([0, 1, 3]),
+        slow_share=0.3,
+        slow_factor=draw.choice([2.0, 20.0]),
+        restart_seconds=1.0,
+        checkpoint_every=draw.randint(1, 3),
+        seed=seed,
+    )
+    num_ranks = replicas + num_train
+    step = 10 + costs.train * num_ranks / num_train + costs.stage + costs.fetch  # about so long a step takes
+    costs = replace(costs, failure_seconds=draw.choice([4 * step, 12 * step, inf]))
+    return Split(Generation(scene), costs, num_ranks, staleness), staleness, draw.randint(3, 6)
+
+
+def test_no_ticket_is_lost_and_no_token_is_too_old_on_virtual_clocks() -> None:
+    lived, lags = [], set()
+    for seed in range(500):
+        run, staleness, last = history(seed)
+        steps = run.steps(last)
+        assert [step.number for step in steps] == list(range(1, last + 1))
+        assert_tickets(steps, run.generation.scene.settings)
+        assert_versions(steps, staleness)
+        lived.append(run.lives)
+        lags |= {step.lag for step in steps}
+    assert max(lived) > 3 and lived.count(1) > 50, "some jobs are lost, some are not"
+    assert lags == {0, 1, 2, 3, 4, 5}, "generation runs ahead as far as it may"
+
+
+def assert_tickets(steps: list[Trained], settings: RolloutConfig) -> None:
+    """Followed as a training rank follows them, which sees no more than what a step used."""
+    cursor, seen = Cursor(), set()
+    for step in steps:
+        round, used = plan_round(cursor, settings), set(step.generated.used)
+        assert not used & seen, "a ticket is used twice"
+        positions = {round.order.position(ticket) for ticket in used}
+        assert positions <= set(range(round.limit)) and step.generated.long == round.long
+        assert not round.long or positions == set(range(len(used)))
+        assert len(step.generated.trained) <= round.goal
+        cursor, seen = cursor.after(used), seen | used
+        assert seen | set(cursor.skipped) == set(range(cursor.next)), "a ticket is lost"
+
+
+def assert_versions(steps: list[Trained], staleness: int) -> None:
+    versions = [step.version for step in steps]
+    assert versions == sorted(versions) and all(0 <= step.lag <= staleness for step in steps)
+    times = [step.at for step in steps]
+    assert times == sorted(times)
+
+
+# -- Generator and HandedOver ------------------------------------------------------------------------------------------
+
+
+class Crash(Exception):
+    """Of the job, as far as this test is concerned."""
+
+
+class Engine(FakeEngine):
+    """Holds no weights, and answers with the version that it was told."""
+
+    def load(self, weights, version: int) -> None:
+        assert version > self.version or not version
+        assert not list(weights)
+        self.version = version
+
+    def loaded_weights(self):
+        return iter(())
+
+
+class Job:
+    """Store, exchange and courier of one generating and one training rank; the latter goes on whenever it is its turn.
+
+    A turn comes with every look of the generating rank at the store, with every delivery, and while it fetches.
+    """
+
+    holder = 0
+
+    def __init__(self, draw: random.Random, world: World, cfg: RlvrConfig, crashes: bool) -> None:
+        self.draw, self.cfg = draw, cfg
+        self.patience = draw.randint(1, 60) if crashes else 10**9
+        self.newest, self.staged = -1, []
+        self.delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+        self.steps: list = []
+        self.saved: tuple[int, dict] = 0, {"next_ticket": 0, "skipped": [], "prompts": "fake"}
+        side = TrainSide(world, self, [[0]])
+        self.handed_over = HandedOver(cfg, FakePrompts(7), FakeTokenizer(), side)
+        self._slow, self.held = 0, None
+
+    def begin(self, start: int, tickets: dict, steps: list) -> None:
+        """From a checkpoint on: what a start of the job does."""
+        self.steps, self.saved = steps, (start, tickets)
+        self.handed_over.load_state(tickets)
+        self._stage(start)
+        self._announce()
+
+    def _stage(self, version: int) -> None:
+        self.staged = [*self.staged[-1:], version]  # the last two, as the exchange does
+        self._slow = self.draw.choice([0, 0, 1, 5])
+
+    def _announce(self) -> None:
+        assert self.staged[-1] > self.newest
+        self.newest = self.staged[-1]
+
+    def turn(self) -> None:
+        """What the training rank does now, if anything."""
+        self.patience -= 1
+        if self.patience < 0:
+            raise Crash
+        if self.newest < self.staged[-1]:  # it publishes
+            self._slow -= 1
+            if self._slow < 0:
+                self._announce()
+                if self.draw.random() < 0.4:
+                    self.saved = self.newest, self.handed_over.state()
+        elif self.held not in (None, self.newest):
+            pass  # it waits until that has been fetched
+        elif ("step", step := self.newest + 1) in self.delivered and self.draw.random() < 0.7:
+            self.steps.append(self.handed_over.collect(step))
+            self._stage(step)
+
+    # -- as the store
+
+    def check(self, keys: list[str]) -> bool:
+        assert keys == [NEWEST]
+        self.turn()
+        return self.newest >= 0
+
+    def get(self, key: str) -> bytes:
+        return msgspec.msgpack.encode(Announcement(self.newest, 0, xxhash.xxh3_128().digest(), False))
+
+    # -- as the exchange
+
+    def take(self, kind: str, number: int, senders) -> dict[int, bytes]:
+        assert senders == [0]
+        return self.delivered.pop((kind, number))
+
+    # -- as the courier
+
+    def hold(self, version: int) -> bool:
+        self.turns()
+        self.held = version if version in self.staged else None
+        return self.held is not None
+
+    def fetch(self, version: int, num_pieces: int):
+        self.turns()
+        assert version in self.staged, "the version is gone before it was fetched"
+        self.held = None
+        yield from ()
+
+    def turns(self) -> None:
+        for _ in range(self.draw.choice([0, 0, 1, 20])):
+            self.turn()
+
+    def deliver(self, kind: str, number: int, payload: bytes) -> None:
+        self.delivered[kind, number][0] = payload
+        self.turn()
+
+
+def settings_of(draw: random.Random) -> RlvrConfig:
+    cfg = RlvrConfig(seed=draw.randrange(100), steps=draw.randint(2, 6))
+    mode = draw.choice(MODES)
+    cfg.rollout = replace(
+        cfg.rollout, prompts_per_step=draw.randint(1, 2), answers_per_prompt=2, max_new_tokens=8, over_sample=1, **mode
+    )
+    cfg.placement.mode, cfg.placement.max_staleness = "split", draw.choice([0, 1, 1, 2, 3])
+    cfg.reward.error_budget, cfg.eval.every = 1.0, 0
+    return cfg
+
+
+class Scorer(FakeScorer):
+    """Answers at once."""
+
+    async def score(self, prompt, answer, info) -> Verdict:
+        return Verdict("ok", float(random.Random(answer).random() < 0.5))
+
+
+def live(draw: random.Random, cfg: RlvrConfig, saved: tuple[int, dict] | None, steps: list, crashes: bool) -> tuple:
+    """One start of the job, from a checkpoint to its end or a crash; the newest checkpoint."""
+    with solo() as world:
+        job = Job(draw, world, cfg, crashes)
+        start, tickets = saved or job.saved
+        del steps[start:]
+        engine = Engine(lambda request: 1 + request.seed % 9, max_running=draw.randint(2, 8))
+        rollouts = Rollouts(cfg, engine, FakePrompts(7), Scorer(lambda p, a: True), FakeTokenizer(), world, holder=0)
+        try:
+            job.begin(start, tickets, steps)
+            Generator(cfg, engine, rollouts, GenerateSide(world, job), job).run(start, tickets)
+            while len(steps) < cfg.steps:
+                job.turn()
+        except Crash:
+            pass
+        finally:
+            rollouts.close()
+        return job.saved
+
+
+def test_generator_and_handed_over_keep_the_bound(monkeypatch) -> None:
+    monkeypatch.setattr(generator, "LOOK_SECONDS", 0.0)
+    most, lags = 0, set()
+    for seed in range(100):
+        draw = random.Random(seed)
+        cfg, steps, saved, lives = settings_of(draw), [], None, 0
+        while len(steps) < cfg.steps:
+            saved = live(draw, cfg, saved, steps, crashes=lives < 4)
+            lives += 1
+        assert_steps(steps, cfg, lags)
+        most = max(most, lives)
+    assert most > 2 and {0, 1, 2} <= lags
+
+
+def assert_steps(steps: list, cfg: RlvrConfig, lags: set[int]) -> None:
+    """Tickets and versions of what counts; `lags` gets what there was."""
+    used = [ticket for step in steps for ticket in sorted({*step.outcomes.answers["ticket"].tolist()})]
+    assert len(used) == len(set(used)), "a ticket is used twice"
+    if cfg.rollout.tail == "none" and cfg.rollout.accept == "in_order":
+        assert used == list(range(len(used))), "a ticket is lost"
+    for number, step in enumerate(steps, 1):
+        samples = [sample for group in step.groups for sample in group.samples]
+        versions = {version for sample in samples for turn in sample.turns for version in turn.versions}
+        lags |= {number - 1 - version for version in versions}
+        assert step.step == number
+        assert all(0 <= number - 1 - version <= cfg.placement.max_staleness for version in versions)
