@@ -86,13 +86,13 @@ def _is_possible(axes: dict[str, int], ranks: int, found: Trace) -> bool:
     tp = axes["tp"]
     try:
         LayoutSizes.of("train", ranks, **axes)
-        check_experts("train", num_experts(config), "", tp=tp, ep=axes["ep"])
+        check_experts("train", num_experts(config), "", axes["ep"])
         deal_layers("train", config.num_hidden_layers, axes["pp"])
     except UserError:
         return False
-    latent = getattr(config, "kv_lora_rank", None)  # saved buffers keep these models from being cut into stages
+    latent = getattr(config, "kv_lora_rank", None)  # whose attention is not shared out, nor their saved buffers staged
     shared = heads % tp == 0 and config.intermediate_size % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-    return shared and tp <= MOST_TP and not (latent and axes["pp"] > 1)
+    return shared and tp <= MOST_TP and not (latent and (tp > 1 or axes["pp"] > 1))
 
 
 def _distance(cfg: PipelineConfig, other: PipelineConfig) -> float:

@@ -17,13 +17,15 @@ from tests.models import EXPERTS, tiny
 
 LAYOUTS = [
     ("llama", 1, []),
-    ("llama", 4, []),
     ("llama", 4, ["tp=2"]),
+    ("llama", 8, ["pp=2", "tp=2", "cp=2"]),
+    ("qwen3_moe", 4, ["ep=2"]),
+]
+SLOW = [
+    ("llama", 4, []),
     ("llama", 4, ["cp=2"]),
     ("llama", 4, ["dp_replicate=2"]),
     ("llama", 4, ["pp=2"]),
-    ("llama", 8, ["pp=2", "tp=2", "cp=2"]),
-    ("qwen3_moe", 4, ["ep=2"]),
     ("deepseek_v3", 8, ["ep=4", "cp=2"]),
 ]
 SHORT = [
@@ -36,7 +38,7 @@ SHORT = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By family, a directory with nothing but a `config.json`."""
     found = {}
-    for kind in {kind for kind, _, _ in LAYOUTS}:
+    for kind in {kind for kind, _, _ in (*LAYOUTS, *SLOW)}:
         whole = tiny(kind, tmp_path_factory.mktemp(kind), **EXPERTS.get(kind, {}))
         found[kind] = tmp_path_factory.mktemp(f"{kind}-shape")
         (found[kind] / "config.json").write_text((whole / "config.json").read_text())
@@ -48,7 +50,11 @@ def planned(path: Path, size: int, train: list[str] = (), rank: int = 0, more: l
     return trace(load("rlvr", RlvrConfig, overrides), rank, size)
 
 
-@pytest.mark.parametrize(("kind", "size", "train"), LAYOUTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("kind", "size", "train"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda value: str(value),
+)
 def test_all_ranks_together_hold_the_model_and_its_moments_once(kind, size, train, models):
     found = [planned(models[kind], size, train, rank) for rank in sorted({0, size - 1})]
     whole = found[0].size.parameters
@@ -91,6 +97,7 @@ def test_checkpointing_and_shorter_micro_batches_need_less(models):
     assert all(peak.by_tag["activations"] for peak in peaks)
 
 
+@pytest.mark.slow
 def test_roles_beside_the_policy_are_counted(models):
     found = planned(models["llama"], 2, more=["algorithm=ppo", "algorithm.kl_coef=0.1"])
     assert {"policy weights", "critic weights", "critic optimizer", "reference weights"} <= set(found.held)

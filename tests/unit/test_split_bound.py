@@ -122,7 +122,7 @@ class Job:
     A turn comes with every look of the generating rank at the store, with every delivery, and while it fetches.
     """
 
-    holder = 0
+    holder = num_bytes = 0
 
     def __init__(self, draw: random.Random, world: World, cfg: RlvrConfig, crashes: bool) -> None:
         self.draw, self.cfg = draw, cfg
@@ -190,7 +190,7 @@ class Job:
         self.held = version if version in self.staged else None
         return self.held is not None
 
-    def fetch(self, version: int, num_pieces: int):
+    def fetch(self, version: int, num_pieces: int, kept: object):
         self.turns()
         assert version in self.staged, "the version is gone before it was fetched"
         self.held = None
