@@ -9,7 +9,7 @@ from spmd_rl.distributed import World
 from tests.dist.harness import run_ranks
 from tests.dist.test_bytes import Traffic
 from tests.dist.test_pipeline_ranks import passed_on, trained
-from tests.dist.test_train_parity import COPIES, FEW_HEADS, LIMITS, SIZES, gradients, three_updates
+from tests.dist.test_train_parity import COPIES, FEW_HEADS, LIMITS, SIZES, critics, gradients, three_updates
 from tests.dist.test_train_state import weights
 from tests.models import EXPERTS, tiny
 from tests.training import TEMPERATURE, backend, global_batch, loss, relative, share_of
@@ -96,14 +96,17 @@ LARGE = [
 
 
 def followed(world: World, path: str) -> list:
-    return [errors(world, path, VPP2, CASES), three_updates(world, "fsdp2", path, VPP2)]
+    three = three_updates(world, "fsdp2", path, VPP2)
+    return [errors(world, path, VPP2, CASES), three, critics(world, [path], VPP2)]
 
 
 @pytest.mark.slow
 def test_updates_of_chunks_follow_plain_torch(tmp_path, record_property) -> None:
-    for found, (drift, logprobs, entropy) in run_ranks(2, followed, str(tiny("qwen2", tmp_path, num_hidden_layers=4))):
+    path = tiny("qwen2", tmp_path, num_hidden_layers=4)
+    for found, (drift, logprobs, entropy), values in run_ranks(2, followed, str(path), timeout=200):
         assert_parity(found, record_property)
         assert drift < 1e-5 and max(logprobs, entropy) < 1e-4
+        assert len(values) == 7 and max(values) < 1e-4
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from spmd_rl.train.fsdp2.stages import cut
 from spmd_rl.train.pipeline import Step, forward_only, most_in_flight, one_forward_one_backward
 from tests.models import EXPERTS, tiny
 
-
 SHAPES = {"num_stages": st.integers(1, 8), "num_chunks": st.integers(1, 5), "count": st.integers(0, 24)}
 FORWARD, BACKWARD = 1, 2
 """Time units that a chunk takes for a micro-batch."""

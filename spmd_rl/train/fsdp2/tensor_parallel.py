@@ -196,9 +196,7 @@ def _gather_tokens(group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...]
     return args, kwargs | {"hidden_states": gather_rows(kwargs["hidden_states"][0], group)[None]}
 
 
-def _gather_result(
-    model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any
-) -> Any:
+def _gather_result(model: nn.Module, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """[all] The hidden states of all tokens, for the head; of a pipeline's last chunk alone."""
     if not isinstance(model.get_output_embeddings(), PassThrough):
         output.last_hidden_state = gather_rows(output.last_hidden_state[0], group)[None]
