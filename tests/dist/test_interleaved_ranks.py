@@ -102,7 +102,7 @@ def followed(world: World, path: str) -> list:
 
 @pytest.mark.slow
 def test_updates_of_chunks_follow_plain_torch(tmp_path, record_property) -> None:
-    path = tiny("qwen2", tmp_path, num_hidden_layers=4)
+    path = tiny("llama", tmp_path, num_hidden_layers=4)
     for found, (drift, logprobs, entropy), values in run_ranks(2, followed, str(path), timeout=200):
         assert_parity(found, record_property)
         assert drift < 1e-5 and max(logprobs, entropy) < 1e-4
