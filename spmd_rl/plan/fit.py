@@ -18,6 +18,7 @@ from spmd_rl.model.size import ModelSize
 from spmd_rl.plan.engine import engine_bytes
 from spmd_rl.plan.rank import Trace
 from spmd_rl.plan.table import dtype_of
+from spmd_rl.train.pipeline import most_in_flight
 
 AXES = ("tp", "pp", "cp", "ep", "dp_replicate")
 KEPT = {"none": 1.0, "selective": 0.5, "full": 0.0}
@@ -67,7 +68,7 @@ def _candidates(cfg: PipelineConfig, ranks: int, found: Trace) -> Iterator[Pipel
     replicas = [cfg.engine.tp] if cfg.engine.name == "native" else [cfg.engine.tp * n for n in (1, 2, 4)]
     for axes in product(*sizes.values()):
         named = dict(zip(AXES, axes, strict=True))
-        if not _is_possible(named, ranks, found):
+        if not _is_possible(named, train.vpp, ranks, found):
             continue
         for mode, budget, offload, tp in product(modes, tokens, offloads, replicas):
             if ranks % tp == 0 and not (named["pp"] > 1 and train.compile):
@@ -79,7 +80,7 @@ def _near(size: int) -> list[int]:
     return sorted({1, size, 2 * size, 4 * size, 8 * size})
 
 
-def _is_possible(axes: dict[str, int], ranks: int, found: Trace) -> bool:
+def _is_possible(axes: dict[str, int], vpp: int, ranks: int, found: Trace) -> bool:
     config = found.config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -87,7 +88,7 @@ def _is_possible(axes: dict[str, int], ranks: int, found: Trace) -> bool:
     try:
         LayoutSizes.of("train", ranks, **axes)
         check_experts("train", num_experts(config), "", axes["ep"])
-        deal_layers("train", config.num_hidden_layers, axes["pp"])
+        deal_layers("train", config.num_hidden_layers, axes["pp"], vpp)
     except UserError:
         return False
     latent = getattr(config, "kv_lora_rank", None)  # whose attention is not shared out, nor their saved buffers staged
@@ -115,7 +116,8 @@ def estimate(cfg: PipelineConfig, ranks: int, found: Trace) -> float:
     ends = 2 * config.vocab_size * config.hidden_size / sizes.tp * (2 * width + 4)
     tokens = max(train.tokens_per_microbatch, found.longest) / sizes.cp
     per_layer = tokens * _activations(config) * width / sizes.tp
-    in_flight = min(sizes.pp, found.microbatches) * config.num_hidden_layers / sizes.pp
+    chunks = min(most_in_flight(0, sizes.pp, found.microbatches, train.vpp), found.microbatches * train.vpp)
+    in_flight = chunks * config.num_hidden_layers / (sizes.pp * train.vpp)
     inputs = tokens * config.hidden_size * width / sizes.tp
     kept = in_flight * (inputs + KEPT[train.activation_checkpointing] * per_layer) + 2 * per_layer
     learning = 16 * own + layer + ends + kept + 4 * DEVICE_CHUNK * 4

@@ -159,7 +159,7 @@ class _Run:
         cfg, layout = self._cfg, self._roles[name].layout
         train = cfg.train if name == "policy" else getattr(cfg, name).train.over(cfg.train)
         count = num_microbatches(cfg, layout.data.size, train.tokens_per_microbatch)
-        traced = min(count, layout.size("pp") + 1)
+        traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
         return (
             full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary),
             traced,

@@ -265,9 +265,9 @@ def critics(world: World, paths: list[str], axes: dict[str, int]) -> list[float]
     """Errors of the values before and after two updates, of the losses and of the norms."""
     found = []
     for path in paths:
-        settings, train = CriticConfig(lr=1e-2, eps=1e-3), TrainConfig(tokens_per_microbatch=50)
+        settings, train = CriticConfig(lr=1e-2, eps=1e-3), TrainConfig(tokens_per_microbatch=50, **axes)
         model = with_random_head(build_model(path, torch.float32, "cpu"))
-        mine = FSDP2Critic(model, Layout(world, **axes), train, torch.float32, settings, 5)
+        mine = FSDP2Critic(model, Layout(world, **train.axes), train, torch.float32, settings, 5)
         plain = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
         adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
         batch = global_batch()

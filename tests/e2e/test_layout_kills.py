@@ -12,6 +12,7 @@ from tests.e2e.test_layouts import TOYS
 LAYOUTS = {
     "cp": ("smollm2", 2, "train.cp=2"),
     "pp": ("qwen2", 2, "train.pp=2"),
+    "pp-vpp": ("four_layers", 2, "train.pp=2 train.vpp=2"),
     "tp": ("smollm2", 3, "train.tp=3"),
     "ep": ("qwen3_moe", 2, "train.ep=2 policy.router_aux_coef=0.01"),
     "pp-tp": ("qwen2", 4, "train.pp=2 train.tp=2"),
@@ -56,6 +57,7 @@ def test_a_rank_killed_in_a_layout_is_made_good_by_the_same_line(
     victim = 0 if phase == "save" else ranks - 1
     stage = f"stage {victim * 2 // ranks}: " if "pp" in layout else ""
     point = POINTS[phase].replace("collective ", f"collective {stage}")
+    point = point.replace("backward of ", "backward of chunk 1 of ") if "vpp" in layout else point
     name = f"struck-{layout}-{phase}"
     run = strike(toys(model), name, f"rank-{victim}", point, *settings.split(), ranks=ranks)
     assert run.wait(60) != 0

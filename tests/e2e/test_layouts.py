@@ -26,6 +26,7 @@ NINE_HEADS = {"tie": True, "num_attention_heads": 9, "num_key_value_heads": 3}
 SIZES = {
     "smollm2": ("llama", {**NINE_HEADS, "hidden_size": 72}),
     "qwen2": ("qwen2", {}),
+    "four_layers": ("llama", {"tie": True, "num_hidden_layers": 4}),
     "qwen3_moe": ("qwen3_moe", EXPERTS["qwen3_moe"]),
 }
 OF_VLLM = {name: (kind, VLLM_SIZES | sizes) for name, (kind, sizes) in SIZES.items()}
@@ -43,6 +44,8 @@ SLOW = [
     ("qwen2", 2, "train.tp=2"),
     ("qwen2", 2, "train.cp=2"),
     ("qwen2", 2, "train.pp=2"),
+    ("four_layers", 2, "train.pp=2 train.vpp=2"),
+    ("four_layers", 4, "train.pp=2 train.vpp=2 train.tp=2"),
     ("qwen2", 4, "train.tp=2"),
     ("qwen2", 4, "train.dp_replicate=2"),
     ("qwen2", 4, "train.tp=2 train.pp=2"),

@@ -26,6 +26,7 @@ SLOW = [
     ("llama", 4, ["cp=2"]),
     ("llama", 4, ["dp_replicate=2"]),
     ("llama", 4, ["pp=2"]),
+    ("deep llama", 4, ["pp=2", "vpp=2"]),
     ("deepseek_v3", 8, ["ep=4", "cp=2"]),
 ]
 SHORT = [
@@ -39,7 +40,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By family, a directory with nothing but a `config.json`."""
     found = {}
     for kind in {kind for kind, _, _ in (*LAYOUTS, *SLOW)}:
-        whole = tiny(kind, tmp_path_factory.mktemp(kind), **EXPERTS.get(kind, {}))
+        sizes = {"num_hidden_layers": 4} if kind.startswith("deep ") else EXPERTS.get(kind, {})
+        whole = tiny(kind.removeprefix("deep "), tmp_path_factory.mktemp(kind), **sizes)
         found[kind] = tmp_path_factory.mktemp(f"{kind}-shape")
         (found[kind] / "config.json").write_text((whole / "config.json").read_text())
     return found

@@ -1,6 +1,9 @@
 """Cut a causal language model of Hugging Face into pipeline stages, in place, without a forward of our own.
 
-What other stages compute is replaced by modules that give back"""
+What other stages compute is replaced by modules that give back what they are given, so that the model's own forward and
+the names of the parameters that remain stay as they are. Later stages are called with `inputs_embeds`. A stage of
+several chunks is one model too, of which each forward computes one chunk: see `Chunks`.
+"""
 
 import re
 from collections import defaultdict
