@@ -58,21 +58,23 @@ demo-agent: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_frozen_lake $(ARGS)
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_sokoban $(ARGS)
 
-# Six parts at once, though there may be two cores: each waits much of its time for processes that it started.
-PARTS := units plugs walls runs ends rest
+# Seven parts at once, though there may be two cores: each waits much of its time for processes that it started.
+PARTS := units plugs walls runs ends layouts rest
 TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play simulate,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
 TESTS_units := tests/unit $(addprefix --ignore ,$(TESTS_plugs) $(TESTS_walls))
 TESTS_ends := $(foreach name,kills stalls split mistakes agents doctor wheel,tests/e2e/test_$(name).py)
 TESTS_runs := tests/e2e tests/house $(addprefix --ignore ,$(TESTS_ends))
-TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house
+LAYOUTS := train parity experts tensor pipeline interleaved copies optimizers bytes convert router plan
+TESTS_layouts := $(sort $(foreach name,$(LAYOUTS),$(wildcard tests/dist/test_*$(name)*.py)))
+TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house $(addprefix --ignore ,$(TESTS_layouts))
 
 test: $(BIN)/.setup-test model
-	@$(MAKE) --no-print-directory --jobs 6 --keep-going --output-sync=target $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --jobs 7 --keep-going --output-sync=target $(PARTS:%=test-%)
 
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
-	@TEST_PATIENCE=6 $(QUICK) $(TESTS_$*)
+	@TEST_PATIENCE=7 $(QUICK) $(TESTS_$*)
 
 # One GPU, and an environment that runs on it (README): what cannot be proven without one, the most valuable first.
 test-gpu: model

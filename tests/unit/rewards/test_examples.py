@@ -14,6 +14,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo
+from tests.patience import patient
 from tests.unit.rewards.helpers import ROOT, score, server
 from tests.unit.rewards.reward_models import looks_for_a_four
 
@@ -42,6 +43,7 @@ def args(tmp_path_factory) -> Iterator[dict[str, dict[str, Any]]]:
             "judge": {"url": judge_url, "model": "m"},
             "remote": {"url": url},
             "composite": {"parts": PARTS},
+            "math_verify": {"seconds": patient(5.0)},
             "reward_model": {"model": str(looks_for_a_four(tmp_path_factory.mktemp("model")))},
         }
 
