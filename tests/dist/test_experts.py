@@ -216,7 +216,8 @@ def test_biases_move_by_the_sign_of_what_their_experts_lack(size: int, axes: dic
 
 
 BOTH = EP2 | {"tp": 2}
-PAIRS = [((2, EP2), (1, {})), ((2, {}), (2, EP2)), ((4, EP2), (2, EP2)), ((4, BOTH), (2, EP2)), ((1, {}), (4, BOTH))]
+PAIRS = [((2, EP2), (1, {})), ((2, {}), (2, EP2)), ((1, {}), (4, BOTH))]
+PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in (((4, EP2), (2, EP2)), ((4, BOTH), (2, EP2)))]
 
 
 @pytest.mark.parametrize(("saver", "loader"), PAIRS, ids=str)

@@ -164,6 +164,7 @@ def test_killed_rank_ends_all(tmp_path: Path) -> None:
         assert set(codes) == {1, -signal.SIGKILL}
 
 
+@pytest.mark.slow
 def test_restarted_ranks_share_nothing_with_the_dead(tmp_path: Path) -> None:
     with torchrun(2, killed_once, directory=tmp_path, agent=("--max-restarts", "1")) as job:
         assert job.wait(40) == [0], job.output()

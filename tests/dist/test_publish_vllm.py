@@ -64,6 +64,7 @@ class Mixture(Policy):
         return ((name, tensor.detach()) for name, tensor in weights_of(self.model).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [32, 40])
 def test_the_experts_of_a_mixture_arrive_every_time(width, tmp_path):
     """On the CPU vLLM packs them, and fills up a width that 32 does not divide."""

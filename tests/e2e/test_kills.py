@@ -32,7 +32,7 @@ FATAL = [(victim, phase, point) for victim in ("rank-0", "rank-1", "agent") for 
 FATAL += [("rank-0", phase, point) for phase, point in MORE_POINTS.items()]
 HARMLESS = [("host", phase, point) for phase, point in POINTS.items()]
 HARMLESS += [("worker", phase, POINTS[phase]) for phase in ("generate", "score")]
-QUICK = {("rank-0", "save"), ("rank-1", "update"), ("agent", "generate"), ("host", "score"), ("worker", "score")}
+QUICK = {("rank-0", "save"), ("agent", "generate"), ("host", "score"), ("worker", "score")}
 """What `make test` runs; `make test-slow` runs the others."""
 SETTINGS = (*EXACT, "steps=3", "reward.toy.args.sleep=0.01")
 MEASURED = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "train_infer/abs_diff/mean", "val/score/mean")

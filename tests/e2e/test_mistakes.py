@@ -124,9 +124,10 @@ def test_one_clear_line_from_within_the_run(toy: Toy, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("override", "restarts"),
     [
-        ("rollout.temperature=-1", 0),
         ("data.train={path}/broken.jsonl", 2),
-        ("reward.toy.target=no.such:Reward", 0),  # which one rank a node looks at
+        pytest.param("rollout.temperature=-1", 0, marks=pytest.mark.slow),
+        # which one rank a node looks at
+        pytest.param("reward.toy.target=no.such:Reward", 0, marks=pytest.mark.slow),
     ],
 )
 def test_torchrun_prints_the_line_once_and_does_not_try_again(toy: Toy, override: str, restarts: int) -> None:

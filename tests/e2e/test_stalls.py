@@ -22,13 +22,8 @@ SETTINGS = (
     "checkpoint.every=2",
 )
 SKIPPING = Path(__file__).with_name("skipping_rlvr.py")
-QUICK = {("rank-0", "generate")}
-"""What `make test` runs: in a collective of its own loop, a stopped rank is `tests/dist/test_fate`'s."""
-CASES = [
-    pytest.param(victim, phase, marks=() if (victim, phase) in QUICK else pytest.mark.slow)
-    for victim in ("rank-0", "rank-1")
-    for phase in POINTS
-]
+CASES = [(victim, phase) for victim in ("rank-0", "rank-1") for phase in POINTS]
+"""In `make test` a stopped rank under torchrun is that of `tests/dist/test_fate`."""
 AWAITED = {
     "publish": "weights: gather",
     "generate": "generate: end of step",
@@ -56,6 +51,7 @@ def ended_by_a_stall(run: Running) -> str:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "phase"), CASES)
 def test_a_stopped_rank_ends_the_job_and_is_named(toy: Toy, victim: str, phase: str, record_property: Callable) -> None:
     run = toy.linger(POINTS[phase], *SETTINGS, name=f"{victim}-{phase}", torchrun=True)  # whose agent kills the stopped

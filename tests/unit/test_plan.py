@@ -89,6 +89,7 @@ def test_what_travels_grows_with_the_micro_batches_of_the_step(models):
     assert many.phases["update"][0].peak.total == pytest.approx(few.phases["update"][0].peak.total, rel=0.01)
 
 
+@pytest.mark.slow
 def test_checkpointing_and_shorter_micro_batches_need_less(models):
     longer = ["rollout.max_new_tokens=2000", "train.tokens_per_microbatch=8192", "engine.kv_tokens=4096"]
     peaks = [
