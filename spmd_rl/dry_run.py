@@ -127,6 +127,8 @@ def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
     ranks = str(world_size())
     if cfg.placement.is_split:
         ranks = f"{ranks_do(placement.train, 'train')}, {ranks_do(placement.generate, 'generate')}"
+    elif cfg.placement.is_overlapped:
+        ranks = f"{ranks}, each of which generates the next step before it trains"
     axes = " x ".join(f"{axis} {size}" for axis, size in cfg.train.used_axes.items())
     return [
         ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
@@ -140,7 +142,8 @@ def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
 def shards_and_replicas(cfg: PipelineConfig) -> tuple[int, int]:
     """Return the numbers of data shards and of the engine's replicas."""
     placement = Placement.of(cfg.placement, world_size())
-    return len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.tp
+    shards, replicas = len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.tp
+    return max(1, shards), max(1, replicas)  # of a job that does the one alone, the other job has one at least
 
 
 def dtype(name: str) -> str:

@@ -20,6 +20,35 @@ CORRECTION_LEVELS = {
 """What one weight covers: `segment` and `geometric` are geometric means, `sequence` is the product over a sample"""
 
 
+def raw_weights(tokens: Tokens, level: str) -> Tensor:
+    """Return pi_old / pi_engine over each token, segment or sample, float [N], before any bound; `off`: by token."""
+    with torch.no_grad():
+        difference = tokens.old_logprobs - tokens.rollout_logprobs
+        return safe_exp(CORRECTION_LEVELS["token" if level == "off" else level](tokens, difference))
+
+
+def mismatch(tokens: Tokens, level: str) -> dict[str, Tensor]:
+    """Return per token, float [N], what tells how far the samples are from the policy that trains on them.
+
+    `train_infer/abs_diff`: |log pi_old - log pi_engine|; `train_infer/ratio`: the raw weight. Names end in how they are
+    summed up; `train_infer/ratio_square/mean` is for `effective_share`.
+    """
+    difference, ratio = (tokens.old_logprobs - tokens.rollout_logprobs).abs(), raw_weights(tokens, level)
+    return {
+        "train_infer/abs_diff/mean": difference,
+        "train_infer/abs_diff/max": difference,
+        "train_infer/ratio/mean": ratio,
+        "train_infer/ratio/max": ratio,
+        "train_infer/ratio/min": ratio,
+        "train_infer/ratio_square/mean": ratio.square(),
+    }
+
+
+def effective_share(mean: float, mean_square: float) -> float:
+    """Return the effective sample size of importance weights over their number: 1 where all are equal (Kish)."""
+    return min(1.0, mean * mean / mean_square) if mean_square else 0.0  # above 1 by rounding alone
+
+
 def correction(
     tokens: Tokens, *, level: str, upper: float | None, mask_low: float | None, mask_high: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,7 +70,7 @@ def correction(
     Returns weights, float [N], and per token `train_infer/ratio`, `train_infer/truncated` and `train_infer/masked`.
     """
     with torch.no_grad():
-        ratio = safe_exp(CORRECTION_LEVELS[level](tokens, tokens.old_logprobs - tokens.rollout_logprobs))
+        ratio = raw_weights(tokens, level)
         masked = torch.zeros_like(ratio, dtype=torch.bool)
         if mask_low is not None:
             masked |= ratio < mask_low

@@ -58,7 +58,7 @@ def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
     if count not in CHOICES[choice]:
         numbers = " or ".join(map(str, CHOICES[choice]))
         raise UserError(f"{key}: {target} takes {count} arguments that are no settings, and must take {numbers}")
-    fields = {name: value for name, value in vars(algorithm).items() if name not in ("args", "correction")}
+    fields = {name: value for name, value in vars(algorithm).items() if name not in ("args", "correction", "bounds")}
     given: dict[str, Any] = {}
     for parameter in _plain(function)[count:]:
         name = parameter.name

@@ -97,11 +97,18 @@ def check_placement(cfg: Any) -> None:
     """Check that the ranks can be split as `placement` says, and that the other settings go with it."""
     placement = cfg.placement
     Placement.of(placement, world_size())
+    if placement.is_overlapped and cfg.rollout.partial_rollout:
+        raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
     if not placement.is_split:
         return
-    if cfg.rollout.partial_rollout:
-        raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
-    several = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size()
+    _check_carried(cfg)
+    if placement.swap != "step" and cfg.engine.tp > 1:
+        raise UserError(f"placement.swap={placement.swap}: in the middle of answers only with engine.tp=1")
+    if placement.swap == "keep" and cfg.engine.name != "native":
+        raise UserError("placement.swap=keep: only with engine.name=native; recompute works with every engine")
+    if placement.is_attached:
+        _check_attached(cfg)
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size() and placement.attach is None
     if several and placement.bind == "ipc":
         raise UserError(
             "placement.bind: ipc reaches the ranks of one machine; say placement.bind=tcp://* sidecar.keys=DIR "
@@ -114,9 +121,41 @@ def check_placement(cfg: Any) -> None:
         )
 
 
+def _check_attached(cfg: Any) -> None:
+    """Check that nothing is asked for that ranks which may be gone tomorrow cannot do."""
+    refused = {
+        "rollout.claim": (cfg.rollout.claim != "store", "must be store"),
+        "rollout.partial_rollout": (cfg.rollout.partial_rollout, "must be false"),
+        "placement.swap": (cfg.placement.swap != "step", "must be step"),
+        "debug": (cfg.debug, "must be false"),
+    }
+    for key, (wrong, remedy) in refused.items():
+        if wrong:
+            raise UserError(f"{key}: {remedy} with placement.generate=attached, whose ranks come and go")
+
+
+def _check_carried(cfg: Any) -> None:
+    """Check that no answer that is carried from step to step can become older than `placement.max_staleness`."""
+    rollout, most = cfg.rollout, cfg.placement.max_staleness
+    if not rollout.partial_rollout:
+        return
+    key = "rollout.partial_rollout with placement.mode=" + cfg.placement.mode
+    if rollout.accept != "in_order" or rollout.claim != "store":
+        raise UserError(
+            f"{key}: only with rollout.accept=in_order and rollout.claim=store, else tokens could be too old"
+        )
+    if rollout.over_sample > most * rollout.prompts_per_step:
+        raise UserError(
+            f"{key}: rollout.over_sample={rollout.over_sample} runs ahead by more than placement.max_staleness={most} "
+            f"steps of rollout.prompts_per_step={rollout.prompts_per_step} prompts"
+        )
+
+
 def check_mesh(cfg: Any) -> None:
     """Check that each role's layout divides the world size, its tensor parallelism the heads, `ep` the experts."""
     num_train = len(Placement.of(cfg.placement, world_size()).train)
+    if not num_train:
+        return  # the training job checks its own
     roles = {"train": (cfg.train, cfg.policy.model)}
     for name, used in (("reference", cfg.algorithm.uses_reference), ("critic", cfg.algorithm.uses_critic)):
         own = getattr(cfg, name)

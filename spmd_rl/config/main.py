@@ -34,7 +34,7 @@ from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
-from spmd_rl.config.run_identity import run_dir, to_yaml
+from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
 from spmd_rl.config.sections.run import is_name
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line
@@ -46,8 +46,12 @@ PLAN = "spmd_rl.plan:show"
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
-LOOPS = {("rlvr", "split"): "spmd_rl.rlvr_split:run", ("agentic", "split"): "spmd_rl.agentic_split:run"}
-"""By pipeline and `placement.mode`: the loop, in a file of its own, that runs in the place of the door's."""
+LOOPS = {
+    (pipeline, loop): f"spmd_rl.{pipeline}_{loop}:run"
+    for pipeline in ("rlvr", "agentic")
+    for loop in ("split", "lent", "overlapped", "attached", "crew")
+}
+"""By pipeline and `placement.loop`: the loop, in a file of its own, that runs in the place of the door's."""
 
 
 def main(
@@ -91,7 +95,7 @@ def main(
             return (imported(preview) if isinstance(preview, str) else preview)(cfg)
         exit_.start()
         fetch_models(cfg)
-        if loop := LOOPS.get((pipeline, cfg.placement.mode)):
+        if loop := LOOPS.get((pipeline, cfg.placement.loop)):
             run = imported(loop)
         run(cfg)
         gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
@@ -217,7 +221,8 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
     given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (word.partition("=") for word in argv)}
     name, folder = given.get("run.name", ""), given.get("run.dir")
     plain_words = "$" not in f"{name}{folder}"
-    return run_dir(pipeline, name, folder) if plain_words and (is_name(name) or folder) else None
+    found = run_dir(pipeline, name, folder) if plain_words and (is_name(name) or folder) else None
+    return attached_dir(found) if found and given.get("placement.attach", "null") != "null" else found
 
 
 class _Parser(argparse.ArgumentParser):

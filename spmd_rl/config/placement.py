@@ -17,7 +17,8 @@ class Placement:
     train: tuple[int, ...]
     """ascending"""
     generate: tuple[int, ...]
-    """ascending; the same ranks where placement is colocated"""
+    """ascending; the same ranks where placement is colocated, all with `lent`. One of the two is empty where another
+    job does that."""
 
     @classmethod
     def of(cls, settings: PlacementConfig, num_ranks: int) -> "Placement":
@@ -25,6 +26,8 @@ class Placement:
         everyone = tuple(range(num_ranks))
         if not settings.is_split:
             return cls(everyone, everyone)
+        if settings.is_attached:
+            return cls(everyone, ()) if settings.attach is None else cls((), everyone)
         if num_ranks < 2:
             raise UserError("placement.mode: split needs two ranks at least: torchrun --nproc-per-node 2 ...")
         train, generate = _ranks("train", settings.train, num_ranks), _ranks("generate", settings.generate, num_ranks)
@@ -39,7 +42,7 @@ class Placement:
         for key, ranks in (("train", train), ("generate", generate)):
             if not ranks:
                 raise UserError(f"placement.{key}: no rank is left for it")
-        return cls(train, generate)
+        return cls(train, everyone if settings.is_lent else generate)
 
 
 def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None:
@@ -65,6 +68,8 @@ def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None
 
 def ranks_do(ranks: tuple[int, ...], what: str) -> str:
     """Return `ranks 0-3 train` or `rank 4 generates`, for a verb in the plural."""
+    if not ranks:
+        return f"attached jobs {what}"
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

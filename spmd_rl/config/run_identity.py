@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ WITHOUT_EFFECT_ON_RESULTS = (
     *("run", "track", "publish", "checkpoint", "eval", "journal", "sidecar", "plan", "debug", "profile"),
 )
 """Sections and settings that change neither samples nor gradients"""
+OF_ATTACHED_JOBS = tuple(f"placement.{key}" for key in ("attach", "min_generate", "lease_seconds", "absent_seconds"))
+"""Nor do these"""
 
 PACKAGES = (
     *("spmd-rl", "torch", "transformers", "safetensors", "numpy", "hydra-core", "omegaconf", "pyzmq", "msgspec"),
@@ -49,7 +52,8 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
         endings += (".memory_mb", ".recycle_after")
         of_sidecar = key.startswith(("reward.", "env.")) and not {"args", "eval_args"} & set(key.split("."))
         runs_where = of_sidecar and key.endswith(endings)
-        return key != "steps" and key.split(".")[0] not in WITHOUT_EFFECT_ON_RESULTS and not runs_where
+        of_run = key == "steps" or key in OF_ATTACHED_JOBS or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
+        return not of_run and not runs_where
 
     kept = {key: value for key, value in settings.items() if changes_results(key)}
     if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
@@ -69,13 +73,25 @@ def fill_run(cfg: T, pipeline: str) -> T:
     if run.name is None:
         kind = getattr(getattr(cfg, "algorithm", None), "name", pipeline)
         run.name = "-".join([Path(cfg.policy.model).name, kind, identity_hash(cfg)])
-    run.dir = str(run_dir(pipeline, run.name, run.dir))
+    folder = run_dir(pipeline, run.name, run.dir)
+    placement = getattr(cfg, "placement", None)
+    run.dir = str(attached_dir(folder) if placement and placement.attach else folder)
     return cfg
 
 
 def run_dir(pipeline: str, name: str, given: str | None) -> Path:
     """Return the absolute directory of the run called `name`; `given` is the user's `run.dir`, if any."""
     return Path(given or f"runs/{pipeline}/{name}").expanduser().absolute()
+
+
+def attached_dir(folder: Path) -> Path:
+    """Return the directory, in that of a training job, of a job that attaches to it: equal on all of its ranks."""
+    env = os.environ
+    if "MASTER_ADDR" not in env:
+        return folder / "attached" / f"{socket.gethostname()}-{os.getpid()}"
+    address = env["MASTER_ADDR"]
+    host = socket.gethostname() if address in ("localhost", "127.0.0.1", "::1") else address
+    return folder / "attached" / f"{host}-{env['MASTER_PORT']}"
 
 
 def saved_config(directory: str | Path) -> dict[str, Any] | None:

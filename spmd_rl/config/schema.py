@@ -62,6 +62,8 @@ class PipelineConfig:
         at_least(self, seed=0, steps=0)
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
+        if self.placement.swap is None:
+            self.placement.swap = "recompute" if self.placement.is_lent else "step"
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
         require(
             self.engine.kv_tokens >= longest,

@@ -47,22 +47,35 @@ class Pulse(msgspec.Struct, frozen=True):
 def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> str:
     """Several lines. `stacks`: where the stacks are written, for the reader."""
     live = [pulse for pulse in pulses if pulse.live]
-    awaited = _most_common(pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place)
+    dead = [pulse for pulse in pulses if not pulse.live]
+    awaited = _awaited(live, {pulse.peer.rank for pulse in dead})
     arrived = [pulse for pulse in live if awaited and pulse.beat and pulse.beat.place == awaited]
-    missing = [pulse for pulse in pulses if pulse not in arrived] if awaited else []
+    missing = [pulse for pulse in pulses if pulse not in arrived] if awaited else dead
     if awaited and awaited.ranks:
         missing = [pulse for pulse in missing if pulse.peer.rank in awaited.ranks]
     phase = _most_common(pulse.beat.phase for pulse in arrived or live if pulse.beat)
-    step = max((pulse.beat.step for pulse in pulses if pulse.beat), default=0)
+    step = max((pulse.beat.step for pulse in arrived or pulses if pulse.beat), default=0)
     lines = [
         f"spmd_rl: a stall: no progress on any of {len(pulses)} ranks for {stall_seconds:g} s (journal.stall_seconds)",
         f"  step {step}, phase: {phase or 'none'}",
         f"  collective: {_place(awaited)}",
         f"  arrived: {_ranks(arrived)}",
-        f"  did not arrive: {_ranks(missing if awaited else [p for p in pulses if not p.live])}",
+        f"  did not arrive: {_ranks(missing)}",
     ]
+    if dead and dead != missing:
+        lines.append(f"  stopped or dead: {_ranks(dead)}")
     lines += [f"    {_where(pulse)}" for pulse in pulses if pulse not in arrived]
     return "\n".join([*lines, f"  stacks: {stacks}"])
+
+
+def _awaited(live: Sequence[Pulse], dead: set[int]) -> Place | None:
+    """The collective in which most ranks are, among those where a dead rank is missing if there are any.
+
+    Ranks with other work wait in a chain: one for another, which waits for the one that is dead.
+    """
+    places = [pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place]
+    with_dead = [place for place in places if dead and (not place.ranks or dead & {*place.ranks})]
+    return _most_common(with_dead or places)
 
 
 def _most_common(items: Any) -> Any:

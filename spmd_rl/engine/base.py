@@ -87,7 +87,8 @@ class Engine(Protocol):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over all weights (Hugging Face names, each once) and stamp later tokens with `version`.
 
-        Only between requests: asserts `num_unfinished == 0`. Drops every cached key and value.
+        Every cached key and value is dropped, but those of requests under way, which go on with them. An engine that
+        cannot do that asserts `num_unfinished == 0`.
         """
         ...
 

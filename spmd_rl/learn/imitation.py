@@ -24,7 +24,7 @@ class Imitation(Learner):
 
     def __init__(self, cfg: AgenticConfig, policy: TrainBackend, world: World) -> None:
         super().__init__(replace(cfg, algorithm=SUPERVISED), policy, None, None, world)
-        self._lr_factor = (cfg.warmup.lr or cfg.policy.lr) / cfg.policy.lr
+        self._lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""

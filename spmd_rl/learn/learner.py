@@ -12,7 +12,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
-from spmd_rl.learn import prepare, repetition, token_advantages
+from spmd_rl.learn import mismatch, prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.logprobs import RoleShards, fill_in
 from spmd_rl.learn.policy_loss import bind_loss
@@ -49,6 +49,9 @@ class Learner:
         self._num_updates = cfg.train.updates_per_step
         self._temperature, self._truncated = cfg.rollout.temperature, cfg.rollout.truncates
         self._replayed = cfg.policy.router_replay
+        self._watch = mismatch.Watch(cfg.algorithm.bounds, world)
+        self._oldest = 0.0  # age of a token of the step, in versions
+        self._watched = False
         self.plan: prepare.Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
@@ -98,7 +101,9 @@ class Learner:
                 collected, self.plan, self._num_updates, data, self._world, self._truncated, self._replayed
             )
             # With one update on samples of the current version, the update itself computes these very numbers.
-            needs_old = self._num_updates > 1 or self.plan.stale or token_advantages.needs_old_logprobs(settings)
+            proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
+            needs_old = proximal and (self._num_updates > 1 or self.plan.stale)
+            needs_old = needs_old or self._watch.stops or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
                     fill_in(  # [all]
@@ -111,6 +116,10 @@ class Learner:
                         temperature=self._temperature,
                         world=self._world,
                     )
+            self._oldest, self._watched = float(collected.outcomes.answers["lag"].max(initial=0)), needs_old
+            if needs_old:
+                found = mismatch.measure(batches, settings.correction.level, data)  # [all]
+                self._watch.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
@@ -147,7 +156,9 @@ class Learner:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
                 with self._policy.awake():
                     updates = [self._policy.update(batches[i], loss, self._temperature) for i in used]  # [all]
-                metrics |= _mean(updates, "actor")
+                metrics |= mismatch.with_ess(_mean(updates, "actor"))
+            if not self._watched:
+                self._watch.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
@@ -170,9 +181,14 @@ class Learner:
 
 
 def _mean(updates: list[Metrics], role: str) -> Metrics:
-    """Means over the updates of a step, under the names that a user reads."""
+    """Means over the updates of a step, or extremes, under the names that a user reads."""
     keys = updates[0] if updates else {}
-    return {_name(key, role): sum(m[key] for m in updates) / len(updates) for key in keys}
+    return {_name(key, role): _over_updates(key, [m[key] for m in updates]) for key in keys}
+
+
+def _over_updates(key: str, values: list[float]) -> float:
+    extreme = {"max": max, "min": min}.get(key.rpartition("/")[2])
+    return extreme(values) if extreme else sum(values) / len(values)
 
 
 def _name(key: str, role: str) -> str:

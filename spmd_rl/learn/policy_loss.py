@@ -6,13 +6,14 @@ Left out: the weight of the token in the batch (`prepare.py`), which multiplies 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from spmd_rl.algo import KL_ESTIMATORS, POLICY_TERMS
-from spmd_rl.algo.correction import correction
+from spmd_rl.algo.correction import correction, mismatch
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
@@ -30,6 +31,8 @@ def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> Loss:
     return partial(
         _loss,
         surrogate=policy_loss(settings),
+        level=settings.correction.level,
+        from_engine=settings.old_logprobs == "engine",
         correct=None if settings.correction.level == "off" else bind(correction, settings.correction),
         terms=[bind(term, settings) for name, term in POLICY_TERMS.items() if coefficients[name]],
         divergence=KL_ESTIMATORS[settings.kl_estimator],
@@ -67,6 +70,8 @@ def _loss(
     batch: Batch,
     *,
     surrogate: Callable[[Tokens], PerToken],
+    level: str,
+    from_engine: bool,
     correct: Callable[[Tokens], PerToken] | None,
     terms: Sequence[Callable[[Tokens], PerToken]],
     divergence: Callable[[Tensor, Tensor], Tensor],
@@ -74,17 +79,17 @@ def _loss(
 ) -> PerToken:
     """See `train.base.Loss`."""
     tokens, order = tokens_of(batch, logprobs, entropy)
-    loss, quantities = surrogate(tokens)
+    loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
     quantities = dict(quantities) | {
         "actor/entropy": tokens.entropy.detach(),
         "actor/abs_advantage": tokens.advantages.abs(),
-        "train_infer/abs_diff/mean": (tokens.old_logprobs - tokens.rollout_logprobs).abs(),
         "train_infer/lag/mean": batch.lags[batch.sampled.index].float(),
     }
+    quantities |= mismatch(tokens, level)
     if correct is not None:
         weights, more = correct(tokens)
         loss, quantities = loss * weights, quantities | more
-        quantities["train_infer/ratio/mean"] = quantities.pop("train_infer/ratio")
+        del quantities["train_infer/ratio"]  # which `mismatch` has
     for term in terms:
         extra, more = term(tokens)
         loss, quantities = loss + extra, quantities | more

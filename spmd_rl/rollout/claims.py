@@ -5,10 +5,16 @@ static   dealt round-robin in waves, so that what an engine computes together ne
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from spmd_rl.rollout.coordinator import Coordinator, FirstKInOrder
 from spmd_rl.rollout.rounds import GroupSlice
+
+
+def always(position: int) -> bool:
+    """Let any position start."""
+    return True
 
 
 class Claim(Protocol):
@@ -21,6 +27,10 @@ class Claim(Protocol):
         """
         ...
 
+    def ahead(self, room: int) -> list[GroupSlice]:
+        """As `next`, for a step that is begun by an older policy than it could be: see `Rollouts.begin`."""
+        ...
+
 
 class StoreClaim:
     """`rollout.claim=store`: a replica claims as many slices as fit, at most one ticket's at a time.
@@ -28,8 +38,9 @@ class StoreClaim:
     Where there is room, the answers of one prompt so meet in one prefix cache.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, may_start: Callable[[int], bool] = always) -> None:
+        """may_start: what else a position must wait for."""
+        self._coordinator, self._may_start = coordinator, may_start
         self._reserved: deque[int] = deque()
 
     @property
@@ -45,12 +56,16 @@ class StoreClaim:
             if not self._reserved:
                 self._reserved.extend(coordinator.claim(min(room - len(slices), round.slices)))
             position, claimed = round.slice(self._reserved[0])
-            if not coordinator.may_start(position):
+            if not (coordinator.may_start(position) and self._may_start(position)):
                 break
             self._reserved.popleft()
             if claimed not in round.carried:
                 slices.append(claimed)
         return slices
+
+    def ahead(self, room: int) -> list[GroupSlice]:
+        """See `Claim`."""
+        return self.next(room)
 
 
 class StaticClaim:
@@ -64,14 +79,15 @@ class StaticClaim:
         self._coordinator, self._replicas = coordinator, replicas
         self._next, self._wave_end = replica, coordinator.round.initial_limit
 
+    def ahead(self, room: int) -> list[GroupSlice]:
+        """See `Claim`. The first wave: who answers a later one must not depend on how soon verdicts came."""
+        return self._dealt()
+
     def next(self, room: int) -> list[GroupSlice]:
         """See `Claim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
-        round, slices = self._coordinator.round, []
+        round = self._coordinator.round
         while True:
-            while self._next < self._wave_end * round.slices:
-                slices.append(round.slice(self._next)[1])
-                self._next += self._replicas
-            slices = [dealt for dealt in slices if dealt not in round.carried]
+            slices = self._dealt()
             if slices or self._wave_end == round.limit:
                 return slices
             qualifying = self._coordinator.qualifying(self._wave_end)
@@ -79,10 +95,27 @@ class StaticClaim:
                 return slices
             self._wave_end = min(round.limit, self._wave_end + round.goal - qualifying)
 
+    def _dealt(self) -> list[GroupSlice]:
+        """This replica's slices of the wave, each once."""
+        round, slices = self._coordinator.round, []
+        while self._next < self._wave_end * round.slices:
+            slices.append(round.slice(self._next)[1])
+            self._next += self._replicas
+        return [dealt for dealt in slices if dealt not in round.carried]
 
-def claims(name: str, coordinator: Coordinator, replica: int, replicas: int) -> Claim:
-    """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`."""
+
+def claims(
+    name: str,
+    coordinator: Coordinator,
+    replica: int,
+    replicas: int,
+    may_start: Callable[[int], bool] = always,
+) -> Claim:
+    """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`.
+
+    may_start: what else a position must wait for, with `store`.
+    """
     if name == "store":
-        return StoreClaim(coordinator)
+        return StoreClaim(coordinator, may_start)
     assert isinstance(coordinator, FirstKInOrder), "claim: static needs accept: in_order"
     return StaticClaim(coordinator, replica, replicas)

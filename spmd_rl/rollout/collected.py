@@ -6,10 +6,11 @@ where they are.
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -45,6 +46,10 @@ class RankReport(msgspec.Struct, array_like=True):
     num_aborted: int
     prompt_tokens: tuple[int, int] = (0, 0)
     """Of its requests: how many were asked for, and how many of these its engine had in its cache."""
+    left: list[GroupSlice] = []
+    """Slices begun and not finished which anybody may go on with; see `rollout.tape`."""
+    leaves: bool = False
+    """Whether it has other work between two steps, and may have come later than the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class Collected:
     cached: float | None = None
     """The share of the prompt tokens that the engines had in their caches; None without any."""
     pace: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of how training and generating ranks keep up with each other, where they are not the same."""
+    """Metrics of how training and generation keep up with each other, where they do not take turns."""
     failure: RunFailed | None = None
     """Why the run ends with this step, alike on all ranks: the error budget is spent."""
 
@@ -148,7 +153,9 @@ class StepResult:
         kept = [r for r in finished if r.ticket not in used] if settings.partial_rollout else []
         asked = sum(r.prompt_tokens[0] for r in reports)
         seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
-        idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
+        idle = [
+            r.idle_seconds + (0 if r.leaves else seconds - r.seconds) for r in reports if r.idle_seconds is not None
+        ]
         return cls(
             used=used,
             outcomes=gather_outcomes(finished, used, coordinator.round.slices),
@@ -186,6 +193,21 @@ class Generated(NamedTuple):
     result: StepResult
     finished: Mapping[GroupSlice, Group]
     """This rank's slices, those that are carried on included."""
+    pace: Mapping[str, float] = MappingProxyType({})
+    """See `Collected.pace`."""
+
+
+def left_slices(
+    before: Mapping[GroupSlice, int], reports: Sequence[RankReport], used: Collection[int]
+) -> dict[GroupSlice, int]:
+    """Return the slices that wait, begun, for somebody to go on with them after a step, and the rank that left each.
+
+    before: those before the step.
+    """
+    begun = {group_slice for r in reports for group_slice in r.running}
+    begun |= {GroupSlice(f.ticket, f.number) for r in reports for f in r.finished}
+    waiting = {one: rank for one, rank in before.items() if one not in begun and one.ticket not in used}
+    return waiting | {one: rank for rank, r in enumerate(reports) for one in r.left}
 
 
 def _joined(slices: list[Group]) -> Group:

@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
+from spmd_rl.rollout.swap import Swap
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
@@ -59,6 +60,12 @@ class EngineLoop:
         self._new.clear()
         self._step()
         await asyncio.sleep(0)
+
+    async def change_policy(self, swap: Swap) -> None:
+        """Let a swap load a newer policy, with which all requests go on from the tokens that they have."""
+        if not swap.keeps_cache:
+            await self.drain()
+        swap.load()
 
     async def drain(self) -> int:
         """Empty the engine; every waiting coroutine gets what it has. Returns the number of requests stopped.

@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from spmd_rl.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
+from spmd_rl.rollout.tape import Tape
 from spmd_rl.types import (
     AgentStep,
     AnswerInfo,
@@ -99,6 +100,8 @@ class Context:
     scorer: Scorer
     environments: Environments | None = None
     """Where `ctx.prompt` is the task of an environment, what plays it."""
+    tape: Tape = field(default_factory=Tape)
+    """What it has been given, and what it was given on another rank before it came here."""
     attempt: int = 0
     """How often the episode has begun again."""
     turns: list[Turn] = field(default_factory=list)
@@ -164,11 +167,13 @@ class Context:
         if self.turns:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
-        c = await self.engine_loop.generate(self._request(before, 0, limit))
+        c = self.tape.recall(before) or await self.engine_loop.generate(self._request(before, 0, limit))
         while c.finish_reason == "abort":
             begun = c
+            self.tape.note(before, c)
             c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), limit))
             c = _joined(begun, c)
+        self.tape.note(before, c)
         text = self.tokenizer.decode(c.token_ids)
         known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
         turn = Turn(prompt_ids, *known, experts=c.experts)
@@ -191,7 +196,7 @@ class Context:
             prompt_ids=tokens,
             max_new_tokens=limit - num_begun,
             temperature=s.temperature,
-            seed=self.seed(answer, number, self.num_sampled + num_begun, *again),
+            seed=self.seed(answer, number, self.num_sampled, *again),
             order=(ticket, answer, number),
             stop_ids=self.tokenizer.stop_ids,
             stop=s.stop,
@@ -225,6 +230,7 @@ class Context:
     def begin_again(self) -> None:
         """Forget all turns: the episode is played again from its beginning, with other random numbers."""
         self.attempt += 1
+        self.tape.forget()
         self.turns, self.segments = [], []
         self.num_turns = self.num_sampled = self.num_tokens = 0
 

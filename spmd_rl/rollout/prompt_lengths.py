@@ -45,3 +45,23 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
             flush=True,
         )
     return prompts.without(indices), longest, prompt_id
+
+
+def check_room(cfg: RlvrConfig, length: int, prompt_id: str, room: int) -> None:
+    """UserError if an answer to the longest prompt does not fit into the `room` tokens that an engine has for one.
+
+    prompt_id: the one of this `length`; empty where it is only known how long prompts may be.
+    """
+    s = cfg.rollout
+    key, needed = f"rollout.max_new_tokens={s.max_new_tokens}: with a prompt of {length} tokens it", length
+    if s.max_context_tokens is None:
+        needed += s.max_new_tokens
+    else:
+        key, needed = f"rollout.max_context_tokens={s.max_context_tokens}: it", s.max_context_tokens
+        if length >= needed:
+            prompt = f"prompt {prompt_id} of" if prompt_id else "a prompt of rollout.max_prompt_tokens ="
+            raise UserError(f"{key} leaves no room to answer {prompt} {length} tokens")
+    if needed > room:
+        raise UserError(
+            f"{key} exceeds the {room} that fit (engine.kv_tokens={cfg.engine.kv_tokens}, and the model's own limit)"
+        )

@@ -1,13 +1,13 @@
 """A run of steps: replicas on virtual clocks around one store, ordered by what happens next."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
 from spmd_rl.rollout.claims import claims
-from spmd_rl.rollout.coordinator import coordinate
+from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.rounds import Cursor, GroupSlice, Round, num_slots, plan_round
 from spmd_rl.simulate.replica import Replica
 from spmd_rl.simulate.scene import Scene
@@ -57,29 +57,51 @@ class Cluster:
 
     def step(self, number: int) -> Step:
         """Generation and scoring of the step of this number, on from `cursor`."""
-        scene, store, replicas = self._scene, self.store, self._replicas
+        scene, replicas = self._scene, self._replicas
         round = plan_round(self.cursor, scene.settings, self._carried)
-        name, slots = f"step{number}", num_slots(scene.settings, len(replicas), scene.max_running)
-        coordinators = [coordinate(store, name, round, len(replicas), lambda: self.now) for _ in replicas]
-        began, before = self.now, self._counters()
-        for index, (replica, coordinator) in enumerate(zip(replicas, coordinators, strict=True)):
-            claim = claims(scene.settings.claim, coordinator, index, len(replicas))
-            replica.begin(self.now, number, coordinator, claim, slots)
+        name, began, before = f"step{number}", self.now, self._counters()
+        coordinators = self._begin(name, number, round)
         self._play(round, f"{name}/rejected")
         counted = {position for coordinator in coordinators for position in coordinator.counted}
         positions = coordinators[0].used([coordinator.end_mark() for coordinator in coordinators], counted)
         used = {round.order.ticket(position) for position in positions}
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
-        num_stale = sum(replica.num_stale(trained, number) for replica in replicas)
+        num_stale = self._close(trained, number)
         self._carried = frozenset(group_slice for replica in replicas for group_slice in replica.close(used))
         self.cursor = self.cursor.after(used)
         for index, coordinator in enumerate(coordinators):
             coordinator.forget(shared=index == 0)
         busy, tokens, operations, looks = (b - a for a, b in zip(before, self._counters(), strict=True))
         seconds = self.now - began
-        idle = 1 - busy / seconds / len(replicas)
+        idle = 1 - busy / seconds / len(replicas) if seconds else 0.0
         step = (round.long, seconds, tuple(sorted(used)), tuple(sorted(trained)), num_stale, idle)
         return Step(*step, tokens, operations, looks)
+
+    def _begin(self, name: str, number: int, round: Round) -> Sequence[Coordinator]:
+        """All replicas begin a step; their coordinators."""
+        scene, size = self._scene, len(self._replicas)
+        slots = num_slots(scene.settings, size, scene.max_running)
+        coordinators = [coordinate(self.store, name, round, size, lambda: self.now) for _ in self._replicas]
+        for index, (replica, coordinator) in enumerate(zip(self._replicas, coordinators, strict=True)):
+            claim = claims(scene.settings.claim, coordinator, index, size)
+            replica.begin(self.now, number, coordinator, claim, slots)
+        return coordinators
+
+    def _close(self, trained: set[int], number: int) -> int:
+        """How many answers of the tickets that train an older policy began."""
+        return sum(replica.num_stale(trained, number) for replica in self._replicas)
+
+    def _ended_at(self) -> float:
+        """When the last replica knew of the step's end."""
+        return max(replica.ended_at for replica in self._replicas)
+
+    def _happens(self, until: float) -> float | None:
+        """What comes from outside of the replicas before a moment, one at a time: when it did."""
+        return None
+
+    def _may_start(self, index: int, position: int) -> bool:
+        """Whether nothing but the round's limits keeps a replica from starting this position."""
+        return True
 
     def _counters(self) -> tuple[float, float, int, int]:
         engines = [replica.engine for replica in self._replicas]
@@ -93,6 +115,12 @@ class Cluster:
         waiting: list[tuple[int, int]] = []
         while agenda.live:
             time, index = agenda.next()
+            if (event := self._happens(time)) is not None:
+                self.now = event
+                if index >= 0:
+                    agenda.plan(index)
+                agenda.look(agenda.live, event)
+                continue
             if time == inf:  # nothing runs: they find out, each in its time, what may start now
                 stuck += 1
                 assert stuck < 9, "no replica knows how the step goes on"
@@ -107,16 +135,16 @@ class Cluster:
                 continue
             allowed = min(round.limit, round.initial_limit + int(self.store.peek(rejected)))
             position = replicas[index].waits_for
-            if over or (position is not None and position < allowed):
+            if over or (position is not None and position < allowed and self._may_start(index, position)):
                 replicas[index].look_after(time)
-            elif position is not None:
+            elif position is not None and position >= allowed:
                 heappush(waiting, (position, index))
             if replicas[index].running:
                 stuck = 0
             agenda.plan(index)
             while waiting and waiting[0][0] < allowed:
                 agenda.look([heappop(waiting)[1]], time)
-        self.now = max(replica.ended_at for replica in replicas)
+        self.now = self._ended_at()
 
 
 class Agenda:

@@ -53,17 +53,17 @@ class Engine:
 
     def advance(self, now: float) -> list[Any]:
         """Compute until `now`, which must not lie beyond `next_end`. What has ended, in order."""
-        if self._running:
-            steps = (now - self._now) / self.step_seconds
-            self._steps += steps
-            self.busy += now - self._now
-            self.tokens += steps * len(self._running)
-        self._now = now
+        self._compute(now)
         ended = []
         while self._running and self._running[0][0] <= self._steps + 1e-6:
             ended.append(heappop(self._running)[1])
         self._fill()
         return sorted(ended)
+
+    def pause(self, now: float, seconds: float) -> None:
+        """Stand still for so long from `now` on, or from the end of the pause that it is in."""
+        self._compute(now)
+        self._now += seconds
 
     def add(self, request: Any, num_tokens: float) -> None:
         """Queue a request that will have so many tokens."""
@@ -82,6 +82,14 @@ class Engine:
         self._running.clear()
         self._queue.clear()
         return dict(sorted(left.items()))
+
+    def _compute(self, now: float) -> None:
+        if self._running and now > self._now:  # else it stands still until later
+            steps = (now - self._now) / self.step_seconds
+            self._steps += steps
+            self.busy += now - self._now
+            self.tokens += steps * len(self._running)
+        self._now = max(self._now, now)
 
     def _fill(self) -> None:
         while self._queue and len(self._running) < self._max_running:

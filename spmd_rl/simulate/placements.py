@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from spmd_rl.rollout.rounds import Cursor
+from spmd_rl.simulate.carried import Carried, carried_scene
 from spmd_rl.simulate.policies import POLICIES
 from spmd_rl.simulate.scene import Scene
 from spmd_rl.simulate.two_sides import Colocated, Costs, Generation, Run, Split, generation_on
@@ -14,6 +15,9 @@ SYNCHRONOUS = [name for name, settings in POLICIES.items() if not settings.get("
 
 SETTLED = 5
 """Steps after which both sides are under way; what comes before is not measured."""
+
+SETTLED_CARRIED = 30
+"""The same with carried answers: generation gets ahead by a little more in each step, until the bound stops it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,14 @@ class Outcome:
     """Lag, in versions -> share of the steps."""
     lives: int
     """How often the job began."""
+    goodput: float
+    """ETTR, see `track.goodput`: 1 less the shares of restarts and of what was done again."""
+    mode: str = "split"
 
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        return "colocated" if self.max_staleness is None else f"split, staleness {self.max_staleness}"
+        return "colocated" if self.max_staleness is None else f"{self.mode}, staleness {self.max_staleness}"
 
 
 @dataclass(slots=True)
@@ -72,11 +79,29 @@ class Comparison:
         outcomes = [self.split(costs, num_train, max_staleness) for num_train in counts]
         return max(outcomes, key=lambda outcome: outcome.steps_per_hour)
 
+    def carried(self, costs: Costs, num_train: int, max_staleness: int, lends: bool = False) -> Outcome:
+        """Return the run in which generators go on over the ends of steps, helped by the others if `lends`."""
+        generation = generation_on(carried_scene(self.scene, max_staleness), self.scene.replicas - num_train)
+        run = Carried(generation, costs, self.scene.replicas, max_staleness, lends)
+        told = self._told(run, max_staleness, SETTLED_CARRIED, SETTLED_CARRIED + self.num_steps)
+        return replace(told, mode="lent, carried" if lends else "split, carried", policy="in order")
+
+    def best_carried(self, costs: Costs, shares: Iterable[float], max_staleness: int, lends: bool = False) -> Outcome:
+        """Return the fastest of those runs in which such a share of the ranks trains."""
+        counts = dict.fromkeys(min(self.scene.replicas - 1, max(1, round(x * self.scene.replicas))) for x in shares)
+        return max(
+            (self.carried(costs, num_train, max_staleness, lends) for num_train in counts),
+            key=lambda outcome: outcome.steps_per_hour,
+        )
+
     def _generation(self, replicas: int) -> Generation:
         return self._generations.setdefault(replicas, generation_on(self.scene, replicas))
 
     def _outcome(self, run: Run, max_staleness: int | None) -> Outcome:
-        first, last = self._measured(run.generation)
+        return self._told(run, max_staleness, *self._measured(run.generation))
+
+    def _told(self, run: Run, max_staleness: int | None, first: int, last: int) -> Outcome:
+        """What a run came to between the ends of two steps."""
         steps = run.steps(last)
         begin, end = run.reached[first], steps[-1]
         seconds, trained = end.at - begin.at, end.trained_seconds - begin.trained_seconds
@@ -96,6 +121,7 @@ class Comparison:
             generate_idle=generate_idle,
             lags={lag: count / (last - first) for lag, count in sorted(lags.items())},
             lives=run.lives,
+            goodput=run.goodput,
         )
 
     def _measured(self, generation: Generation) -> tuple[int, int]:

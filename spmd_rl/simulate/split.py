@@ -29,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
     add, costs = made.add_argument, Costs()
     names = ", ".join(SYNCHRONOUS)
     add("--policies", nargs="+", choices=SYNCHRONOUS, default=["store", "defer"], metavar="NAME", help=names)
+    modes = ["carried", "lent"]
+    add("--modes", nargs="*", choices=modes, default=modes, metavar="NAME", help="more placements: " + ", ".join(modes))
     add("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="placement.max_staleness")
     shares = [1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 15 / 16]
     add("--train-shares", type=float, nargs="+", default=shares, metavar="X", help="of ranks; the best is shown")
@@ -101,6 +103,11 @@ def outcomes(chosen: argparse.Namespace, replicas: int) -> list[Outcome]:
         comparison = Comparison(scene, policy, chosen.steps)
         found.append(comparison.colocated(all_costs))
         found += [comparison.best_split(all_costs, chosen.train_shares, s) for s in chosen.staleness]
+    if chosen.modes:
+        comparison = Comparison(scene, "store", chosen.steps)
+        for lends in (mode == "lent" for mode in chosen.modes):
+            ahead = [s for s in chosen.staleness if s > 0]
+            found += [comparison.best_carried(all_costs, chosen.train_shares, s, lends) for s in ahead]
     return found
 
 
@@ -110,7 +117,7 @@ def table(found: Sequence[Outcome]) -> Table:
     shown = Table(title=f"{first.replicas} ranks", title_justify="left")
     for name in ("policy", "placement", "train"):
         shown.add_column(name, no_wrap=True)
-    for name in ("steps/h", "speed", "train idle", "generate idle", "lags", "starts"):
+    for name in ("steps/h", "speed", "train idle", "generate idle", "lags", "starts", "ETTR"):
         shown.add_column(name, justify="right", no_wrap=True)
     for o in found:
         shown.add_row(
@@ -123,6 +130,7 @@ def table(found: Sequence[Outcome]) -> Table:
             f"{o.generate_idle:.0%}",
             ", ".join(f"{lag}: {share:.0%}" for lag, share in o.lags.items()),
             str(o.lives),
+            f"{o.goodput:.3f}",
         )
     return shown
 
@@ -131,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     """Run it as said on the command line; all runs, in order."""
     chosen = check(parser().parse_args(arguments))
     gc.set_threshold(300_000)  # thousands of small objects that live for a step
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(assumptions(chosen), soft_wrap=True)
     found: list[Outcome] = []
     for replicas in chosen.replicas:
@@ -139,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         console.print(table(here))
     if chosen.picture:
         scene, law = options.scene(chosen, chosen.replicas[0]), (chosen.median, chosen.sigma)
-        drawn = placement_picture.draw(scene, law, costs(chosen), chosen.train_shares, chosen.policies, chosen.steps)
+        of = (chosen.train_shares, chosen.policies, chosen.steps, chosen.modes)
+        drawn = placement_picture.draw(scene, law, costs(chosen), *of)
         chosen.picture.write_text(drawn)
         console.print(f"picture: {chosen.picture}")
     return found

@@ -92,6 +92,8 @@ class Trained:
     """In which the ranks that train have computed updates, up to then, all that was lost included."""
     busy: float
     """Seconds x replicas in which engines have computed, up to then."""
+    seconds: float
+    """From the end of the step before it in the same life of the job, or from when this life came to its first step."""
 
     @property
     def lag(self) -> int:
@@ -115,6 +117,13 @@ class Run:
         self._steps: list[Trained] = []
         self._saved, self._start = Cursor(), 0
         """The last checkpoint."""
+        self._since = 0.0
+        """When the step before ended, or this life came to its first step."""
+
+    @property
+    def goodput(self) -> float:
+        """Wall time of the steps that count over all wall time (ETTR), as `track.goodput` counts it."""
+        return sum(step.seconds for step in self._steps) / self.clock.now
 
     def steps(self, last: int) -> list[Trained]:
         """Return the steps up to number `last`. UserError if ranks are lost too often to get there."""
@@ -123,10 +132,14 @@ class Run:
             if self.lives > MAX_LIVES:
                 raise UserError("--failure-hours: too few to get from one checkpoint to the next")
             del self._steps[self._start :]
-            if self.clock.play(self.processes(last), self.clock.now + self._costs.until_failure(self.lives)):
+            if self._live(last, self.clock.now + self._costs.until_failure(self.lives)):
                 break
             self.clock.now += self._costs.restart_seconds
         return list(self._steps)
+
+    def _live(self, last: int, dies: float) -> bool:
+        """Play from the last checkpoint to step `last`, or until the job dies; whether it came to its end."""
+        return self.clock.play(self.processes(last), dies)
 
     def processes(self, last: int) -> Iterator[Process]:
         """Yield what the job consists of, from the last checkpoint on."""
@@ -134,7 +147,8 @@ class Run:
 
     def _count(self, step: int, version: int, generated: Step, cursor: Cursor) -> None:
         """A step has been trained on and its version published."""
-        sums = self.clock.now, self._trained_seconds, self._busy
+        sums = self.clock.now, self._trained_seconds, self._busy, self.clock.now - self._since
+        self._since = self.clock.now
         self._steps.append(Trained(step, version, generated, *sums))
         self.reached.setdefault(step, self._steps[-1])
         if due(step, self._costs.checkpoint_every):
@@ -152,6 +166,7 @@ class Colocated(Run):
         yield self._loop(self._saved, self._start, last)
 
     def _loop(self, cursor: Cursor, start: int, last: int) -> Process:
+        self._since = self.clock.now
         for step in range(start + 1, last + 1):
             generated, cursor = self.generation.step(cursor)
             yield generated.seconds
@@ -205,6 +220,7 @@ class Split(Run):
 
     def _train(self, cursor: Cursor, start: int, last: int) -> Process:
         yield from self._publish(start, probed=True)
+        self._since = self.clock.now
         seconds = self._costs.train * self._num_ranks / self.num_train
         for step in range(start + 1, last + 1):
             yield lambda step=step: step in self._delivered

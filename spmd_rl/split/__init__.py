@@ -7,11 +7,31 @@ numbers alone (`pace`).
 
     training rank:    Exchange (a thread that serves) <- StagingPublisher, HandedOver
     generating rank:  Courier (which asks it)         <- Generator
+
+Where jobs of their own generate (`placement.generate=attached`), which may die and come back, the same parts know it:
+
+    training rank:    CrewExchange, on the first with a Desk   <- CrewPublisher, HandedIn
+    attached rank:    CrewCourier, Link                        <- Crew
 """
 
+from spmd_rl.split.attached import CrewPublisher, HandedIn, serve_attached
+from spmd_rl.split.crew import Crew, attach
 from spmd_rl.split.generator import Generator
 from spmd_rl.split.handed_over import HandedOver
+from spmd_rl.split.lent import LendingPublisher, Lent
 from spmd_rl.split.publisher import StagingPublisher
 from spmd_rl.split.sides import meet
 
-__all__ = ["Generator", "HandedOver", "StagingPublisher", "meet"]
+__all__ = [
+    "Crew",
+    "CrewPublisher",
+    "Generator",
+    "HandedIn",
+    "HandedOver",
+    "LendingPublisher",
+    "Lent",
+    "StagingPublisher",
+    "attach",
+    "meet",
+    "serve_attached",
+]

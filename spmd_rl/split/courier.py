@@ -18,7 +18,7 @@ POLL_MS = 200
 
 
 class Courier:
-    """Not for several threads."""
+    """For one thread at a time, but for `give_up`."""
 
     def __init__(
         self, addresses: Sequence[str], sender: int, progress: Callable[[], None], keys: ClientKeys | None = None
@@ -28,7 +28,7 @@ class Courier:
         progress: called whenever something has come. keys: what the exchanges know this rank by.
         """
         self._sender, self._progress, self._keys = sender, progress, keys
-        self._context = zmq.Context()
+        self._context, self._given_up = zmq.Context(), False
         self._sockets = [self._connect(address) for address in addresses]
         self.num_bytes = 0
         """Bytes of weights that the last `fetch` has received."""
@@ -61,10 +61,11 @@ class Courier:
         replies = [self._receive(socket, messages.Begun)[0] for socket in self._sockets]  # of all, whatever they say
         if all(reply.kept for reply in replies):
             return True
-        self._let_go(version)
+        self.let_go(version)
         return False
 
-    def _let_go(self, version: int) -> None:
+    def let_go(self, version: int) -> None:
+        """Say that a version which is held here need not be kept any longer."""
         for socket in self._sockets:
             socket.send(wire.encode(messages.Fetched(version, self._sender)))
 
@@ -95,11 +96,24 @@ class Courier:
             self.num_bytes += payload.nbytes
             tensor = kept.place(piece, payload) if kept else tensor_of(piece, bytearray(payload))
             yield piece.name, tensor, piece.whole
-        self._let_go(version)
+        self.let_go(version)
+
+    def take_slice(self, trainer: int, ticket: int, number: int) -> memoryview:
+        """Return what a training rank, by its index, has begun of a slice. RunFailed if it arrives damaged."""
+        socket = self._sockets[trainer]
+        socket.send(wire.encode(messages.TakeSlice(ticket, number)))
+        header, payload = self._receive(socket, messages.LeftSlice)
+        if (header.ticket, header.number) != (ticket, number) or messages.digest(payload) != header.digest:
+            raise RunFailed(f"what training rank {trainer} had begun of ticket {ticket} arrived damaged")
+        return payload
 
     def close(self) -> None:
-        """Give up all connections; idempotent."""
+        """Close all connections; idempotent."""
         self._context.destroy(linger=1000)
+
+    def give_up(self) -> None:
+        """Have whoever waits here, on another thread, end with RunFailed."""
+        self._given_up = True
 
     def _socket_of(self, index: int) -> zmq.Socket:
         """The connection to the training rank that keeps this piece."""
@@ -108,9 +122,18 @@ class Courier:
     def _receive(self, socket: zmq.Socket, kind: type) -> tuple:
         """The next message from a training rank, which is of this kind, and its payload if there is one."""
         while not socket.poll(POLL_MS):
-            pass  # a training rank that has died ends this process too, and one that hangs is a stall
+            self._wait()
         header, *payload = socket.recv_multipart(copy=False)
         self._progress()
-        message = messages.TO_GENERATOR.decode(header.bytes)
+        message = self._understood(header.bytes)
         assert isinstance(message, kind), f"{type(message).__name__} is no answer"
         return message, *(frame.buffer for frame in payload)
+
+    def _wait(self) -> None:
+        """Go on waiting: a training rank that has died ends this process too; one may hang: a stall."""
+        if self._given_up:
+            raise RunFailed("nobody waits any longer for what training ranks were asked for")
+
+    def _understood(self, header: bytes) -> wire.Message:
+        """A message of a training rank."""
+        return messages.TO_GENERATOR.decode(header)

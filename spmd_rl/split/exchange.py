@@ -6,17 +6,21 @@ of the weights and of the one before, until nobody is in the middle of fetching 
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
 from spmd_rl import wire
+from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import HostKeys
+from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.event_loop import EventLoop
@@ -35,6 +39,14 @@ def own_address() -> str:
         probe.connect(master)  # nothing is sent
         address = probe.getsockname()[0]
     return f"[{address}]" if ":" in address else address
+
+
+def bind_of(settings: PlacementConfig, world: World) -> str:
+    """Return where this rank's exchange listens: as `placement.bind` says, or in a private directory of the machine."""
+    if settings.bind != "ipc":
+        return settings.bind
+    folder = Path(world.node.address.removeprefix("ipc://")).parent
+    return f"ipc://{folder.with_name(folder.name + '-x')}/{secrets.token_hex(4)}"
 
 
 class Delta(NamedTuple):
@@ -71,6 +83,8 @@ def with_delta(piece: Staged, before: Staged | None) -> Staged:
 class Exchange:
     """Serves until it is closed. All methods but the thread's are for the main thread."""
 
+    codec = messages.TO_TRAINER
+
     def __init__(self, bind: str, keys: HostKeys | None = None) -> None:
         """bind: an `ipc://` path in a directory of this user's alone, or `tcp://ADDRESS`, whose port is any free one.
 
@@ -85,6 +99,8 @@ class Exchange:
         self._fetching: dict[int, set[int]] = defaultdict(set)
         """By version, the generating ranks that have begun and not ended to fetch it."""
         self._delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+        self._left: dict[tuple[int, int], bytes] = {}
+        """By slice, what has been begun of it."""
         self._context, self._loop = zmq.Context(), EventLoop()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -132,6 +148,11 @@ class Exchange:
             self._versions[version], self._bases[version] = pieces, base
             self.newest = version
 
+    def leave(self, slices: Mapping[tuple[int, int], bytes]) -> None:
+        """Let others take what has been begun of these slices."""
+        with self._lock:
+            self._left.update(slices)
+
     def take(self, kind: str, number: int, senders: Sequence[int]) -> dict[int, bytes]:
         """Wait until all `senders` have delivered this; return it by sender, and forget it here."""
         with self._lock:
@@ -164,7 +185,7 @@ class Exchange:
 
     def _receive(self) -> None:
         for peer, header, *payload in received(self._socket, copy=False):
-            self._answer(peer.bytes, messages.TO_TRAINER.decode(header.bytes), payload)
+            self._answer(peer.bytes, self.codec.decode(header.bytes), payload)
 
     def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
         match message:
@@ -190,6 +211,11 @@ class Exchange:
                     deltas = known and base is not None and base == self._bases[version]
                 reply = messages.Begun(version, known, deltas)
                 self._socket.send_multipart([peer, wire.encode(reply)])
+            case messages.TakeSlice(ticket, number):
+                with self._lock:
+                    content = self._left.pop((ticket, number))
+                header = messages.LeftSlice(ticket, number, messages.digest(content))
+                self._socket.send_multipart([peer, wire.encode(header), content])
             case messages.Fetched(version, sender):
                 with self._lock:
                     self._fetching[version].discard(sender)

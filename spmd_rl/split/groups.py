@@ -7,6 +7,7 @@ import msgspec
 
 from spmd_rl.rollout import RankReport
 from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.tape import Begun
 from spmd_rl.types import Group
 
 
@@ -18,6 +19,8 @@ class StepPart(msgspec.Struct, array_like=True):
     """Its slices that the step may use, in order."""
     waited: float
     """Seconds in which it waited for a newer policy before it began the step."""
+    swaps: list[float] = []
+    """Seconds of each change of the policy in the middle of the step."""
 
 
 def _encode_array(value: Any) -> bytes:
@@ -35,10 +38,11 @@ def _decode_array(kind: type, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _steps = msgspec.msgpack.Decoder(StepPart, dec_hook=_decode_array)
 _groups = msgspec.msgpack.Decoder(list[Group], dec_hook=_decode_array)
+_begun = msgspec.msgpack.Decoder(Begun, dec_hook=_decode_array)
 
 
-def pack(value: StepPart | list[Group]) -> bytes:
-    """Encode for `unpack_step` or `unpack_groups`."""
+def pack(value: StepPart | list[Group] | Begun) -> bytes:
+    """Encode for `unpack_step`, `unpack_groups` or `unpack_begun`."""
     return _encoder.encode(value)
 
 
@@ -50,3 +54,8 @@ def unpack_step(payload: bytes | memoryview) -> StepPart:
 def unpack_groups(payload: bytes | memoryview) -> list[Group]:
     """Return what `pack` was given. msgspec.MsgspecError for any other bytes."""
     return _groups.decode(payload)
+
+
+def unpack_begun(payload: bytes | memoryview) -> Begun:
+    """Return what `pack` was given. msgspec.MsgspecError for any other bytes."""
+    return _begun.decode(payload)

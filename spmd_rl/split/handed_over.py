@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -10,11 +10,13 @@ import msgspec
 
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.data import EnvTasks, Prompts
+from spmd_rl.distributed import World
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, StepResult, review
 from spmd_rl.rollout.coordinator import coordinate
 from spmd_rl.rollout.prompt_lengths import drop_overlong
-from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
+from spmd_rl.split.exchange import Exchange
 from spmd_rl.split.groups import unpack_groups, unpack_step
 from spmd_rl.split.sides import TrainSide
 from spmd_rl.types import Group, Prompt
@@ -25,6 +27,48 @@ class Told(msgspec.Struct, array_like=True):
 
     report: RankReport
     waited: float
+    swaps: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What generating ranks have made of a step, as a training rank sees it."""
+
+    told: list[Told]
+    """Of all of them."""
+    finished: dict[GroupSlice, Group]
+    """What they handed over to this rank."""
+    seconds: float
+    """For which this rank waited."""
+
+    def pace(self, collected: Collected, cfg: PipelineConfig, world: World) -> Mapping[str, float]:
+        """[all] that train: how the two sides keep up with each other; means over the ranks of a side."""
+        lag = collected.outcomes.answers["lag"]
+        pace = {
+            "placement/train_wait_seconds": world.reduce("generate: wait", {"s": self.seconds}, "mean")["s"],  # [all]
+            "placement/generate_wait_seconds": fmean(one.waited for one in self.told),
+            "rollout/lag/max": float(lag.max(initial=0)),
+        }
+        if cfg.placement.swap != "step":
+            pace["placement/swaps"] = fmean(len(one.swaps) for one in self.told)
+            pace["placement/swap_seconds"] = fmean(sum(one.swaps) for one in self.told)
+        return pace
+
+
+def take_step(step: int, exchange: Exchange, senders: Sequence[int], world: World) -> Arrived:
+    """[all] that train: wait until the generating ranks have made a step. senders: who hands over to this rank."""
+    with world.phase("generate"):
+        began = time.perf_counter()
+        with world.journal.waiting(f"generate: step {step} from ranks that generate"):
+            delivered = exchange.take("step", step, senders)
+        seconds = time.perf_counter() - began
+        parts = {sender: unpack_step(payload) for sender, payload in sorted(delivered.items())}
+    with world.phase("coordination"):
+        mine = [(sender, Told(part.report, part.waited, part.swaps)) for sender, part in parts.items()]
+        gathered = world.gather("generate: reports", mine, list[tuple[int, Told]])  # [all]
+        told = [told for _, told in sorted((pair for theirs in gathered for pair in theirs), key=lambda p: p[0])]
+    finished = {group_slice: group for part in parts.values() for group_slice, group in part.finished}
+    return Arrived(told, finished, seconds)
 
 
 class HandedOver:
@@ -54,33 +98,20 @@ class HandedOver:
 
     def collect(self, step: int) -> Collected:
         """[all] Wait until the generating ranks have made this step, and return what of it lies on this rank."""
-        world, settings = self._world, self._cfg.rollout
-        with world.phase("generate"):
-            began = time.perf_counter()
-            with world.journal.waiting(f"generate: step {step} from ranks that generate"):
-                delivered = self._exchange.take("step", step, self._senders)
-            seconds = time.perf_counter() - began
-            parts = {sender: unpack_step(payload) for sender, payload in sorted(delivered.items())}
+        world = self._world
+        arrived = take_step(step, self._exchange, self._senders, world)  # [all]
         with world.phase("coordination"):
-            mine = [(sender, Told(part.report, part.waited)) for sender, part in parts.items()]
-            gathered = world.gather("generate: reports", mine, list[tuple[int, Told]])  # [all]
-            told = [told for _, told in sorted((pair for theirs in gathered for pair in theirs), key=lambda p: p[0])]
-            coordinator = coordinate(world.store, f"step{step}", plan_round(self._cursor, settings))
-            result = StepResult.of(settings, coordinator, [one.report for one in told])
-            self._cursor = self._cursor.after(result.used)
-            finished = {group_slice: group for part in parts.values() for group_slice, group in part.finished}
-            collected = result.collected(step, finished)
-        pace = self._pace(collected, seconds, fmean(one.waited for one in told))  # [all]
-        return review(replace(collected, pace=pace), self._cfg, world)  # [all]
+            collected = self._collected(step, [one.report for one in arrived.told], arrived.finished)
+        collected = replace(collected, pace=arrived.pace(collected, self._cfg, world))  # [all]
+        return review(collected, self._cfg, world)  # [all]
 
-    def _pace(self, collected: Collected, waited: float, generators_waited: float) -> Mapping[str, float]:
-        """[all] How the two sides keep up with each other; seconds are means over the ranks of a side."""
-        lag = collected.outcomes.answers["lag"]
-        return {
-            "placement/train_wait_seconds": self._world.reduce("generate: wait", {"s": waited}, "mean")["s"],  # [all]
-            "placement/generate_wait_seconds": generators_waited,
-            "rollout/lag/max": float(lag.max(initial=0)),
-        }
+    def _collected(self, step: int, reports: list[RankReport], finished: Mapping[GroupSlice, Group]) -> Collected:
+        """What the reports of all generating ranks make of a step, of which this rank has what is `finished`."""
+        settings = self._cfg.rollout
+        coordinator = coordinate(self._world.store, f"step{step}", plan_round(self._cursor, settings))
+        result = StepResult.of(settings, coordinator, reports)
+        self._cursor = self._cursor.after(result.used)
+        return result.collected(step, finished)
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy.

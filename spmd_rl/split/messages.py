@@ -95,8 +95,23 @@ class Fetched(wire.Message, tag=7):
     sender: wire.Id
 
 
-TO_TRAINER = wire.Codec(Begin, GetPiece, Fetched, Delivery)
-TO_GENERATOR = wire.Codec(Begun, Piece, Received)
+class TakeSlice(wire.Message, tag=8):
+    """Ask for what this rank has begun of a slice and left to others; answered with a `LeftSlice` and its bytes."""
+
+    ticket: wire.Id
+    number: wire.Id
+
+
+class LeftSlice(wire.Message, tag=9):
+    """What was begun of a slice; its bytes follow."""
+
+    ticket: wire.Id
+    number: wire.Id
+    digest: Digest
+
+
+TO_TRAINER = wire.Codec(Begin, GetPiece, Fetched, Delivery, TakeSlice)
+TO_GENERATOR = wire.Codec(Begun, Piece, Received, LeftSlice)
 
 
 def digest(payload: bytes | memoryview) -> bytes:

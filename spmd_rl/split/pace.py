@@ -14,6 +14,15 @@ def oldest_version(step: int, max_staleness: int, start: int = 0) -> int:
     return max(start, step - 1 - max_staleness)
 
 
+def oldest_version_at(position: int, step: int, per_step: int, max_staleness: int, start: int = 0) -> int:
+    """Return the oldest version that may begin the ticket at this position of `step`, where answers are carried on.
+
+    A step uses `per_step` tickets at least, and in order, so that step + position // per_step is the last that may use
+    this one.
+    """
+    return oldest_version(step + position // per_step, max_staleness, start)
+
+
 def due(step: int, every: int) -> bool:
     """Return whether what happens every so many steps happens after `step`; 0: never."""
     return every > 0 and step % every == 0

@@ -124,8 +124,7 @@ class StagingPublisher:
 
     def _probe(self, version: int) -> float:
         """[all] The largest difference between an engine's logprobs and the trainer's, in nats."""
-        with self._world.journal.waiting("publish: answers of engines"):
-            delivered = self._exchange.take("probe", version, self._senders)
+        delivered = self._delivered(version)
         answers = {sender: msgspec.msgpack.decode(payload, type=ProbePart) for sender, payload in delivered.items()}
         parts = self._world.gather("publish: probe", sorted(answers.items()), list[tuple[int, ProbePart]])  # [all]
         by_sender = dict(sorted(pair for theirs in parts for pair in theirs))
@@ -143,6 +142,11 @@ class StagingPublisher:
                         f"from the trainer's on average (limit {limit:g})"
                     )
         return max((difference for theirs in verdicts for difference in theirs.values()), default=0.0)
+
+    def _delivered(self, version: int) -> dict[int, bytes]:
+        """What the engines whose answers come to this rank have answered to the probe, by sender."""
+        with self._world.journal.waiting("publish: answers of engines"):
+            return self._exchange.take("probe", version, self._senders)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

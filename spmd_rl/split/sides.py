@@ -1,17 +1,17 @@
 """The two sides of a run: who trains, who generates, and how they reach each other."""
 
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Exchange
+from spmd_rl.split.exchange import Exchange, bind_of
+from spmd_rl.split.left import LeftSlices
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class TrainSide:
     exchange: Exchange
     senders: list[list[int]]
     """The generating ranks (indices) that deliver to each training rank."""
+    handover: LeftSlices | None = None
+    """Where these ranks are lent."""
 
     @property
     def mine(self) -> list[int]:
@@ -37,6 +39,12 @@ class GenerateSide:
     world: World
     """Of the ranks that generate."""
     courier: Courier
+    connect: Callable[[], Courier]
+    """Another one, for a thread of its own; whoever calls this closes it."""
+    together: World
+    """Of all ranks that generate, those that are lent included."""
+    handover: LeftSlices | None = None
+    """Where ranks are lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +64,30 @@ def meet(settings: PlacementConfig, keys: str | None, world: World) -> Iterator[
     keys: the directory of CURVE keys, `sidecar.keys`.
     """
     placement = Placement.of(settings, world.size)
-    num_train, num_generate = len(placement.train), len(placement.generate)
+    apart = [rank for rank in placement.generate if rank not in placement.train]  # who does nothing but generate
+    num_train, num_generate = len(placement.train), len(apart)
     exchange, address = None, ""
     if world.rank in placement.train:
-        folder = Path(world.node.address.removeprefix("ipc://")).parent
-        private = f"ipc://{folder.with_name(folder.name + '-x')}/{secrets.token_hex(4)}"
-        exchange = Exchange(private if settings.bind == "ipc" else settings.bind, keys and HostKeys.load(keys))
+        exchange = Exchange(bind_of(settings, world), keys and HostKeys.load(keys))
         address = exchange.address
     addresses = world.gather("start: exchanges", address, str)  # [all]
     train_world = world.subset("train", placement.train)  # [train]
-    generate_world = world.subset("generate", placement.generate)  # [generate]
-    if exchange is not None:
-        senders = [list(range(rank, num_generate, num_train)) for rank in range(num_train)]
-        try:
-            yield Sides(TrainSide(train_world, exchange, senders), None, placement.train[0])
-        finally:
-            exchange.close()
-        return
-    index = placement.generate.index(world.rank)
+    generate_world = world.subset("generate", apart)  # [generate]
     of_trainers = [addresses[rank] for rank in placement.train]
-    courier = Courier(of_trainers, index, world.progress, keys and ClientKeys.load(keys))
-    try:
-        yield Sides(None, GenerateSide(generate_world, courier), placement.train[0])
-    finally:
-        courier.close()
+    clients = keys and ClientKeys.load(keys)
+    with ExitStack() as stack:
+        if exchange is not None:
+            stack.callback(exchange.close)
+            senders = [list(range(rank, num_generate, num_train)) for rank in range(num_train)]
+            handover = None
+            if settings.is_lent:
+                index = num_generate + placement.train.index(world.rank)
+                courier = stack.enter_context(closing(Courier(of_trainers, index, world.progress, clients)))
+                handover = LeftSlices(placement.train, courier, exchange)
+            yield Sides(TrainSide(train_world, exchange, senders, handover), None, placement.train[0])
+        else:
+            connect = partial(Courier, of_trainers, apart.index(world.rank), world.progress, clients)
+            courier = stack.enter_context(closing(connect()))
+            together = world if settings.is_lent else generate_world
+            handover = LeftSlices(placement.train, courier) if settings.is_lent else None
+            yield Sides(None, GenerateSide(generate_world, courier, connect, together, handover), placement.train[0])

@@ -8,6 +8,8 @@ from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
+from spmd_rl.track import goodput
+from spmd_rl.track.svg import duration
 
 
 def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
@@ -19,6 +21,8 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
     tasks = f"each trains {trains} and generates {generates}"
     if cfg.placement.is_split:
         tasks = f"{ranks_do(placement.train, 'train')} {trains}, {ranks_do(placement.generate, 'generate')} {generates}"
+    elif cfg.placement.is_overlapped:
+        tasks += ", the next step before it trains"
     model = Path(cfg.policy.model)
     epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
     train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
@@ -48,6 +52,9 @@ def footer(run_dir: Path, steps: int) -> str:
         lines.append(("continue", f"the same command with steps= above {steps}"))
         if (last / "hf").is_dir():
             lines.append(("load", f'transformers.AutoModelForCausalLM.from_pretrained("{last / "hf"}")'))
+    if (account := goodput.read(run_dir)).wall:
+        starts = f"{account.starts} start{'s' * (account.starts > 1)}"
+        lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))
     lines.append(("compare", f"python -m spmd_rl.compare {run_dir} OTHER_RUN_DIR"))
     return _aligned(lines)
 

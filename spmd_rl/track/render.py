@@ -12,11 +12,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.track import goodput, timeline
 from spmd_rl.track import html_page as page
-from spmd_rl.track import timeline
 from spmd_rl.track.run_reader import RunData, best_and_worst, read_run
 from spmd_rl.track.samples import merged_files
-from spmd_rl.track.svg import Series, label, line_chart, stacked_bars, thin
+from spmd_rl.track.svg import Series, duration, label, line_chart, stacked_bars, thin
 from spmd_rl.types import SUSPECT
 
 PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
@@ -105,16 +105,6 @@ def _summary(run: RunData) -> str:
     return f"{pipeline}, {last} of {planned} steps in {duration(seconds)}"
 
 
-def duration(seconds: float) -> str:
-    """Format a duration in seconds. Example: `4 min 10 s`."""
-    whole = round(seconds)
-    if whole < 100:
-        return f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
 def _tiles(run: RunData) -> str:
     tiles = []
     for name, key, _ in SCORES[1:] + SCORES[:1]:
@@ -128,6 +118,9 @@ def _tiles(run: RunData) -> str:
         tiles.append(
             page.tile(f"{100 * sum(y for _, y in overhead) / len(overhead):.1f} %", "coordination between ranks")
         )
+    if (account := goodput.read(run.directory)).useful:
+        starts = f"{account.starts} start{'s' * (account.starts > 1)}"
+        tiles.append(page.tile(f"{100 * account.goodput:.1f} %", f"goodput of {duration(account.wall)}, {starts}"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import yaml
 
+from spmd_rl.config.main import BEGAN
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from spmd_rl.track import launch_info, messages, render
+from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
 from spmd_rl.track.samples import SampleLog, SampleRow
@@ -51,6 +53,7 @@ class Run:
         self._id = run_id
         self._metrics = MetricsFile(self.directory / "metrics.jsonl")
         self._samples, self._held_out = _sample_logs(self.directory, world)
+        self._goodput = Goodput(self.directory, BEGAN) if world.rank == 0 else None
         self._memory = PhaseMemory(world.device)
         self._waits = Waits()
         self._trackers: list[Tracker] = []
@@ -148,6 +151,8 @@ class Run:
         """[all] Return the state for a checkpoint inside a step, with all that the step's line holds by then."""
         assert self._step is not None, "a checkpoint is saved inside a step"
         self._reduce()  # [all]
+        if self._goodput:
+            self._goodput.step(self._step)  # killed after the save and before its end, it is not done again
         return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self._line}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -195,8 +200,9 @@ class Run:
         with self._world.phase("coordination"):
             self._reduce()  # [all]
         self._add_derived()
-        if self._world.rank == 0:
+        if self._goodput:
             with self._world.phase("track"):
+                self._line["system/goodput"] = self._goodput.step(step)
                 with self._merging:
                     for log in (self._samples, self._held_out):
                         log.merge(step)
@@ -224,7 +230,8 @@ class Run:
             line["system/efficiency"] = bound / (line["time/total"] - line["time/eval"] - line["time/checkpoint"])
 
     def _truncate(self, last: int, line: Values | None) -> None:
-        """Remove what lies after step `last`, and write the line of `last` where it is missing."""
+        """Remove what lies after step `last`, and write the line of `last` where it is missing; on rank 0."""
+        self._goodput.resume(last)
         has_line = self._metrics.truncate(last)
         for log in (self._samples, self._held_out):
             log.truncate(last)
@@ -251,7 +258,8 @@ class Run:
                 thread = threading.Thread(target=close, daemon=True)
                 thread.start()
                 thread.join(_CLOSE_TIMEOUT)
-        if clean and self._world.rank == 0:
+        if clean and self._goodput:
+            self._goodput.end()
             print(messages.footer(self.directory, self._cfg.steps), file=sys.stderr, flush=True)
 
     def _close_trackers(self) -> None:

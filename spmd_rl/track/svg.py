@@ -197,6 +197,16 @@ def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float
     return svg(width, height, axes(frame, x_ticks=False) + "".join(parts + names))
 
 
+def duration(seconds: float) -> str:
+    """Format a duration in seconds. Example: `4 min 10 s`."""
+    whole = round(seconds)
+    if whole < 100:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
 def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     """Draw a number or a short name."""
     return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

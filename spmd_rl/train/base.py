@@ -26,7 +26,8 @@ class Loss(Protocol):
 
         `logprobs` and `entropy` are float32 [N] at the N tokens of `batch.loss_mask`, in order, both with gradient;
         `batch` holds whole samples. The backend multiplies the loss with `batch.weights[batch.loss_mask]` and sums.
-        Quantities are averaged over the tokens of the global batch, unweighted.
+        Quantities are averaged over the tokens of the global batch, unweighted; of one whose name ends in `/max` or
+        `/min`, it is the greatest or the least.
         """
         ...
 
@@ -99,8 +100,8 @@ class TrainBackend(Role, Protocol):
         """[all] One optimizer step over the global batch, of which `batch` is this rank's data shard (empty is legal).
 
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping), `lr`, `skipped` (1 where the gradient was
-        not finite and nothing changed), `num_microbatches`, and the global mean of each of the loss's quantities; of a
-        mixture of experts also `moe/*`, which are not means over tokens of the loss.
+        not finite and nothing changed), `num_microbatches`, and the global mean, or extreme, of each of the loss's
+        quantities; of a mixture of experts also `moe/*`, which are not means over tokens of the loss.
         """
         ...
 

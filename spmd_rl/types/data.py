@@ -83,7 +83,9 @@ class Request(Struct, frozen=True, gc=False):
     temperature: float
     """0 is greedy; logprobs are then those of temperature 1."""
     seed: int
-    """64-bit. Token t is drawn from (seed, t): never from a stream, so neither batching nor placement changes it."""
+    """64-bit. Token t of the answer, those begun included, is drawn from (seed, t): never from a stream, so neither
+    batching nor placement changes it, nor where the answer was cut short. (vLLM draws from a stream for each request.)
+    """
     order: tuple[int, ...] = ()
     """(ticket, answer, turn): requests that wait are admitted in this order."""
     stop_ids: tuple[int, ...] = ()

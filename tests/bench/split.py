@@ -1,4 +1,4 @@
-"""Split placement on real processes: 2 ranks train while 2 generate, against 4 that take turns.
+"""Ranks with different work on real processes: 2 train while 2 generate, or are lent, against 4 that take turns.
 
     python -m tests.bench.split [--steps 20] [--seed 0]
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.simulate import POLICIES, Scene
@@ -22,27 +23,47 @@ from tests.bench import split_side, work
 from tests.models import tiny
 
 RANKS, PROMPTS, ANSWERS = 4, 48, 4
-SPLIT = ("placement.mode=split", "placement.train=0-1", "placement.generate=2-3")
+RANKS_OF = ("placement.train=0-1", "placement.generate=2-3")
+
+
+class Run(NamedTuple):
+    """What is compared."""
+
+    policy: str
+    mode: str = "colocated"
+    staleness: int = 1
+    probe_every: int = 1
+
+    @property
+    def name(self) -> str:
+        """What a line calls it."""
+        return self.mode if self.mode == "colocated" else f"{self.mode}, staleness {self.staleness}"
+
+
 RUNS = [
-    ("store", None, 1),
-    ("defer", None, 1),
-    ("store", 1, 1),
-    ("defer", 1, 1),
-    ("defer", 2, 0),
+    Run("store"),
+    Run("defer"),
+    Run("store", "split"),
+    Run("defer", "split"),
+    Run("defer", "split", 2, 0),
+    Run("carried", "split", 1, 0),
+    Run("carried", "lent", 1, 0),
+    Run("carried", "lent", 2, 0),
 ]
-"""Policy, `placement.max_staleness` (None: colocated) and `publish.probe_every`."""
 SETTLED = 5
 """Steps that are not measured; the fifth is the first long one of `tail: defer`."""
 
 
-def settings(policy: str, staleness: int | None, probe_every: int) -> list[str]:
+def settings(run: Run) -> list[str]:
     """Return the overrides of one run."""
-    chosen = {"over_sample": PROMPTS // 4, **POLICIES[policy]}
-    placement = [] if staleness is None else [*SPLIT, f"placement.max_staleness={staleness}"]
+    carried = {"partial_rollout": "true", "over_sample": PROMPTS * run.staleness}
+    chosen = carried if run.policy == "carried" else {"over_sample": PROMPTS // 4, **POLICIES[run.policy]}
+    placement = [f"placement.mode={run.mode}", *RANKS_OF, f"placement.max_staleness={run.staleness}"]
     return [
-        *placement,
+        *(placement if run.mode != "colocated" else []),
         *(f"rollout.{key}={value}" for key, value in chosen.items()),
-        f"publish.probe_every={probe_every}",
+        f"publish.probe_every={run.probe_every}",
+        *(["placement.swap=recompute"] if run.policy == "carried" else []),
     ]
 
 
@@ -65,7 +86,7 @@ def base(model: Path, data: Path, run_dir: Path, seed: int, steps: int) -> list[
     ]
 
 
-def measure(folder: Path, run: tuple[str, int | None, int], seed: int, steps: int) -> tuple[float, dict[int, int]]:
+def measure(folder: Path, run: Run, seed: int, steps: int) -> tuple[float, dict[int, int]]:
     """Return seconds a step, and how many answers had which lag, over the measured steps of a run.
 
     It has a step more, at whose end it writes a checkpoint.
@@ -74,7 +95,7 @@ def measure(folder: Path, run: tuple[str, int | None, int], seed: int, steps: in
     rows = [{"prompt": f"say {i}", "ground_truth": str(i), "domain": "toy"} for i in range(2 * PROMPTS * (steps + 1))]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_dir = folder / "-".join(map(str, run))
-    words = [*base(tiny("llama", folder / "model"), data, run_dir, seed, steps + 1), *settings(*run)]
+    words = [*base(tiny("llama", folder / "model"), data, run_dir, seed, steps + 1), *settings(run)]
     command = [*work.launcher(sys.executable, RANKS), "-m", "tests.bench.split_side", *words]
     with open(folder / "log", "ab") as log:
         done = subprocess.run(command, cwd=work.ROOT, stdout=log, stderr=log, timeout=1800)
@@ -93,9 +114,8 @@ def lags(run_dir: Path, steps: Sequence[int]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def simulated(run: tuple[str, int | None, int], seed: int, steps: int) -> Outcome:
+def simulated(run: Run, seed: int, steps: int) -> Outcome:
     """Return the same run on virtual clocks."""
-    policy, staleness, probe_every = run
     rollout = RolloutConfig(
         prompts_per_step=PROMPTS,
         answers_per_prompt=ANSWERS,
@@ -103,9 +123,14 @@ def simulated(run: tuple[str, int | None, int], seed: int, steps: int) -> Outcom
         over_sample=PROMPTS // 4,
     )
     scene = Scene(rollout, split_side.lengths(seed), RANKS, split_side.SPEED, max_running=64, verdict_seconds=5e-3)
+    policy = "store" if run.policy == "carried" else run.policy
     comparison = Comparison(scene, policy, steps - SETTLED)
-    costs = Costs(train=split_side.TRAIN_SECONDS, probe_every=probe_every)
-    return comparison.colocated(costs) if staleness is None else comparison.split(costs, RANKS // 2, staleness)
+    costs = Costs(train=split_side.TRAIN_SECONDS, probe_every=run.probe_every)
+    if run.policy == "carried":
+        return comparison.carried(costs, RANKS // 2, run.staleness, lends=run.mode == "lent")
+    if run.mode == "colocated":
+        return comparison.colocated(costs)
+    return comparison.split(costs, RANKS // 2, run.staleness)
 
 
 def main() -> None:
@@ -127,7 +152,7 @@ def main() -> None:
             first = first or (seconds, expected)
             told = ", ".join(f"{lag}: {count}" for lag, count in found.items())
             print(
-                f"{run[0]:8}{virtual.name:22}{seconds:8.3f}{first[0] / seconds:6.2f}x  {told:24}"
+                f"{run.policy:8}{run.name:22}{seconds:8.3f}{first[0] / seconds:6.2f}x  {told:24}"
                 f"{expected:12.3f}{first[1] / expected:6.2f}x",
                 flush=True,
             )

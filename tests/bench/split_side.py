@@ -29,7 +29,7 @@ from tests.bench.stub_side import LOGPROB, StubEngine, StubTrainer
 CAP = 75
 """Tokens of the longest answer; the median one has 3."""
 SPEED = Speed(40e-3, 1e-4)
-TRAIN_SECONDS = 0.5
+TRAIN_SECONDS = float(os.environ.get("TRAIN_SECONDS", "0.5"))
 """Of an update on all ranks."""
 ENDED = "ended.jsonl"
 TOKENS = array("i", [97 + 7 * place % 26 for place in range(CAP + 26)])
@@ -52,17 +52,23 @@ class SleepingEngine(StubEngine):
     def add(self, request: Request) -> None:
         """Queue."""
         ticket, answer, _ = request.order
-        length = min(self._lengths.of(ticket, self._answers)[answer % self._answers], request.max_new_tokens)
+        length = self._lengths.of(ticket, self._answers)[answer % self._answers] - request.num_begun
+        length = max(1, min(length, request.max_new_tokens))
         self._ends[self._now + length].append((request, length))
         self.num_unfinished += 1
 
     def abort(self, ids: Iterable[str]) -> None:
-        """End them with the next step."""
+        """End them with the next step, with the tokens that they have."""
         gone = set(ids)
-        stopped = [pair for ends in self._ends.values() for pair in ends if pair[0].id in gone]
+        stopped = [
+            (request, length - (end - self._now))
+            for end, pairs in self._ends.items()
+            for request, length in pairs
+            if request.id in gone
+        ]
         for end in self._ends:
             self._ends[end] = [pair for pair in self._ends[end] if pair[0].id not in gone]
-        self._ends[self._now + 1] += [(request, 1) for request, _ in stopped]
+        self._ends[self._now + 1] += stopped
         self._gone |= gone
 
     def step(self) -> list[Completion]:

@@ -109,7 +109,9 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
         learner = Learner(cfg, *roles, world)
         batches = learner.prepare(harvest(world, 1, cfg.algorithm.uses_greedy))
         for batch in batches:
-            batch.old_logprobs += 0.4 * torch.sin(batch.token_ids.float() + batch.position_ids) * batch.loss_mask
+            from_engine = cfg.algorithm.old_logprobs == "engine"
+            old = batch.rollout_logprobs if from_engine else batch.old_logprobs
+            old += 0.4 * torch.sin(batch.token_ids.float() + batch.position_ids) * batch.loss_mask
         metrics[name] = learner.update(batches)
         wholes = {}
         for role in filter(None, (roles.policy, roles.critic)):

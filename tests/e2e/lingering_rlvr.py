@@ -1,4 +1,4 @@
-"""The door, made to linger at one point of step 2, so that a test can strike there. Else the same program.
+"""The door, made to linger at one point of one step, so that a test can strike there. Else the same program.
 
     LINGER="collective prepare: samples" torchrun ... tests/e2e/lingering_rlvr.py key=value ...
 
@@ -15,9 +15,9 @@ from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import Journal, World
 from spmd_rl.rlvr import run
 
-SECONDS = 0.7
+SECONDS = float(os.environ.get("LINGER_SECONDS", "0.7"))
 EVENT, _, WHAT = os.environ["LINGER"].partition(" ")
-STEP = 2
+STEP = int(os.environ.get("LINGER_STEP", "2"))
 
 note, phase, progress = Journal.note, Journal.phase, World.progress
 lingered = False

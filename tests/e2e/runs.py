@@ -108,9 +108,9 @@ class Toy:
         assert run.wait() == 0, run.text()[-3000:]
         return run
 
-    def linger(self, point: str, *overrides: str, **how) -> "Running":
-        """Start a run that lingers at `point` of step 2; see `lingering_rlvr.py`."""
-        return self.start(*overrides, script=LINGERING, env={"LINGER": point}, **how)
+    def linger(self, point: str, *overrides: str, step: int = 2, **how) -> "Running":
+        """Start a run that lingers at `point` of the step; see `lingering_rlvr.py`."""
+        return self.start(*overrides, script=LINGERING, env={"LINGER": point, "LINGER_STEP": str(step)}, **how)
 
 
 def _door(door: str, arguments: list[str]) -> None:

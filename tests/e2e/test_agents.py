@@ -74,6 +74,16 @@ def test_on_ranks_of_their_own_they_play_the_same_episodes(toy: AgentToy, straig
     assert split.metrics()[-1]["val/echo/success"] == straight.metrics()[-1]["val/echo/success"]
 
 
+@pytest.mark.slow
+def test_lent_ranks_play_on_what_others_left(toy: AgentToy) -> None:
+    """Learning rate 0 and a slow environment: episodes are the same, whoever plays them to their end."""
+    settings = ("steps=4", "policy.lr=0", "warmup.steps=0", "eval.every=0", "env.echo.args.delay=0.02")
+    straight = toy.run(*settings, name="lr-0")
+    carried = ("rollout.partial_rollout=true", "rollout.over_sample=2", "rollout.claim=store")
+    lent = toy.run(*settings, *carried, "placement.mode=lent", "placement.train=0-1", ranks=3, name="lent")
+    assert [tokens(lent, step) for step in (1, 2, 3, 4)] == [tokens(straight, step) for step in (1, 2, 3, 4)]
+
+
 def test_turns_of_fresh_prompts_are_segments_of_their_trajectory(toy: AgentToy) -> None:
     run = toy.run("steps=2", "env.echo.history=1", "warmup.steps=0", "eval.every=0", name="fresh")
     samples = run.samples(2)
@@ -112,3 +122,21 @@ def test_vllm_plays_too(tmp_path) -> None:
     trained = run.metrics()[2]
     assert trained["train_infer/abs_diff/mean"] < 1e-4 and trained["actor/grad_norm"] > 0
     assert len({len(sample["turns"]) for sample in run.samples(2)}) > 1
+
+
+@pytest.mark.slow
+def test_overlapped_agents_are_one_step_off(toy: AgentToy, straight: Running) -> None:
+    """A trajectory may have turns of two policies: those before a slow reply, and those after it."""
+    settings = ("placement.mode=overlapped", "placement.patience=0.05", "env.echo.args.delay=0.4", "steps=5")
+    run = toy.run(*settings, "env.echo.workers=4", name="overlapped")
+    assert tokens(run, 2) == tokens(straight, 2)  # the first after the warm-up
+    found = [
+        [step - 1 - version for turn in sample["turns"] for version in turn["versions"]]
+        for step in (3, 4, 5)
+        for sample in run.samples(step)
+    ]
+    assert {lag for lags in found for lag in lags} == {0, 1}
+    assert all(lags == sorted(lags, reverse=True) for lags in found) and any(len(set(lags)) == 2 for lags in found)
+    lines = run.metrics()
+    assert all(line["rollout/error_share"] == 0 for line in lines[2:])
+    assert all(line["placement/overlap_seconds"] > 0 for line in lines[3:])

@@ -1,5 +1,7 @@
 """Algorithms with state of their own, through the real door: PPO with a critic, an adaptive KL and running moments."""
 
+import re
+
 import pytest
 
 from tests.e2e.runs import EXACT, Toy
@@ -46,8 +48,29 @@ def test_all_state_of_an_algorithm_survives_a_resume(toy: Toy) -> None:
     assert "view tensor" not in straight.text(), "FSDP warns of modules whose output is a view"
 
 
+def test_a_run_outside_of_a_bound_stops_on_all_ranks_and_says_where(toy: Toy) -> None:
+    bounds = ("algorithm.bounds.max_abs_diff=1e-12", "algorithm.bounds.on_breach=stop")
+    run = toy.start(*EXACT, *bounds, "steps=2", ranks=2, name="bound")
+    assert run.wait() == 1
+    line = (run.run_dir / "error.txt").read_text().strip()
+    found = re.fullmatch(
+        r"step 1: train_infer/abs_diff/mean is (\S+), above algorithm\.bounds\.max_abs_diff=1e-12", line
+    )
+    assert found and 1e-12 < float(found[1]) < 1e-4, line
+    assert [line["step"] for line in run.metrics()] == [0], "there was no update"
+    warned = toy.run(*EXACT, bounds[0], "steps=3", ranks=2, name="warned")
+    said = [line for line in warned.text().splitlines() if "algorithm.bounds.max_abs_diff" in line]
+    assert len(said) == 1 and said[0].startswith("warning: step 1: train_infer/abs_diff/mean is ")
+    for metrics in warned.metrics()[1:]:
+        low, mean, high = (metrics[f"train_infer/ratio/{kind}"] for kind in ("min", "mean", "max"))
+        assert 0.9 < low < mean < high < 1.1 and 0.999 < metrics["train_infer/ess"] <= 1
+        assert metrics["train_infer/abs_diff/max"] >= metrics["train_infer/abs_diff/mean"] > 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ppo", "remax", "reinforce_pp", "clip_cov", "icepop", "dr_grpo", "topr", "gspo"])
+@pytest.mark.parametrize(
+    "recipe", ["ppo", "remax", "reinforce_pp", "clip_cov", "icepop", "dr_grpo", "topr", "dppo", "gspo"]
+)
 def test_recipes_run_through_the_door(toy: Toy, recipe: str) -> None:
     run = toy.run(*EXACT, f"algorithm={recipe}", "steps=2", name=recipe)
     last = run.metrics()[2]

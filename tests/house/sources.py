@@ -10,7 +10,10 @@ from spmd_rl.config.schema import PIPELINES
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("spmd_rl", "rewards", "envs", "launch")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in (*PIPELINES, "rlvr_split", "agentic_split")]
+LOOPS = [
+    f"{name}_{loop}" for name in ("rlvr", "agentic") for loop in ("split", "lent", "overlapped", "attached", "crew")
+]
+DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in (*PIPELINES, *LOOPS)]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

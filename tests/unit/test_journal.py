@@ -158,6 +158,7 @@ def test_report_tells_apart_those_who_arrived() -> None:
         "  collective: 'plan' #9",
         "  arrived: ranks 0, 1",
         "  did not arrive: ranks 2, 3, 4, 5",
+        "  stopped or dead: ranks 3, 5",
         "    rank 2 (pid 102 on host): in phase update, in collective 'norm' #9",
         "    rank 3 (pid 103 on host): no heartbeat for 6.0 s: stopped or dead; no stack. "
         "Last seen in phase prepare, in collective 'plan' #9",
@@ -165,6 +166,18 @@ def test_report_tells_apart_those_who_arrived() -> None:
         "    rank 5 (pid 7 on other): no heartbeat ever: stopped or dead; no stack",
         "  stacks: here",
     ]
+
+
+def test_a_chain_of_waits_is_followed_to_the_rank_that_is_dead() -> None:
+    """Rank 0 waits for rank 1, in a group of the two, and rank 1 for rank 2, which is dead."""
+    pulses = [
+        pulse(0, "eval", Place("train: eval: parts", 9, (0, 1))),
+        pulse(1, "eval", Place("eval: answers of ranks that generate", 3)),
+        pulse(2, "generate", None, age=4.0),
+    ]
+    lines = [line.strip() for line in hang_report(pulses, 3.0, "here").splitlines()]
+    assert "collective: 'eval: answers of ranks that generate' #3" in lines
+    assert "arrived: rank 1" in lines and "stopped or dead: rank 2" in lines
 
 
 def test_report_of_a_hang_outside_collectives_names_the_silent() -> None:

@@ -1,8 +1,10 @@
 """The learner: which passes it makes, what it leaves out, and what it evaluates."""
 
 import json
+import math
 from array import array
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 
 import msgspec
@@ -11,6 +13,7 @@ import torch
 
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
+from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.learn import Learner, evaluate, policy_loss, sample_log
@@ -68,6 +71,54 @@ def test_stale_tokens_or_several_updates_need_one() -> None:
     cfg.train.updates_per_step = 3
     policy, _, _ = step(cfg, collected(GROUPS))
     assert policy.asked == ["logprobs"] * 3 + ["update of 5", "update of 6", "update of 4"]
+
+
+def test_with_the_engines_logprobs_stale_tokens_need_none() -> None:
+    cfg = RlvrConfig()
+    cfg.algorithm.old_logprobs = "engine"
+    policy, metrics, _ = step(cfg, collected(GROUPS, version=1))
+    assert policy.asked == ["update of 15"]
+    assert metrics["actor/ratio"] == pytest.approx(math.exp(-0.2))  # -0.3 over the engine's -0.1
+    assert metrics["train_infer/abs_diff/mean"] == pytest.approx(0.2)
+
+
+BREACHES = {
+    "max_abs_diff=0.1": "train_infer/abs_diff/mean is 0.2, above",
+    "min_ess=1": "train_infer/ess is 0.9129, below",  # of 9 weights exp(0.5) and 6 of exp(-0.2)
+    "max_lag=0": "rollout/lag/max is 1, above",
+}
+
+
+@pytest.mark.parametrize("bound", BREACHES)
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_step_outside_of_a_bound_stops_before_its_update_or_warns_once(bound: str, version: int, capsys) -> None:
+    """Fresh samples, of which only the update knows the trainer's logprobs; and stale ones."""
+    key, _, value = bound.partition("=")
+    cfg, harvest = RlvrConfig(), collected(deepcopy(GROUPS), version=version)
+    if key == "min_ess":
+        uneven(harvest)
+    cfg.algorithm.bounds = BoundsConfig(None, None, None)
+    setattr(cfg.algorithm.bounds, key, float(value))
+    policy, cfg.policy.dtype, breaks = FakeBackend(), "bfloat16", key != "max_lag" or version == 1
+    with solo() as world:
+        learner = Learner(cfg, policy, None, None, world)
+        for _ in range(3):
+            learner.update(learner.prepare(harvest))
+        said = [line for line in capsys.readouterr().err.splitlines() if "algorithm.bounds" in line]
+        assert len(said) == breaks and all(BREACHES[bound] in line for line in said)
+        policy.asked.clear()
+        cfg.algorithm.bounds.on_breach = "stop"
+        with pytest.raises(RunFailed, match=f"step 1: .*algorithm.bounds.{bound}") if breaks else nullcontext():
+            learner.prepare(harvest)
+        assert policy.asked == ["logprobs"]
+
+
+def uneven(harvest) -> None:
+    """Let the engine's logprobs of each second token be other ones."""
+    for found in harvest.groups:
+        for one in found.samples:
+            for turn in one.turns:
+                turn.logprobs[::2] = array("f", [-0.8] * len(turn.logprobs[::2]))
 
 
 def test_the_reference_is_asked_only_for_a_kl() -> None:

@@ -1,5 +1,7 @@
 """The simulator of split placement: its clock, what must hold between its runs, its front."""
 
+import math
+from math import inf
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -7,9 +9,10 @@ import pytest
 
 from spmd_rl.errors import UserError
 from spmd_rl.simulate import options, split
+from spmd_rl.simulate.carried import Carried, carried_scene
 from spmd_rl.simulate.clock import Clock
 from spmd_rl.simulate.placements import Comparison, Outcome
-from spmd_rl.simulate.two_sides import Colocated, Costs, Generation, Split
+from spmd_rl.simulate.two_sides import Colocated, Costs, Generation, Split, generation_on
 
 
 def comparison(replicas: int, policy: str, steps: int = 10, *words: str) -> Comparison:
@@ -94,7 +97,7 @@ def test_what_goes_wrong_costs_time() -> None:
 
 def test_the_front_prints_and_draws(tmp_path: Path, capsys) -> None:
     picture = tmp_path / "placement.svg"
-    words = ["--replicas", "4", "--steps", "3", "--train-shares", "0.5", "--staleness", "0", "1"]
+    words = ["--replicas", "4", "--steps", "3", "--train-shares", "0.5", "--staleness", "0", "1", "--modes"]
     found = split.main([*words, "--picture", str(picture)])
     assert [(o.policy, o.name) for o in found] == [
         (policy, name)
@@ -111,3 +114,49 @@ def test_the_front_prints_and_draws(tmp_path: Path, capsys) -> None:
     ):
         with pytest.raises(UserError, match=line):
             split.main(wrong.split())
+
+
+def carried(replicas: int, num_train: int, staleness: int, lends: bool, **what) -> Carried:
+    scene = carried_scene(comparison(replicas, "store").scene, staleness)
+    generation = generation_on(scene, replicas - num_train)
+    return Carried(generation, Costs(train=30.0, stage=5.0, fetch=10.0, **what), replicas, staleness, lends)
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize("failure_seconds", [inf, 400.0])
+def test_carried_answers_keep_the_bound_and_every_ticket_is_used_once(lends: bool, failure_seconds: float) -> None:
+    for staleness in (1, 2):
+        run = carried(16, 8, staleness, lends, failure_seconds=failure_seconds, checkpoint_every=2)
+        steps = run.steps(16)
+        assert [step.number for step in steps] == list(range(1, 17))
+        assert all(0 <= step.lag <= staleness for step in steps) and max(step.lag for step in steps) == staleness
+        used = [ticket for step in steps for ticket in step.generated.used]
+        assert used == list(range(16 * 32))  # in order, none twice, none lost, whatever was done again
+        assert (run.lives > 1) == (failure_seconds < inf)
+        assert run.goodput < 0.95 if run.lives > 1 else run.goodput > 0.98
+
+
+def test_carried_and_lent_runs_beat_waiting_for_the_tail_and_never_the_sum_of_all_work() -> None:
+    runs = comparison(32, "store")
+    costs = Costs(train=30.0, stage=5.0, fetch=10.0, probe_every=0)
+    together = runs.colocated(costs)
+    work = 3600 / together.steps_per_hour * (1 - together.generate_idle)  # rank-seconds a rank: W / N + T
+    plain = runs.best_split(costs, [0.5], 2).steps_per_hour
+    for lends in (False, True):
+        best = runs.best_carried(costs, [3 / 8, 1 / 2, 5 / 8], 2, lends)
+        assert 1.5 * together.steps_per_hour < best.steps_per_hour and plain < best.steps_per_hour
+        assert 3600 / best.steps_per_hour > 0.9 * work  # larger batches of requests run a little more efficiently
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_goodput_with_failures_is_the_closed_form(every: int) -> None:
+    """Exponential failures at rate r, stretches of s seconds between checkpoints, R to restart: a stretch takes
+    (e^(rs) - 1) (1 / r + R) seconds on average, of which s count."""
+    scene = comparison(2, "store", 1, "--sigma", "0").scene
+    runs = Colocated(Generation(scene), Costs(train=30.0), 2).steps(1)
+    seconds, mean, restart = every * runs[0].at, 300.0, 20.0
+    expected = seconds / (math.expm1(seconds / mean) * (mean + restart))
+    costs = Costs(train=30.0, failure_seconds=mean, restart_seconds=restart, checkpoint_every=every)
+    run = Colocated(Generation(scene), costs, 2)
+    run.steps(2_000)
+    assert run.lives > 100 and run.goodput == pytest.approx(expected, abs=0.02)

@@ -57,7 +57,7 @@ class Rank:
     def __init__(self, road: Road, engine, courier: Courier) -> None:
         rollouts = SimpleNamespace(load_state=lambda state: None, prompts=SimpleNamespace(eval=()))
         self._road, self._engine, self._courier = road, engine, courier
-        side = GenerateSide(road.world, courier)
+        side = GenerateSide(road.world, courier, lambda: courier, road.world)
         self._generator = Generator(road.cfg, engine, rollouts, side, road.world.store)
 
     def follow(self, version: int) -> int:

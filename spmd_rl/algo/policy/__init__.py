@@ -8,7 +8,7 @@ from spmd_rl.algo.policy.clipped import dual_clip, gspo, gspo_token, ppo_clip, r
 from spmd_rl.algo.policy.covariance import clip_cov, kl_cov
 from spmd_rl.algo.policy.smooth import gmpo, kimi, sapo
 from spmd_rl.algo.policy.terms import entropy_bonus, positive_sft
-from spmd_rl.algo.policy.weighted import cispo, tis, topr, vanilla_pg
+from spmd_rl.algo.policy.weighted import cispo, dppo_kl, dppo_tv, tis, topr, vanilla_pg
 
 POLICY_LOSSES = {
     "ppo_clip": ppo_clip,
@@ -21,6 +21,8 @@ POLICY_LOSSES = {
     "tis": tis,
     "cispo": cispo,
     "topr": topr,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "sapo": sapo,
     "gmpo": gmpo,
     "kimi": kimi,

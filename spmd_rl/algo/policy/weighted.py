@@ -5,6 +5,7 @@ not its value. Shapes are those of `clipped.py`.
 """
 
 import torch
+from torch import Tensor
 
 from spmd_rl.algo.inputs import Tokens
 from spmd_rl.algo.policy.clipped import Loss
@@ -70,3 +71,53 @@ def topr(tokens: Tokens) -> Loss:
     weight = torch.where(tokens.advantages < 0, sample.clamp(max=0).exp(), torch.ones_like(sample))
     clipped = (tokens.advantages < 0) & (sample > 0)
     return -weight * tokens.advantages * tokens.logprobs, quantities(tokens, weight, clipped)
+
+
+def dppo_tv(tokens: Tokens, *, clip_low: float, clip_high: float, dppo_cap: float) -> Loss:
+    """DPPO: a token is left out where its probability, not its ratio, has moved too far in the way it is pushed.
+
+        L_t = -M_t sg[min(r_t, dppo_cap)] A_t log pi(t);    M_t = 0 where A_t > 0 and pi(t) - pi_old(t) > clip_high,
+        or A_t < 0 and pi_old(t) - pi(t) > clip_low, else 1
+
+    |pi(t) - pi_old(t)| is the total variation of "this token or another". Rare tokens, whose ratio jumps with the
+    slightest noise, stay in; frequent ones, whose ratio cannot leave PPO's band, can be left out.
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (arXiv 2602.04879, DPPO-Binary-TV); the trust
+    region is that of the policy that sampled: `old_logprobs=engine`.
+    Keys: `clip_low`, `clip_high`: bounds of the difference of probabilities, such as 0.15; `dppo_cap`: largest ratio.
+    Use: samples of an older policy, or an engine of lower precision, with large vocabularies.
+    """
+    probability, old = tokens.logprobs.detach().exp(), tokens.old_logprobs.exp()
+    moved = probability - old
+    return _dppo(tokens, moved > clip_high, moved < -clip_low, dppo_cap)
+
+
+def dppo_kl(tokens: Tokens, *, clip_low: float, clip_high: float, dppo_cap: float) -> Loss:
+    """DPPO with the KL divergence of "this token or another" in the place of the total variation.
+
+        L_t = -M_t sg[min(r_t, dppo_cap)] A_t log pi(t);    M_t = 0 where A_t > 0, pi(t) > pi_old(t), D_t > clip_high,
+        or A_t < 0, pi(t) < pi_old(t), D_t > clip_low, else 1;
+        D_t = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
+
+    Source: Rethinking the Trust Region in LLM Reinforcement Learning (arXiv 2602.04879, DPPO-Binary-KL); the trust
+    region is that of the policy that sampled: `old_logprobs=engine`.
+    Keys: `clip_low`, `clip_high`: bounds of the divergence in nats, such as 0.05; `dppo_cap`: largest ratio.
+    Use: as `dppo_tv`; stricter on tokens that were nearly certain.
+    """
+    new, old = tokens.logprobs.detach().double(), tokens.old_logprobs.double()
+    others_new, others_old = _log_of_others(new), _log_of_others(old)
+    divergence = old.exp() * (old - new) + others_old.exp() * (others_old - others_new)
+    return _dppo(tokens, (new > old) & (divergence > clip_high), (new < old) & (divergence > clip_low), dppo_cap)
+
+
+def _log_of_others(logprobs: Tensor) -> Tensor:
+    """log(1 - p), finite where p is 1."""
+    return torch.log1p(-logprobs.exp().clamp(max=1 - torch.finfo(logprobs.dtype).eps))
+
+
+def _dppo(tokens: Tokens, above: Tensor, below: Tensor, cap: float) -> Loss:
+    """above, below: bool [N]: where the token's probability has left its region upwards or downwards."""
+    left_out = (above & (tokens.advantages > 0)) | (below & (tokens.advantages < 0))
+    ratio = token_ratios(tokens).detach()
+    weight = ratio.clamp(max=cap).masked_fill(left_out, 0)
+    return -weight * tokens.advantages * tokens.logprobs, quantities(tokens, weight, weight != ratio)

@@ -48,6 +48,8 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "tis": (),
     "cispo": CLIP,
     "topr": (),
+    "dppo_tv": (*CLIP, "dppo_cap"),
+    "dppo_kl": (*CLIP, "dppo_cap"),
     "sapo": ("sapo_tau_pos", "sapo_tau_neg"),
     "gmpo": CLIP,
     "kimi": ("kimi_tau",),
@@ -93,6 +95,29 @@ class CorrectionConfig:
         one_of(self, level=LEVELS)
         at_least(self, upper=1, mask_low=0)
         above(self, mask_high=self.mask_low or 0)
+
+
+@dataclass
+class BoundsConfig:
+    """How far samples may be from the policy that trains on them: `algorithm.bounds`. Null: no bound."""
+
+    max_abs_diff: float | None = 1.0
+    """Largest `train_infer/abs_diff/mean`, in nats: engine against trainer, lag included. An engine in bfloat16 is at
+    0.002 to 0.05; with a lag of one version, some tenths while a large learning rate moves the policy fast."""
+    min_ess: float | None = 0.1
+    """Smallest `train_infer/ess`: the effective share of the tokens under the raw importance weights."""
+    max_lag: int | None = None
+    """Largest age of a token, in versions, as `rollout.partial_rollout` and `placement.max_staleness` make them."""
+    on_breach: str = "warn"
+    """What a step outside of a bound does: `warn`, once for each run of such steps, or `stop`, on all ranks before the
+    update. `stop` computes the trainer's logprobs before each update, which is a forward pass more where a step has a
+    single update on samples of the current policy."""
+
+    def __post_init__(self) -> None:
+        one_of(self, on_breach=("warn", "stop"))
+        above(self, max_abs_diff=0)
+        within(self, min_ess=(0, 1))
+        at_least(self, max_lag=0)
 
 
 @dataclass
@@ -182,8 +207,13 @@ class AlgorithmConfig:
 
     loss: str = "ppo_clip"
     """Policy loss: `ppo_clip`, `dual_clip`, `segment_clip`, `gspo`, `gspo_token`, `raft_pp`, `vanilla_pg`, `tis`,
-    `cispo`, `topr`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or a function of your own, as `module:function`:
-    docs/ALGORITHMS.md."""
+    `cispo`, `topr`, `dppo_tv`, `dppo_kl`, `sapo`, `gmpo`, `kimi`, `clip_cov`, `kl_cov`. Or a function of your own, as
+    `module:function`: docs/ALGORITHMS.md."""
+    old_logprobs: str = "trainer"
+    """Whose logprobs stand below the line of the importance ratio: the `trainer`'s before the first update of the step
+    (the proximal policy of decoupled PPO; what lies between it and the engine is left to `correction`), or those with
+    which the `engine` sampled (the behaviour policy, of whatever version). With `engine` the ratio itself corrects lag
+    and mismatch, `correction` has nothing to do, and no forward pass is needed."""
     args: dict[str, Any] = field(default_factory=dict)
     """Settings of a loss or an advantage of your own that are no keys of `algorithm`, by name of the parameter."""
     loss_agg: str = "token-mean"
@@ -198,6 +228,8 @@ class AlgorithmConfig:
     """The importance ratio is clipped above at 1 + clip_high."""
     dual_clip: float = 3.0
     """Largest importance ratio of a token with a negative advantage, for `loss=dual_clip`."""
+    dppo_cap: float = 20.0
+    """Largest importance ratio of a token, for `loss=dppo_tv` and `dppo_kl`."""
     sapo_tau_pos: float = 1.0
     """Steepness of SAPO's gate for positive advantages."""
     sapo_tau_neg: float = 1.05
@@ -239,6 +271,7 @@ class AlgorithmConfig:
     """Number of first steps in which only the critic is trained."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    bounds: BoundsConfig = field(default_factory=BoundsConfig)
 
     def __post_init__(self) -> None:
         own = {key: value for key in ("advantage", "loss") if OWN.fullmatch(value := getattr(self, key))}
@@ -247,6 +280,7 @@ class AlgorithmConfig:
         require(
             bool(own) or not self.args, "args: only a loss or an advantage of your own, as module:function, has any"
         )
+        one_of(self, old_logprobs=("trainer", "engine"))
         one_of(self, kl_estimator=KL_ESTIMATORS, kl_reward_estimator=KL_ESTIMATORS)
         within(self, gamma=(0, 1), lam=(0, 1), step_reward_gamma=(0, 1))
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1), variance_top_p=(0, 1))
@@ -255,9 +289,15 @@ class AlgorithmConfig:
         at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, pass_k=1, loss_agg_length=1)
         at_least(self, overlong_coef=0, overlong_tokens=1, format_penalty=0, repetition_coef=0, repetition_ngram=1)
         at_least(self, error_max_len_threshold=1, variance_eps=0, variance_patience=1)
+        at_least(self, dppo_cap=1)
         above(self, sapo_tau_pos=0, sapo_tau_neg=0, advantage_clip=0, reward_clip=0, value_clip=0)
         above(self, target_kl=0, kl_horizon=0, difficulty_high_threshold=self.difficulty_low_threshold)
         above(self, clip_cov_high=self.clip_cov_low)
+        corrects = self.correction.level != "off"
+        require(
+            not corrects or self.old_logprobs == "trainer",
+            "old_logprobs: with engine the ratio corrects by itself, leave correction.level at off",
+        )
         log_band = self.loss == "gmpo"  # it clips the logarithm of the ratio
         require(log_band or self.clip_low <= 1, f"clip_low: must be between 0 and 1, not {self.clip_low}")
         require(self.target_kl is None or self.uses_reference, "target_kl: needs kl_coef or kl_reward_coef above 0")

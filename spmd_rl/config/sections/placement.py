@@ -11,20 +11,43 @@ class PlacementConfig:
     """Which ranks train and which generate: `placement`."""
 
     mode: str = "colocated"
-    """`colocated`: every rank trains and generates, in turns. `split`: some ranks train while others generate."""
+    """`colocated`: every rank trains and generates, in turns. `split`: some ranks train while others generate. `lent`:
+    the ranks that train also generate, until the step's answers are there, and then go back to train.
+    `overlapped`: in turns too, and the next step is generated before the update, during which its verdicts come in."""
     train: str | None = None
-    """With `split`: the ranks that train, as `0-3` or `0,2,4-7`, or their share, as `25%`, counted from rank 0.
-    Default: those that do not generate, or the first half."""
+    """With `split` and `lent`: the ranks that train, as `0-3` or `0,2,4-7`, or their share, as `25%`, counted from
+    rank 0. Default: those that do not generate, or the first half."""
     generate: str | None = None
-    """With `split`: the ranks that generate, written like `train`; a share is counted from the last rank. Default:
-    those that do not train."""
+    """With `split` and `lent`: the ranks that do nothing but generate, written like `train`; a share is counted from
+    the last rank. Default: those that do not train. With `split`, `attached`: all ranks of this job train, and
+    jobs of their own generate, which attach to it with the same command line and `placement.attach`."""
+    attach: str | None = None
+    """With `generate=attached`: be a job that generates, for the training job that has its run directory here, or
+    listens at this `tcp://HOST:PORT`. `auto`: for the one that has the `run.dir` of this very line."""
+    min_generate: int = 1
+    """With `generate=attached`: training begins when so many generating ranks have attached."""
+    lease_seconds: float = 30.0
+    """With `generate=attached`: what an attached rank had begun is done by others once it has been silent for so long.
+    """
+    absent_seconds: float = 3600.0
+    """With `generate=attached`: for how long training waits for attached ranks of which none moves, and an attached job
+    for a training job, before it is a stall."""
     max_staleness: int = 1
-    """With `split`: by how many updates the policy that generates a step's answers may be behind the one that is
-    trained on them. 0: strictly on-policy, and one side waits while the other works."""
-
+    """With `split` and `lent`: by how many updates the policy that generates a step's answers may be behind the one
+    that is trained on them. 0: strictly on-policy, and one side waits while the other works. With `overlapped` it is 1.
+    """
+    swap: str | None = None
+    """With `split` and `lent`: when a rank that only generates takes over a newer policy. `step`: between two steps.
+    `recompute`: also in the middle of answers, as soon as it has been fetched; they go on from the tokens that they
+    have, whose keys and values are computed again. `keep`: the same, with the keys and values that the older policy
+    computed, which costs nothing and is not exact (`engine.name=native` alone). The last two: with `engine.tp=1`.
+    Default: `step`, and `recompute` with `lent`."""
+    patience: float = 0.5
+    """With `overlapped`, for agents: a rank whose engine has nothing to compute turns to the update once no environment
+    has replied for so many seconds. The turns that follow are those of the newer policy."""
     bind: str = "ipc"
-    """With `split`: where training ranks listen for generating ones. `ipc`: sockets in a private directory of one
-    machine. `tcp://ADDRESS` (`*` for all addresses of each node): any free port; beyond one machine only with
+    """With `split` and `lent`: where training ranks listen for generating ones. `ipc`: sockets in a private directory
+    of one machine. `tcp://ADDRESS` (`*` for all addresses of each node): any free port; beyond one machine only with
     `sidecar.keys`."""
 
     def __post_init__(self) -> None:
@@ -32,12 +55,40 @@ class PlacementConfig:
             self.bind == "ipc" or re.fullmatch(r"tcp://(\*|\[[^]]+]|[0-9.]+)", self.bind),
             f"bind: must be ipc or tcp://ADDRESS, ADDRESS in digits or *, not {self.bind!r}",
         )
-        one_of(self, mode=("colocated", "split"))
-        at_least(self, max_staleness=0)
+        one_of(self, mode=("colocated", "split", "lent", "overlapped"), swap=("step", "recompute", "keep"))
+        at_least(self, max_staleness=0, patience=0, min_generate=1, lease_seconds=0.5, absent_seconds=0)
         given = [key for key in ("train", "generate") if getattr(self, key) is not None]
-        require(self.is_split or not given, f"{', '.join(given)}: only with placement.mode=split")
+        require(self.is_split or not given, f"{', '.join(given)}: only with placement.mode=split or lent")
+        at_once = self.swap != "step" or not self.is_lent
+        require(at_once, "swap: must be recompute or keep with placement.mode=lent, where steps wait for lent ranks")
+        ahead = not self.is_overlapped or self.max_staleness == 1
+        require(ahead, f"max_staleness: {self.max_staleness} is not what overlapped does: it is one step ahead, 1")
+        require(self.is_attached or self.attach is None, "attach: only with placement.generate=attached")
+        require(not self.is_attached or self.train is None, "train: all ranks train with placement.generate=attached")
 
     @property
     def is_split(self) -> bool:
         """Whether some ranks train while others generate."""
-        return self.mode == "split"
+        return self.mode in ("split", "lent")
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the ranks that train also generate, until the step's answers are there."""
+        return self.mode == "lent"
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether jobs of their own generate, and attach to the one that trains."""
+        return self.mode == "split" and self.generate == "attached"
+
+    @property
+    def loop(self) -> str:
+        """Which loop a pipeline runs: `colocated`, `split`, and of attached jobs `attached` (trains) or `crew`."""
+        if self.is_attached:
+            return "attached" if self.attach is None else "crew"
+        return self.mode
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether the next step is generated before the update."""
+        return self.mode == "overlapped"

@@ -114,8 +114,7 @@ class NativeEngine:
 
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
-        assert self.num_unfinished == 0, "load() with requests under way"
-        self.pool.forget()  # a cached key would outlive its weights
+        self._scheduler.forget()  # a cached key would outlive its weights
         self._version = None
         missing, faults = dict(self._weights), []
         for name, tensor in weights:
@@ -219,7 +218,7 @@ class NativeEngine:
         """Append a token to each row, from `logits` [R, V]."""
         requests = [row.request for row in rows]
         temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
-        draws = [uniform(row.request.seed, len(row.token_ids)) for row in rows]
+        draws = [uniform(row.request.seed, row.request.num_begun + len(row.token_ids)) for row in rows]
         uniforms = torch.tensor(draws, dtype=torch.float64, device=self._device)
         cut = [i for i, request in enumerate(requests) if request.truncated]
         if len(cut) < len(rows):

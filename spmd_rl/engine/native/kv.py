@@ -57,13 +57,14 @@ class KVPool:
 
     def sleep(self) -> None:
         """Free the memory. Nothing may be in use."""
+        assert not any(self._references), "KV blocks in use"
         self.forget()
         self._data = torch.empty(0, dtype=self._dtype, device=self._device)
 
     def forget(self) -> None:
-        """Drop all that is cached: it belongs to other weights. Nothing may be in use."""
-        assert not any(self._references), "KV blocks in use"
-        self._free = list(reversed(range(self.num_blocks)))  # a stack, lowest block on top: pages are touched late
+        """Let nothing that is cached be found: it belongs to other weights. Who holds blocks goes on with them."""
+        free = [block for block in range(self.num_blocks) if not self._references[block]]
+        self._free = free[::-1]  # a stack, lowest block on top: pages are touched late
         self._unused.clear()
         self._keys.clear()
         self._cached.clear()

@@ -27,6 +27,8 @@ class Row(Answer):
     """blocks of all tokens it may come to store"""
     num_stored: int
     """tokens whose keys and values are in the pool"""
+    shared: bool = True
+    """whether later requests may find its blocks; not once the weights have changed under it"""
 
     @property
     def num_tokens(self) -> int:
@@ -89,11 +91,18 @@ class Scheduler:
             self.rows.append(row)
             self.prompt_tokens.count(num_tokens, len(found) * BLOCK)
 
+    def forget(self) -> None:
+        """Let no later request find keys and values of the weights so far; running rows go on with those they have."""
+        self._pool.forget()
+        for row in self.rows:
+            row.shared = False
+
     def end(self, row: Row) -> None:
-        """Take a row out and give its blocks back; what they hold stays cached."""
+        """Take a row out and give its blocks back; what they hold stays cached, if it is of the present weights."""
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
-        self._pool.keep(block_keys((row.request.prompt_ids + row.token_ids)[: row.num_stored]), row.table)
+        if row.shared:
+            self._pool.keep(block_keys((row.request.prompt_ids + row.token_ids)[: row.num_stored]), row.table)
         self._pool.drop(row.table)
 
     def abort(self, ids: Set[str]) -> list[Completion]:

@@ -22,6 +22,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from spmd_rl.data import counter_seed
 from spmd_rl.engine.answer import Answer, TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.engine.vllm.start import TIES, stop
@@ -96,7 +97,7 @@ class VllmEngine:
     def _sampling(self, request: Request) -> SamplingParams:
         return SamplingParams(
             temperature=request.temperature,
-            seed=request.seed % 2**63,  # vLLM reads -1 as none, and some of its runners keep signed words
+            seed=_seed(request),
             max_tokens=request.max_new_tokens,
             stop_token_ids=[id for id in request.stop_ids if id < self._num_ids],  # else vLLM refuses the request
             ignore_eos=True,
@@ -248,6 +249,12 @@ class VllmEngine:
         self._rows.clear()
         self._aborted.clear()
         self._version = None
+
+
+def _seed(request: Request) -> int:
+    """Of the stream of one request: another one where an answer goes on, or it would begin with the same draws."""
+    seed = counter_seed(request.seed, request.num_begun) if request.num_begun else request.seed
+    return seed % 2**63  # vLLM reads -1 as none, and some of its runners keep signed words
 
 
 def _survivors(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:

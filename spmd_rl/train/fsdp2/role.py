@@ -23,6 +23,7 @@ from spmd_rl.model.attention import Packing
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.size import ModelSize
+from spmd_rl.train import averages
 from spmd_rl.train.base import Metrics
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
@@ -163,7 +164,10 @@ class FSDP2Role:
         self._moments.to_device()  # not before: what the micro-batches held is free again
         sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self._optimizer.local_grad_square()  # [all]
+        greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
         sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
+        if greatest:  # the loss has the same quantities on all ranks
+            greatest = self._world.reduce("update: extremes", greatest, op="max")  # [all]
         norm = math.sqrt(sums.pop("grad_square"))
         lr = self.lr_factor * learning_rate(
             self._updates,
@@ -184,7 +188,7 @@ class FSDP2Role:
                 self._moments.to_host()
         self._count(skipped)
         total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
-        means = {name: value / num_tokens for name, value in sums.items()}
+        means = {name: value / num_tokens for name, value in sums.items()} | averages.extremes(greatest)
         means |= {"loss": total, "grad_norm": norm, "lr": lr}
         if self._optimizer.rounds:  # alike on all ranks
             found = self._world.reduce("update: changed weights", {"changed": changed}, op="sum")  # [all]
@@ -193,7 +197,8 @@ class FSDP2Role:
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
     def _accumulate(self, batch: Batch, forward: Forward, loss: PerToken) -> tuple[dict[str, float], int]:
-        """[all] Gradients; sums of the loss, its quantities and its tokens over this data shard; micro-batches run."""
+        """[all] Gradients; the loss, its quantities and its tokens over this data shard (see `averages`); micro-batches
+        run."""
         bins = plan(batch, self._train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
         self._routing.begin(count)
@@ -208,7 +213,7 @@ class FSDP2Role:
                     if stage.is_last:
                         output, columns = self._loss(micro, forward, loss)
                         for name, values in columns.items():
-                            sums[name] = sums.get(name, 0.0) + (values.double().sum() if real else 0.0)
+                            sums[name] = averages.joined(name, sums.get(name), values if real else None)
                     else:
                         output = self._hidden(micro)
                     stage.forwarded(output)
@@ -253,13 +258,13 @@ class FSDP2Role:
         return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens, chosen)
 
     def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
-        """[all] A data shard's sums on one of the ranks that have them; zeros under the same names on the others."""
+        """[all] A data shard's sums on one of the ranks that have them; nothing under the same names on the others."""
         if self._pipeline.num_stages > 1:  # the last stage alone knows the names
             src = self._world.size - 1
             names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
-            sums = {name: sums.get(name, 0.0) for name in names}
+            sums = {name: sums.get(name, averages.nothing(name)) for name in names}
         counts = self._pipeline.has_end and not self.layout.rank("cp") and not self.layout.rank("tp")
-        return sums if counts else dict.fromkeys(sums, 0.0)
+        return sums if counts else {name: averages.nothing(name) for name in sums}
 
     def _hidden(self, micro: Batch) -> Tensor:
         """[stage] What a chunk that is not the model's last one makes of the hidden states of a micro-batch."""

@@ -18,6 +18,8 @@ KEYS: dict[str, dict[str, float]] = {
     "tis": {},
     "cispo": {"clip_low": 0.3, "clip_high": 0.28},
     "topr": {},
+    "dppo_tv": {"clip_low": 0.06, "clip_high": 0.05, "dppo_cap": 1.4},
+    "dppo_kl": {"clip_low": 0.02, "clip_high": 0.015, "dppo_cap": 1.4},
     "sapo": {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
     "gmpo": {"clip_low": 0.3, "clip_high": 0.4},
     "kimi": {"kimi_tau": 0.1},

@@ -92,6 +92,33 @@ def topr(s: Sample, new: Floats, stopped: Floats) -> Floats:
     return [-(trajectory if a < 0 else 1.0) * a * n for n, a in zip(new, s.advantages, strict=True)]
 
 
+def dppo(s: Sample, new: Floats, stopped: Floats, far: Callable[[float, float, float], bool], cap: float) -> Floats:
+    """`far(p, q, advantage)`: whether a token of this probability now, q before, is left out."""
+    out = []
+    for n, f, o, a in zip(new, stopped, s.old, s.advantages, strict=True):
+        p, q = math.exp(f), math.exp(o)
+        out.append(0.0 if far(p, q, a) else -min(exp(f - o), cap) * a * n)
+    return out
+
+
+def dppo_tv(s: Sample, new: Floats, stopped: Floats, clip_low: float, clip_high: float, dppo_cap: float) -> Floats:
+    def far(p: float, q: float, a: float) -> bool:
+        return p - q > clip_high if a > 0 else a < 0 and q - p > clip_low
+
+    return dppo(s, new, stopped, far, dppo_cap)
+
+
+def dppo_kl(s: Sample, new: Floats, stopped: Floats, clip_low: float, clip_high: float, dppo_cap: float) -> Floats:
+    def log_of_rest(p: float) -> float:
+        return math.log(1 - p) if p < 1 else -36.0
+
+    def far(p: float, q: float, a: float) -> bool:
+        divergence = q * math.log(q / p) + (1 - q) * (log_of_rest(q) - log_of_rest(min(p, 1 - 2e-16)))
+        return p > q and divergence > clip_high if a > 0 else a < 0 and p < q and divergence > clip_low
+
+    return dppo(s, new, stopped, far, dppo_cap)
+
+
 def sapo(s: Sample, new: Floats, stopped: Floats, sapo_tau_pos: float, sapo_tau_neg: float) -> Floats:
     out = []
     for n, o, a in zip(new, s.old, s.advantages, strict=True):
@@ -141,7 +168,7 @@ def entropy(s: Sample, new: Floats, stopped: Floats, entropy_coef: float) -> Flo
 REFERENCES: dict[str, Callable[..., Floats]] = {
     function.__name__: function
     for function in (
-        ppo_clip, dual_clip, segment_clip, gspo, gspo_token, raft_pp, vanilla_pg, tis, cispo, topr, sapo, gmpo, kimi,
-        clip_cov, kl_cov, sft, entropy,
+        ppo_clip, dual_clip, segment_clip, gspo, gspo_token, raft_pp, vanilla_pg, tis, cispo, topr, dppo_tv, dppo_kl,
+        sapo, gmpo, kimi, clip_cov, kl_cov, sft, entropy,
     )
 }  # fmt: skip

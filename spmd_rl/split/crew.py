@@ -1,0 +1,201 @@
+"""`Crew`: the ranks of an attached job: load the newest policy, claim what there is to do, hand in each piece at once.
+
+The ranks of one job go from work to work together, as a replica may have several of them; the ranks of different jobs
+know nothing of each other. Whatever a rank has not handed in when it dies, another does again, with the same noise.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.distributed import World
+from spmd_rl.distributed.agreement import check_values
+from spmd_rl.learn import questions
+from spmd_rl.rollout import Rollouts
+from spmd_rl.rollout.outcomes import SliceReport
+from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.under_way import StepUnderWay
+from spmd_rl.split.crew_link import CrewCourier, Link, find
+from spmd_rl.split.crew_messages import Welcome
+from spmd_rl.split.generator import LOOK_SECONDS, Generator
+from spmd_rl.split.groups import pack
+from spmd_rl.split.publisher import Announcement
+from spmd_rl.split.sides import GenerateSide
+from spmd_rl.split.works import SliceDone, Stats
+from spmd_rl.types import Group
+
+CLAIM_SECONDS = 0.05
+"""The pause before a rank that got nothing to do asks again."""
+
+
+class Task(msgspec.Struct, array_like=True):
+    """What the ranks of an attached job do next."""
+
+    kind: Literal["load", "step", "eval", "over"]
+    number: int = 0
+    newest: Announcement | None = None
+
+
+@contextmanager
+def attach(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[GenerateSide]:
+    """[all] Find the training job, make sure that it is this one's, and join it.
+
+    data: digests of what the settings do not show, by name. UserError for another model, other settings or data.
+    """
+    keys = ClientKeys.load(cfg.sidecar.keys) if cfg.sidecar.keys else None
+    seconds = cfg.placement.absent_seconds
+    with world.phase("start"), world.journal.slow(seconds):
+        found = None
+        if world.rank == 0:
+            with world.journal.waiting("start: training job"):
+                found = msgspec.to_builtins(find(cfg.placement.attach, training_dir(cfg), keys, seconds))
+        welcome = world.broadcast("start: training job", found)  # [all]
+        welcome = msgspec.convert(welcome, Welcome)
+        check_values(cfg, data, welcome.values)
+    name = f"rank {world.rank} of {socket.gethostname()}:{os.getpid()}"
+    link = Link(welcome, name, world.rank % cfg.engine.tp == 0, world.journal, keys)
+    world.on_exit(link.close)
+    world.journal.note("attached", member=link.member, to=welcome.addresses[0])
+    courier = CrewCourier(link, world.progress, keys)
+    try:
+        yield GenerateSide(world, courier, lambda: CrewCourier(link, world.progress, keys), world)
+    finally:
+        courier.close()
+        link.close()
+
+
+def training_dir(cfg: PipelineConfig) -> Path:
+    """Return the run directory of the training job: as `placement.attach` says, or that of the same line."""
+    auto = cfg.placement.attach == "auto"
+    return Path(cfg.run.dir).parents[1] if auto else Path(cfg.placement.attach).expanduser()
+
+
+class CrewRollouts(Rollouts):
+    """Generates what is claimed from the training job, and hands in each slice as it is finished."""
+
+    def generate_claimed(self, step: int, claimed: "ClaimedStep") -> None:
+        """[all] ranks of a replica: until the step has ended."""
+        engine, tokens = self._engine, self._engine.prompt_tokens
+        under_way = StepUnderWay(step, claimed, claimed)
+        self._reports.clear()
+        with self._world.phase("generate"), engine.awake(), under_way.driven(engine, self._engine_loop):
+            if engine.leads:
+                began = time.perf_counter()
+                claimed.stats = lambda: Stats(
+                    self._engine_loop.idle_seconds, time.perf_counter() - began, (tokens.asked, tokens.cached)
+                )
+                self._runner.run(self._until_end(under_way))
+        self._finished.clear()
+
+    def answer_claimed(self, version: int, courier: CrewCourier) -> None:
+        """[all] ranks of a replica: answer held-out prompts as long as there are some that nobody has claimed."""
+        held_out, samplings = questions(self._cfg, self.prompts.eval, version)
+        room, engine = max(1, self._engine.capacity.max_running // max(1, len(samplings))), self._engine
+        with self._world.phase("eval"), engine.awake(), engine.driven():
+            while engine.leads and (places := courier.claim("eval", version, version, room)[1]):
+                mine = [(index, held_out[index]) for (index,) in places]
+                groups = self._runner.run(self._answer_all(mine, dict(enumerate(samplings))))
+                for place, group in zip(places, groups, strict=True):
+                    courier.hand_in("eval", version, place, pack([group]), b"")
+
+    def _report(self, group_slice: GroupSlice, under_way: StepUnderWay) -> None:
+        group, version = self._finished.pop(group_slice), under_way.number - 1
+        report = SliceReport.of(group, group_slice.number, self._holder, version)
+        under_way.coordinator.hand_in(group_slice, group, report)
+
+
+class ClaimedStep:
+    """One step of the training job as an attached rank sees it: claims, the end, and where finished slices go."""
+
+    def __init__(self, courier: CrewCourier, step: int, version: int) -> None:
+        self.stats = Stats
+        """How the engine has fared since it began the step."""
+        self._courier, self._step, self._version = courier, step, version
+        self._has_ended, self._ask_again = False, 0.0
+        self.num_accepted = 0
+        """Slices of this rank's that count."""
+
+    def next(self, room: int) -> list[GroupSlice]:
+        """See `rollout.claims.Claim`."""
+        if room <= 0 or self._has_ended or time.monotonic() < self._ask_again:
+            return []
+        self._has_ended, places = self._courier.claim("step", self._step, self._version, room)
+        if not places:
+            self._ask_again = time.monotonic() + CLAIM_SECONDS
+            self._courier.link.wait()
+        return [GroupSlice(*place) for place in places]
+
+    def ended(self) -> bool:
+        """Whether the step has ended, as far as this rank knows. RunFailed where it is given up."""
+        self._courier.link.check()
+        news = self._courier.link.news
+        return self._has_ended or news.over or news.step > self._step
+
+    def hand_in(self, group_slice: GroupSlice, group: Group, report: SliceReport) -> None:
+        """Give a finished slice away. Where it counts no more, the step has ended."""
+        content = msgspec.msgpack.encode(SliceDone(report, self.stats()))
+        if self._courier.hand_in("step", self._step, tuple(group_slice), pack([group]), content):
+            self.num_accepted += 1
+        else:
+            self._has_ended = True
+
+
+class Crew(Generator):
+    """A `Generator` whose work comes from the training job that it is attached to."""
+
+    rollouts_class = CrewRollouts
+    _last_step = 0
+    """The last step that has ended here."""
+
+    def run_attached(self) -> None:
+        """[all] Work until the run is over. RunFailed if the training job is gone, or has given this rank up."""
+        self._courier.link.ready = True
+        while (task := self._next()).kind != "over":  # [all]
+            self._world.journal.set_step(self._courier.link.news.step)
+            if task.kind == "load":
+                self._load(task.newest)  # [all]
+            elif task.kind == "eval":
+                self._rollouts.answer_claimed(task.number, self._courier)  # [all]
+            else:
+                self._world.journal.set_step(task.number)
+                claimed = ClaimedStep(self._courier, task.number, self._weights.version)
+                self._rollouts.generate_claimed(task.number, claimed)  # [all]
+                self._last_step = task.number
+                self._world.journal.note("handed in", slices=claimed.num_accepted)
+
+    def _next(self) -> Task:
+        """[all] What the first rank finds; it waits where there is nothing to do."""
+        found = None
+        if self._world.rank == 0:
+            with self._world.journal.waiting("attached: something to do"):
+                while found is None:
+                    found = self._look_for_work()
+        record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
+        return msgspec.convert(self._world.broadcast("attached: next task", record), Task)  # [all]
+
+    def _look_for_work(self) -> Task | None:
+        """What there is to do now; pause if there is nothing."""
+        link = self._courier.link
+        link.check()
+        news = link.news
+        if news.over:
+            return Task("over")
+        newest = msgspec.msgpack.decode(news.newest, type=Announcement) if news.newest else None
+        if newest and newest.version > self._weights.version:
+            if self._courier.hold(newest.version):
+                return Task("load", newest.version, newest)
+        elif news.asked:
+            return Task("eval", self._weights.version)
+        elif self._last_step < news.step <= self._cfg.steps and self._weights.version >= news.oldest:
+            return Task("step", news.step)
+        time.sleep(LOOK_SECONDS)
+        link.wait()
+        return None

@@ -1,0 +1,84 @@
+"""`EngineWeights`: which version of the policy a generating rank's engine holds, and how a newer one gets there.
+
+It is announced in the store of all ranks, fetched from the ranks that train, given to the engine, and proven there.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+import xxhash
+from torch import Tensor
+
+from spmd_rl.distributed import World
+from spmd_rl.engine import Engine
+from spmd_rl.errors import RunFailed
+from spmd_rl.split.courier import Courier
+from spmd_rl.split.kept import Kept
+from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
+from spmd_rl.sync import WeightStream, difference, probe
+
+Pieces = Iterable[tuple[str, Tensor, bytes]]
+"""Name, tensor and digest of each weight, as `Courier.fetch` yields them."""
+
+
+class EngineWeights:
+    """One rank's."""
+
+    def __init__(self, engine: Engine, world: World, store: Any, courier: Courier, deltas: bool) -> None:
+        """world: of the ranks that generate. store: that of all ranks. courier: which delivers answers to probes.
+
+        deltas: keep a copy of what is loaded, so that only what has changed since need be fetched.
+        """
+        self._engine, self._world, self._store, self._courier = engine, world, store, courier
+        self._kept = Kept() if deltas else None
+        self.version = -1
+        """What the engine holds; -1: nothing yet."""
+
+    def newest(self) -> Announcement | None:
+        """Return the newest version that has been announced."""
+        return (
+            msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement) if self._store.check([NEWEST]) else None
+        )
+
+    def waiting(self, version: int) -> AbstractContextManager[object]:
+        """While this rank waits inside, a hang report says for which version."""
+        return self._world.journal.waiting(f"publish: version {version} from ranks that train")
+
+    def fetch(self, newest: Announcement, courier: Courier) -> Pieces:
+        """Yield the pieces of a version, which the courier holds."""
+        yield from courier.fetch(newest.version, newest.num_pieces, self._kept)
+
+    def load(self, newest: Announcement, pieces: Pieces, courier: Courier) -> None:
+        """[all] of a replica: give a version to the engine, and prove that it is what was announced.
+
+        courier: which fetches, or has fetched, the pieces. RunFailed if anything differs.
+        """
+        answers, whole = [], xxhash.xxh3_128()
+
+        def arriving() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor, digest in pieces:
+                whole.update(name.encode() + digest)
+                yield name, tensor
+
+        with self._world.phase("publish"), self._engine.awake():
+            stream = WeightStream(arriving(), self._world.device, self._world.progress)
+            self._engine.load(stream, newest.version)  # [all] of the replica
+            for _ in stream:  # whatever the engine left
+                pass
+            fault = difference(self._engine, stream, self._world.device)
+            if whole.digest() != newest.digest:
+                fault = "other weights have arrived than the trainers announced"
+            if not fault and newest.probed:
+                answers, fault = probe.ask(self._engine, newest.version)
+            if fault:
+                raise RunFailed(f"publish of version {newest.version}, generating rank {self._world.rank}: {fault}")
+            if self._kept:
+                self._kept.complete(newest.version, newest.digest)
+            arrived = {"bytes": courier.num_bytes, "whole": stream.num_bytes}
+            self._world.journal.note("fetched", version=newest.version, **arrived)
+        self.version = newest.version
+        if newest.probed:
+            with self._world.journal.waiting(f"probe {newest.version}: handed over"):
+                self._courier.deliver("probe", newest.version, msgspec.msgpack.encode(ProbePart(answers)))

@@ -1,0 +1,80 @@
+"""`InFlight`: a newer policy comes to a generating rank while it generates, and is loaded in the middle of its answers.
+
+A thread fetches it into host memory meanwhile, so that generation stops only while the engine copies it. What has been
+sampled stays; every token carries the version that sampled it (PipelineRL, arXiv 2509.19128; AReaL, arXiv 2505.24298).
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from spmd_rl.split.courier import Courier
+from spmd_rl.split.engine_weights import EngineWeights
+from spmd_rl.split.publisher import Announcement
+
+LOOK_SECONDS = 0.02
+"""The pause between two looks for a newer version."""
+
+
+class InFlight:
+    """A `rollout.Swap`. For replicas of one rank."""
+
+    def __init__(self, weights: EngineWeights, courier: Courier | None, keeps_cache: bool) -> None:
+        """courier: for the thread alone; without one, nothing comes in the middle of a step.
+
+        keeps_cache: answers go on with keys and values of the older policy.
+        """
+        self._weights, self._courier, self._keeps_cache = weights, courier, keeps_cache
+        self._thread = ThreadPoolExecutor(1, "fetch")
+        self._coming: tuple[Announcement, Future] | None = None
+        self._looked_at = -LOOK_SECONDS
+        self._oldest_at: Callable[[int], int] = lambda position: -1
+        self.seconds: list[float] = []
+        """What each swap of this step took, while nothing was generated."""
+
+    def begin(self, oldest_at: Callable[[int], int]) -> None:
+        """Begin a step. oldest_at: the oldest version that may generate for the ticket at a position."""
+        self._oldest_at = oldest_at
+        self.seconds.clear()
+
+    @property
+    def keeps_cache(self) -> bool:
+        """See `rollout.Swap`. An engine answers a probe only when it has nothing else to do."""
+        return self._keeps_cache and self._coming is not None and not self._coming[0].probed
+
+    def due(self) -> bool:
+        """See `rollout.Swap`."""
+        courier = self._courier
+        if courier and self._coming is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = time.monotonic()
+            newest = self._weights.newest()
+            if newest and newest.version > self._weights.version and courier.hold(newest.version):
+                self._coming = newest, self._thread.submit(lambda: list(self._weights.fetch(newest, courier)))
+        return self._coming is not None and self._coming[1].done()
+
+    def load(self) -> None:
+        """See `rollout.Swap`; waits for what is on its way. RunFailed if that is not what was announced."""
+        assert self._courier is not None and self._coming is not None, "something was due"
+        (newest, fetched), self._coming = self._coming, None
+        with self._weights.waiting(newest.version):
+            pieces = fetched.result()
+        began = time.perf_counter()
+        self._weights.load(newest, pieces, self._courier)
+        self.seconds.append(time.perf_counter() - began)
+
+    def settle(self) -> None:
+        """Between two steps: load what is on its way."""
+        if self._coming is not None:
+            self.load()
+
+    def may_start(self, position: int) -> bool:
+        """See `rollout.Swap`."""
+        return self._weights.version >= self._oldest_at(position)
+
+    def close(self) -> None:
+        """Give up what is on its way; idempotent."""
+        if self._courier:
+            self._courier.give_up()
+        self._thread.shutdown()
+        if self._courier:
+            self._courier.close()

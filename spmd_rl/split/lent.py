@@ -1,0 +1,108 @@
+"""Ranks that are lent: they train, and generate with the others until the step's answers are there.
+
+What ROLL calls partial overlap. Nobody lends them: each takes part in generating a step when it comes back from the
+update before, and leaves when the step has ended; what it has under way then is claimed by the ranks that stay.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.sections.run import PublishConfig
+from spmd_rl.data import EnvTasks, Prompts
+from spmd_rl.distributed import World
+from spmd_rl.engine import Engine
+from spmd_rl.engine import build as build_engine
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout import Collected, Rollouts, Sampling, review
+from spmd_rl.split.handed_over import take_step
+from spmd_rl.split.publisher import StagingPublisher
+from spmd_rl.split.sides import TrainSide
+from spmd_rl.sync import build as build_publisher
+from spmd_rl.train.base import Metrics, TrainBackend
+from spmd_rl.types import Group, Prompt, Scorer
+
+
+class Lent:
+    """Stateful, like `Rollouts`: a training rank's share of generation, and what other ranks hand over to it."""
+
+    def __init__(
+        self, cfg: PipelineConfig, engine: Engine, rollouts: Rollouts, held_out: Rollouts, side: TrainSide
+    ) -> None:
+        """rollouts: with all ranks of the job, which this one leaves between two steps.
+
+        held_out: with those that train, who answer held-out prompts while the others generate.
+        """
+        self.engine = engine
+        self._cfg, self._rollouts, self._held_out, self._side = cfg, rollouts, held_out, side
+
+    @classmethod
+    @contextmanager
+    def build(
+        cls,
+        cfg: PipelineConfig,
+        prompts: Prompts | EnvTasks,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        side: TrainSide,
+        world: World,
+        **services: Any,
+    ) -> Iterator["Lent"]:
+        """[all] `world`: all ranks of the job, which also leave this together. services: what else `Rollouts` takes."""
+        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            engine = build_engine(cfg, world)  # [all]
+        parts, lent = (cfg, engine, prompts, scorer, tokenizer), {"holder": side.world.rank, "leaves": True}
+        together = Rollouts(*parts, world, **services, **lent, handover=side.handover)  # [all]
+        with closing(together), closing(Rollouts(*parts, side.world, **services)) as held_out:  # [all] that train
+            together.check()
+            yield cls(cfg, engine, together, held_out, side)
+            world.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
+            engine.close()  # not with an exception pending: an engine's own groups may wait for other ranks
+
+    @property
+    def prompts(self) -> Prompts | EnvTasks:
+        """What the tickets stand for."""
+        return self._rollouts.prompts
+
+    def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
+        return self._rollouts.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError if the tickets would now stand for other prompts."""
+        self._rollouts.load_state(state)
+
+    def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
+        """[all] that train: see `Rollouts.answer`."""
+        return self._held_out.answer(prompts, sampling)
+
+    def collect(self, step: int) -> Collected:
+        """[all] Generate with the others until the step has ended; what of it lies on this rank."""
+        generated = self._rollouts.generate(step)  # [all] of the job
+        world = self._side.world
+        arrived = take_step(step, self._side.exchange, self._side.mine, world)  # [all] that train
+        with world.phase("coordination"):
+            collected = generated.result.collected(step, {**generated.finished, **arrived.finished})
+        collected = replace(collected, pace=arrived.pace(collected, self._cfg, world))  # [all] that train
+        return review(collected, self._cfg, world)  # [all] that train
+
+
+class LendingPublisher:
+    """Publishes a policy into the engine of the same process and to the ranks that only generate."""
+
+    def __init__(
+        self, policy: TrainBackend, engine: Engine, side: TrainSide, store: dist.Store, settings: PublishConfig
+    ) -> None:
+        """engine: of this process. store: that of all ranks."""
+        self._here = build_publisher(policy, engine, side.world, settings.probe_every)
+        self._there = StagingPublisher(policy, side, store, settings)
+
+    def __call__(self, version: int) -> Metrics:
+        """[all] that train. The metrics of both; `publish/seconds` is their sum."""
+        there = self._there(version)  # [all] first: they may generate meanwhile
+        here = self._here(version)  # [all]
+        return here | there | {"publish/seconds": here["publish/seconds"] + there["publish/seconds"]}

@@ -1,0 +1,115 @@
+"""Goodput, or ETTR (effective training time ratio): the share of a run's wall time that went into steps that count.
+
+`run.dir/goodput.jsonl` has a line for whatever ends a stretch of time. It is appended to by one write a line, so that a
+kill at any moment takes at most the stretch that was under way, which is lost work in any case:
+
+    {"t": 1731.2, "event": "start"}             the job has started
+    {"t": 1740.8, "event": "resume", "step": 0} it goes on after step 0: whatever was done of later steps is done again
+    {"t": 1752.4, "event": "step", "step": 1}   so far it worked on step 1: written at its end, and where it is saved
+    {"t": 1790.0, "event": "end"}               the run has come to its end; until it is continued, no time counts
+
+A stretch is useful if it ends in a `step` that counts. All others are not: starting, restoring, what had been done of a
+step when the job died, what is done again, and waiting for the scheduler. Evaluations and checkpoints belong to their
+step. Times are those of one clock (`time.time`), of which only steps forward are believed.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+FILE = "goodput.jsonl"
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """A line of the file, see above."""
+
+    t: float
+    """Seconds since the epoch."""
+    event: Literal["start", "resume", "step", "end"]
+    step: int = -1
+
+
+@dataclass(slots=True)
+class Account:
+    """The time of a run, by what it was good for. Pure arithmetic over lines."""
+
+    wall: float = 0.0
+    """Seconds from the first start to the last line, without those between an end and the start that follows."""
+    starts: int = 0
+    _steps: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds, of those that count."""
+    _last: Line | None = None
+
+    @property
+    def useful(self) -> float:
+        """Seconds of steps that count, each once."""
+        return sum(self._steps.values())
+
+    @property
+    def goodput(self) -> float:
+        """Useful time over wall time, from 0 to 1; 0 before any time has passed."""
+        return min(1.0, self.useful / self.wall) if self.wall > 0 else 0.0
+
+    def add(self, line: Line) -> None:
+        """Count the time from the line before to this one."""
+        before, self._last = self._last, line
+        seconds = max(0.0, line.t - before.t) if before is not None and before.event != "end" else 0.0
+        self.wall += seconds
+        if line.event == "start":
+            self.starts += 1
+        elif line.event == "resume":
+            self._steps = {step: spent for step, spent in self._steps.items() if step <= line.step}
+        elif line.event == "step":
+            self._steps[line.step] = self._steps.get(line.step, 0.0) + seconds
+
+
+def read(directory: Path) -> Account:
+    """Return the account of a run directory; an empty one where there is no file. Torn lines are passed over."""
+    account, path = Account(), directory / FILE
+    decode = msgspec.json.Decoder(Line).decode
+    for text in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            line = decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        account.add(line)
+    return account
+
+
+class Goodput:
+    """Keeps the account of a run, on the one rank that writes it."""
+
+    def __init__(self, directory: Path, began: float, clock: Callable[[], float] = time.time) -> None:
+        """Note that the job has started, at `began` where it is the run's first start. Raises OSError."""
+        self.account = read(directory)
+        self._path, self._clock = directory / FILE, clock
+        self._separate = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+        self._note("start", t=clock() if self.account.starts else min(began, clock()))
+
+    def resume(self, last: int) -> None:
+        """The run goes on after step `last`."""
+        self._note("resume", last)
+
+    def step(self, step: int) -> float:
+        """Count the time since the last line as work on `step`; return the goodput of the whole run so far."""
+        self._note("step", step)
+        return self.account.goodput
+
+    def end(self) -> None:
+        """The run has come to its end."""
+        self._note("end")
+
+    def _note(self, event: Literal["start", "resume", "step", "end"], step: int = -1, t: float | None = None) -> None:
+        line = Line(self._clock() if t is None else t, event, step)
+        self.account.add(line)
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, b"\n" * self._separate + msgspec.json.encode(line) + b"\n")
+        finally:
+            os.close(fd)
+        self._separate = False

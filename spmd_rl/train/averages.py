@@ -1,0 +1,37 @@
+"""Quantities of tokens summed up over micro-batches: sums, and under names that end in `/max` or `/min` extremes.
+
+The least is kept as the greatest of the negated values, so that ranks join all extremes in one way.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def is_extreme(name: str) -> bool:
+    """Whether the greatest or the least value counts, not the mean."""
+    return name.endswith(("/max", "/min"))
+
+
+def nothing(name: str) -> float:
+    """What no token at all comes to."""
+    return -math.inf if is_extreme(name) else 0.0
+
+
+def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> Tensor | float:
+    """What was so far and these values, [N] or a single sum, together; without values, what was."""
+    before = nothing(name) if before is None else before
+    if values is None or not values.numel():
+        return before
+    values = values.double()
+    if not is_extreme(name):
+        return before + values.sum()
+    most = (-values if name.endswith("/min") else values).max()
+    return torch.maximum(most, torch.as_tensor(before, dtype=most.dtype, device=most.device))
+
+
+def extremes(found: Mapping[str, float]) -> dict[str, float]:
+    """The extremes of all ranks under their names; none of what had no token."""
+    return {name: -v if name.endswith("/min") else v for name, v in found.items() if v > -math.inf}
