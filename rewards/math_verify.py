@@ -66,7 +66,7 @@ class MathReward:
     """1.0 for an answer equal to the ground truth, else 0.0; `wrong_format` (0.0) if no mathematics is found in it."""
 
     def __init__(self, seconds: float = 5.0) -> None:
-        """`seconds` limits one comparison, since some would never end; beyond it the verdict is `timeout`."""
+        """`seconds` of CPU time limit one comparison, since some would never end; beyond it the verdict is `timeout`."""
         self._seconds = seconds
         self._read = lru_cache(maxsize=4096)(read)  # the answers of a group share their truth, and often more
 
@@ -84,7 +84,7 @@ class MathReward:
                 with time_limit(self._seconds):
                     equal = self._compare(truth, final, boxed)
             except TimeUp:
-                return Verdict("timeout", detail=f"not compared within {self._seconds:g} s")
+                return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}
         return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts)
 
@@ -263,14 +263,17 @@ def _on_alarm(signum: int, frame: object) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeUp after `seconds` in the main thread; in others, only the sidecar's own deadline holds."""
+    """Raise TimeUp after `seconds` of CPU time in the main thread; in others, only the sidecar's own deadline holds.
+
+    CPU time of the process, not the clock's: a verdict does not depend on who else uses the machine.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, _on_alarm)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
