@@ -58,7 +58,7 @@ demo-agent: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_frozen_lake $(ARGS)
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_sokoban $(ARGS)
 
-# Seven parts at once, though there may be two cores: each waits much of its time for processes that it started.
+# Seven parts, four at a time, though there may be two cores: each waits much of its time for processes that it started.
 PARTS := units plugs walls runs ends layouts rest
 TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play simulate,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
@@ -70,7 +70,7 @@ TESTS_layouts := $(sort $(foreach name,$(LAYOUTS),$(wildcard tests/dist/test_*$(
 TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house $(addprefix --ignore ,$(TESTS_layouts))
 
 test: $(BIN)/.setup-test model
-	@$(MAKE) --no-print-directory --jobs 7 --keep-going --output-sync=target $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --jobs 4 --keep-going --output-sync=target $(PARTS:%=test-%)
 
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test

@@ -66,7 +66,7 @@ class MathReward:
     """1.0 for an answer equal to the ground truth, else 0.0; `wrong_format` (0.0) if no mathematics is found in it."""
 
     def __init__(self, seconds: float = 5.0) -> None:
-        """`seconds` of CPU time limit one comparison, since some would never end; beyond it the verdict is `timeout`."""
+        """`seconds` of CPU time limit a comparison, since some would never end; beyond it the verdict is `timeout`."""
         self._seconds = seconds
         self._read = lru_cache(maxsize=4096)(read)  # the answers of a group share their truth, and often more
 

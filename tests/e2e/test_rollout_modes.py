@@ -18,7 +18,9 @@ def tickets(run, step: int) -> list[int]:
 
 
 def test_carried_answers_keep_a_version_for_each_token(tmp_path) -> None:
-    run = Toy(tmp_path).run(*COMMON, "rollout.partial_rollout=true", "algorithm.correction.level=token", name="carry")
+    uneven = ("rollout.max_new_tokens=40", "rollout.over_sample=8", "engine.max_running=6")  # answers end at all times
+    settings = ("rollout.partial_rollout=true", "algorithm.correction.level=token")
+    run = Toy(tmp_path).run(*COMMON, *uneven, *settings, name="carry")
     lines = run.metrics()[1:]
     assert sum(line["rollout/carried"] for line in lines) > 0
     assert sum(line["rollout/stale"] for line in lines) > 0
