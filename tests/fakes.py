@@ -83,7 +83,10 @@ class FakeEngine:
                 self.running[id] = (request, n)
         return ended
 
-    def driven(self):
+    def driven(self, join=None):
+        return nullcontext()
+
+    def joined(self, message):
         return nullcontext()
 
     def awake(self):

@@ -102,8 +102,6 @@ def check_placement(cfg: Any) -> None:
     if not placement.is_split:
         return
     _check_carried(cfg)
-    if placement.swap != "step" and cfg.engine.tp > 1:
-        raise UserError(f"placement.swap={placement.swap}: in the middle of answers only with engine.tp=1")
     if placement.swap == "keep" and cfg.engine.name != "native":
         raise UserError("placement.swap=keep: only with engine.name=native; recompute works with every engine")
     if placement.is_attached:
@@ -207,8 +205,12 @@ def check_replicas(cfg: Any) -> None:
     engine = cfg.engine
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
-    if (num_ranks := len(Placement.of(cfg.placement, world_size()).generate)) % engine.tp:
+    placement = Placement.of(cfg.placement, world_size())
+    if (num_ranks := len(placement.generate)) % engine.tp:
         raise UserError(f"engine.tp: {engine.tp} does not divide {num_ranks} ranks")
+    for replica in zip(*[iter(placement.generate)] * engine.tp, strict=True):
+        if 0 < len(set(replica) & set(placement.train)) < engine.tp:
+            raise UserError(f"placement.train: of the replica on ranks {replica} (engine.tp) all must train, or none")
     if engine.tp > 1:
         check_heads("engine.tp", engine.tp, model_folder(cfg.policy.model) / "config.json", engine=True)
 

@@ -3,7 +3,7 @@
 Every engine passes `tests/unit/test_engine_parity.py` against plain Hugging Face + torch in fp32.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,10 +54,18 @@ class Engine(Protocol):
     prompt_tokens: PromptTokens
     """Of all requests since the construction, or since the caller set them to 0."""
 
-    def driven(self) -> AbstractContextManager[None]:
+    def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """[all ranks of the replica] Inside, the first rank's requests and steps are those of all.
 
         The others are in here until the first has left, and find nothing to do. Nothing is under way at its end.
+        join: what they do with the message of `joined`.
+        """
+        ...
+
+    def joined(self, message: bytes) -> AbstractContextManager[None]:
+        """[first rank, in `driven`] Inside, all ranks make the same calls again: the others call `join(message)`.
+
+        Nothing may be under way, unless the replica has one rank.
         """
         ...
 

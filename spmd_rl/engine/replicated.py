@@ -13,7 +13,7 @@ A rank that fails ends the whole job within a second (`distributed/guard.py`): n
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -38,6 +38,8 @@ class Tick(msgspec.Struct, array_like=True, frozen=True):
     abort: list[str] = []
     end: bool = False
     """The other ranks leave `driven`."""
+    message: bytes | None = None
+    """The other ranks `join` with it, and all make the same calls until they are through."""
     digest: bytes = b""
     """Of all that the first rank's engine has given back so far: the others' must be equal."""
 
@@ -60,7 +62,7 @@ class ReplicatedEngine:
         self._digest = blake2b(digest_size=8)
 
     @contextmanager
-    def driven(self) -> Iterator[None]:
+    def driven(self, join: Callable[[bytes], None] | None = None) -> Iterator[None]:
         """[all] ranks of the replica; see `Engine`. RunFailed on a rank whose engine gives other answers."""
         if self.leads:
             self._driving = True
@@ -69,9 +71,18 @@ class ReplicatedEngine:
             self._tick(end=True)  # [all]
             self._driving = False
         else:
-            while self._follow():  # [all]
+            while self._follow(join):  # [all]
                 pass
             yield
+
+    @contextmanager
+    def joined(self, message: bytes) -> Iterator[None]:
+        """[all] ranks of the replica, the others in `driven`; see `Engine`."""
+        assert self._driving and self.num_unfinished == 0, "the ranks of a replica meet with requests under way"
+        self._group.broadcast("tick", Tick(message=message, digest=self._digest.digest()))  # [all]
+        self._driving = False
+        yield
+        self._driving = True
 
     @property
     def num_unfinished(self) -> int:
@@ -118,16 +129,20 @@ class ReplicatedEngine:
         """[all] Let the other ranks do what is done here."""
         added, self._added = self._added, []
         aborted, self._aborted = self._aborted, []
-        tick = Tick([_fields(request) for request in added], aborted, end, self._digest.digest())
+        tick = Tick([_fields(request) for request in added], aborted, end, digest=self._digest.digest())
         self._group.broadcast("tick", tick)  # [all]
         return self._steps(added, aborted)
 
-    def _follow(self) -> bool:
+    def _follow(self, join: Callable[[bytes], None] | None) -> bool:
         """[all] Do what the first rank does in its next tick; whether another one comes."""
         tick = msgspec.convert(self._group.broadcast("tick", None), Tick)  # [all]
         if tick.digest != self._digest.digest():
             raise RunFailed(f"rank {self._world.rank}: its engine gave other answers than its replica's first rank")
         self._world.journal.idle(False)
+        if tick.message is not None:
+            assert join is not None, "nobody told this rank what to do"
+            join(tick.message)  # [all]
+            return True
         self._steps([_request(fields) for fields in tick.add], tick.abort)
         if not tick.end:
             self._world.progress()

@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Swap(Protocol):
-    """Asked between two steps of the engine, by the rank that leads a replica of one rank."""
+    """Asked between two steps of the engine, by the first rank of a replica."""
 
     keeps_cache: bool
     """Whether answers under way go on with the keys and values that the older policy computed. If not, the engine is
@@ -16,6 +16,10 @@ class Swap(Protocol):
 
     def load(self) -> None:
         """Give it to the engine."""
+        ...
+
+    def join(self, message: bytes) -> None:
+        """Do, on any other rank of the replica, what the first one does in `load`; see `Engine.joined`."""
         ...
 
     def may_start(self, position: int) -> bool:

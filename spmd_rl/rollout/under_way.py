@@ -66,7 +66,7 @@ class StepUnderWay:
         began, engine_loop.idle_seconds = time.perf_counter(), 0.0
         tokens = engine.prompt_tokens
         tokens.asked = tokens.cached = 0
-        with engine.driven():
+        with engine.driven(self.swap.join if self.swap else None):
             yield
         self.seconds += time.perf_counter() - began
         self.idle_seconds += engine_loop.idle_seconds

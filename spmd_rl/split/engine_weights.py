@@ -3,7 +3,7 @@
 It is announced in the store of all ranks, fetched from the ranks that train, given to the engine, and proven there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,22 +17,24 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.kept import Kept
 from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
+from spmd_rl.split.replica_road import Piece, ReplicaRoad
 from spmd_rl.sync import WeightStream, difference, probe
-
-Pieces = Iterable[tuple[str, Tensor, bytes]]
-"""Name, tensor and digest of each weight, as `Courier.fetch` yields them."""
 
 
 class EngineWeights:
-    """One rank's."""
+    """One rank's. The first rank of a replica fetches for all of them."""
 
-    def __init__(self, engine: Engine, world: World, store: Any, courier: Courier, deltas: bool) -> None:
-        """world: of the ranks that generate. store: that of all ranks. courier: which delivers answers to probes.
+    def __init__(
+        self, engine: Engine, road: ReplicaRoad, world: World, store: Any, courier: Courier, deltas: bool
+    ) -> None:
+        """road: from the first rank of the replica to the others. world: of the ranks that generate.
 
-        deltas: keep a copy of what is loaded, so that only what has changed since need be fetched.
+        store: that of all ranks. courier: which delivers answers to probes. deltas: keep a copy of what is loaded, so
+        that only what has changed since need be fetched.
         """
-        self._engine, self._world, self._store, self._courier = engine, world, store, courier
-        self._kept = Kept() if deltas else None
+        self.engine, self.road = engine, road
+        self._world, self._store, self._courier = world, store, courier
+        self._kept = Kept() if deltas and road.leads else None
         self.version = -1
         """What the engine holds; -1: nothing yet."""
 
@@ -46,37 +48,38 @@ class EngineWeights:
         """While this rank waits inside, a hang report says for which version."""
         return self._world.journal.waiting(f"publish: version {version} from ranks that train")
 
-    def fetch(self, newest: Announcement, courier: Courier) -> Pieces:
-        """Yield the pieces of a version, which the courier holds."""
-        yield from courier.fetch(newest.version, newest.num_pieces, self._kept)
+    def fetch(self, newest: Announcement, courier: Courier) -> Iterator[Piece]:
+        """Yield the pieces of a version, which the courier holds: on the first rank of a replica."""
+        return courier.fetch(newest.version, newest.num_pieces, self._kept)
 
-    def load(self, newest: Announcement, pieces: Pieces, courier: Courier) -> None:
+    def load(self, newest: Announcement, pieces: Iterable[Piece] | None, courier: Courier | None = None) -> None:
         """[all] of a replica: give a version to the engine, and prove that it is what was announced.
 
-        courier: which fetches, or has fetched, the pieces. RunFailed if anything differs.
+        pieces: on its first rank. courier: which fetches, or has fetched them, unless it is the one that delivers.
+        RunFailed if anything differs.
         """
         answers, whole = [], xxhash.xxh3_128()
 
         def arriving() -> Iterable[tuple[str, Tensor]]:
-            for name, tensor, digest in pieces:
+            for name, tensor, digest in self.road.carry(pieces):  # [all] of the replica
                 whole.update(name.encode() + digest)
                 yield name, tensor
 
-        with self._world.phase("publish"), self._engine.awake():
+        with self._world.phase("publish"), self.engine.awake():
             stream = WeightStream(arriving(), self._world.device, self._world.progress)
-            self._engine.load(stream, newest.version)  # [all] of the replica
+            self.engine.load(stream, newest.version)  # [all] of the replica
             for _ in stream:  # whatever the engine left
                 pass
-            fault = difference(self._engine, stream, self._world.device)
+            fault = difference(self.engine, stream, self._world.device)
             if whole.digest() != newest.digest:
                 fault = "other weights have arrived than the trainers announced"
             if not fault and newest.probed:
-                answers, fault = probe.ask(self._engine, newest.version)
+                answers, fault = probe.ask(self.engine, newest.version)
             if fault:
                 raise RunFailed(f"publish of version {newest.version}, generating rank {self._world.rank}: {fault}")
             if self._kept:
                 self._kept.complete(newest.version, newest.digest)
-            arrived = {"bytes": courier.num_bytes, "whole": stream.num_bytes}
+            arrived = {"bytes": (courier or self._courier).num_bytes, "whole": stream.num_bytes}
             self._world.journal.note("fetched", version=newest.version, **arrived)
         self.version = newest.version
         if newest.probed:

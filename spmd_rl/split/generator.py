@@ -22,6 +22,7 @@ from spmd_rl.split.groups import StepPart, pack
 from spmd_rl.split.in_flight import InFlight
 from spmd_rl.split.pace import oldest_version, oldest_version_at
 from spmd_rl.split.publisher import Announcement
+from spmd_rl.split.replica_road import ReplicaRoad
 from spmd_rl.split.sides import GenerateSide
 
 LOOK_SECONDS = 0.02
@@ -37,11 +38,12 @@ class Generator:
         """store: that of all ranks."""
         self._cfg, self._rollouts = cfg, rollouts
         self._courier, self._world, self._together, self._start = side.courier, side.world, side.together, 0
-        self._weights = EngineWeights(engine, side.world, store, side.courier, cfg.publish.delta)
+        road = ReplicaRoad(side.world, cfg.engine.tp)  # [all] that generate
+        self._weights = EngineWeights(engine, road, side.world, store, side.courier, cfg.publish.delta)
         self._met = -1
         """The version that all generating ranks have at least."""
         swap = cfg.placement.swap
-        self._in_flight = InFlight(self._weights, side.connect() if swap != "step" else None, swap == "keep")
+        self._in_flight = InFlight(self._weights, side.connect if swap != "step" else None, swap == "keep")
 
     @classmethod
     @contextmanager
@@ -102,7 +104,7 @@ class Generator:
             if group_slice not in generated.result.carried
         )
         self._deliver("step", step, pack(StepPart(generated.report, finished, waited, self._in_flight.seconds)))
-        self._in_flight.settle()
+        self._in_flight.settle()  # [all] of the replica
 
     def _follow(self, at_least: int) -> None:
         """[all] Load the newest version, and those that come, until one is as new as that."""
@@ -139,13 +141,15 @@ class Generator:
         return None
 
     def _load(self, newest: Announcement) -> None:
-        """[all] Fetch a version and give it to the engine, unless this rank has taken it in the middle of a step."""
-        self._courier.hold(newest.version)
+        """[all] Fetch a version and give it to the engine, unless this replica took it in the middle of a step."""
+        weights, leads = self._weights, self._weights.road.leads
+        if leads:
+            self._courier.hold(newest.version)
         self._world.barrier("publish: all fetch")  # [all] the first rank holds it until then
-        if newest.version > self._weights.version:
-            pieces = self._weights.fetch(newest, self._courier)
-            self._weights.load(newest, pieces, self._courier)  # [all] of the replica
-        else:
+        if newest.version > weights.version:
+            pieces = weights.fetch(newest, self._courier) if leads else None
+            weights.load(newest, pieces)  # [all] of the replica
+        elif leads:
             self._courier.let_go(newest.version)
 
     def _evaluate(self, version: int) -> None:

@@ -8,23 +8,27 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
+
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.engine_weights import EngineWeights
 from spmd_rl.split.publisher import Announcement
+from spmd_rl.split.replica_road import Piece
 
 LOOK_SECONDS = 0.02
 """The pause between two looks for a newer version."""
 
 
 class InFlight:
-    """A `rollout.Swap`. For replicas of one rank."""
+    """A `rollout.Swap`. The first rank of a replica decides, and fetches for the others."""
 
-    def __init__(self, weights: EngineWeights, courier: Courier | None, keeps_cache: bool) -> None:
-        """courier: for the thread alone; without one, nothing comes in the middle of a step.
+    def __init__(self, weights: EngineWeights, connect: Callable[[], Courier] | None, keeps_cache: bool) -> None:
+        """connect: makes a courier for the thread; without it, nothing comes in the middle of a step.
 
         keeps_cache: answers go on with keys and values of the older policy.
         """
-        self._weights, self._courier, self._keeps_cache = weights, courier, keeps_cache
+        self._weights, self._keeps_cache, self._swaps = weights, keeps_cache, connect is not None
+        self._courier = connect() if connect and weights.road.leads else None
         self._thread = ThreadPoolExecutor(1, "fetch")
         self._coming: tuple[Announcement, Future] | None = None
         self._looked_at = -LOOK_SECONDS
@@ -54,18 +58,40 @@ class InFlight:
 
     def load(self) -> None:
         """See `rollout.Swap`; waits for what is on its way. RunFailed if that is not what was announced."""
+        with self._weights.engine.joined(self._announcement()):
+            self._load()  # [all] of the replica
+
+    def join(self, message: bytes) -> None:
+        """See `rollout.Swap`."""
+        self._take(msgspec.msgpack.decode(message, type=Announcement), None)  # [all] of the replica
+
+    def settle(self) -> None:
+        """[all] of the replica, between two steps: load what is on its way."""
+        if not self._swaps:
+            return
+        announced = self._weights.road.tell("publish: on its way", self._announcement())  # [all] of the replica
+        if self._coming is not None:
+            self._load()  # [all] of the replica
+        elif announced:
+            self.join(announced)  # [all] of the replica
+
+    def _announcement(self) -> bytes:
+        """What is on its way here; nothing on any but the first rank of a replica."""
+        return msgspec.msgpack.encode(self._coming[0]) if self._coming is not None else b""
+
+    def _load(self) -> None:
+        """[all] of the replica; the others `join`."""
         assert self._courier is not None and self._coming is not None, "something was due"
         (newest, fetched), self._coming = self._coming, None
         with self._weights.waiting(newest.version):
             pieces = fetched.result()
-        began = time.perf_counter()
-        self._weights.load(newest, pieces, self._courier)
-        self.seconds.append(time.perf_counter() - began)
+        self._take(newest, pieces)  # [all] of the replica
 
-    def settle(self) -> None:
-        """Between two steps: load what is on its way."""
-        if self._coming is not None:
-            self.load()
+    def _take(self, newest: Announcement, pieces: list[Piece] | None) -> None:
+        """[all] of the replica: give a version to the engine, of which the first rank has the pieces."""
+        began = time.perf_counter()
+        self._weights.load(newest, pieces, self._courier)  # [all] of the replica
+        self.seconds.append(time.perf_counter() - began)
 
     def may_start(self, position: int) -> bool:
         """See `rollout.Swap`."""

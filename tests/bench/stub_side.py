@@ -8,7 +8,7 @@ the all-to-all, publishing with its hashes and its probe, metrics and the log of
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -73,8 +73,12 @@ class StubEngine:
         self._weights = list(weights)
         self._version = version
 
-    def driven(self) -> AbstractContextManager[None]:
+    def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """A replica of one rank decides for itself."""
+        return nullcontext()
+
+    def joined(self, message: bytes) -> AbstractContextManager[None]:
+        """There are no others."""
         return nullcontext()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:

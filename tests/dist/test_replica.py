@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.rollout import Rollouts, Sampling
+from spmd_rl.types import Request
 from tests.dist.harness import launch, run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 from tests.patience import patient
@@ -79,6 +81,37 @@ def test_peers_do_what_the_first_rank_does(rollout: dict) -> None:
         alone = run_ranks(1, steps, 1, rollout)[0]
         assert alone[1][0] == results[0][1][0], "what a step uses depends on the replicas"
     assert sorted(t for r in results for t in r[2]) == [0, 1]
+
+
+def joining(world: World) -> list:
+    """Requests, then a message on which all ranks ask by themselves, as a probe does, then requests again."""
+    engine = Recording(lambda request: 5)
+    replicated = ReplicatedEngine(engine, world, 2)
+
+    def answered(first: int) -> None:
+        for number in range(first, first + 3):
+            replicated.add(Request(f"r{number}", array("i", [1, 2]), 8, 1.0, seed=number))
+        while replicated.num_unfinished:
+            replicated.step()
+
+    def join(message: bytes) -> None:
+        engine.calls.append(["told", message.decode()])
+        answered(100)
+
+    with replicated.driven(join):
+        if replicated.leads:
+            answered(0)
+            with replicated.joined(b"version 1"):
+                join(b"version 1")
+            answered(10)
+    return engine.calls
+
+
+def test_in_the_middle_all_ranks_of_a_replica_can_make_the_same_calls() -> None:
+    first, peer, *others = run_ranks(4, joining)
+    assert first == peer and others == [first, first]
+    told = first.index(["told", "version 1"])
+    assert 0 < told < len(first) - 1 and [call[1] for call in first if call[0] == "add"][3] == "r100"
 
 
 def differing(world: World) -> list:

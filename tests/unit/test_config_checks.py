@@ -189,6 +189,18 @@ def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
         check(settings(place, *lines))
 
 
+def test_lent_ranks_of_a_replica_go_together(place, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    (place / "model" / "config.json").write_text(
+        json.dumps(SMOL | {"num_attention_heads": 8, "num_key_value_heads": 4})
+    )
+    lines = ["engine=vllm", "engine.tp=2", "placement.mode=lent"]
+    told = refusal(place, *lines, "placement.train=0-2")
+    assert told == "placement.train: of the replica on ranks (2, 3) (engine.tp) all must train, or none"
+    check(settings(place, *lines, "placement.train=0-3"))
+
+
 @pytest.mark.parametrize(
     ("tp", "overrides", "words"),
     [

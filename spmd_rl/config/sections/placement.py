@@ -40,7 +40,7 @@ class PlacementConfig:
     """With `split` and `lent`: when a rank that only generates takes over a newer policy. `step`: between two steps.
     `recompute`: also in the middle of answers, as soon as it has been fetched; they go on from the tokens that they
     have, whose keys and values are computed again. `keep`: the same, with the keys and values that the older policy
-    computed, which costs nothing and is not exact (`engine.name=native` alone). The last two: with `engine.tp=1`.
+    computed, which costs nothing and is not exact (`engine.name=native` alone).
     Default: `step`, and `recompute` with `lent`."""
     patience: float = 0.5
     """With `overlapped`, for agents: a rank whose engine has nothing to compute turns to the update once no environment

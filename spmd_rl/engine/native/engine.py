@@ -10,7 +10,7 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 
@@ -134,8 +134,12 @@ class NativeEngine:
         """The weights as they are, under their Hugging Face names."""
         yield from self._weights.items()
 
-    def driven(self) -> AbstractContextManager[None]:
+    def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """A replica of one rank decides for itself."""
+        return nullcontext()
+
+    def joined(self, message: bytes) -> AbstractContextManager[None]:
+        """There are no others."""
         return nullcontext()
 
     @contextmanager

@@ -11,7 +11,7 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -189,8 +189,12 @@ class VllmEngine:
             return ((name, None) for name in self._shapes)
         return plain_weights(self._model, self._shapes, config.model_config.dtype)
 
-    def driven(self) -> AbstractContextManager[None]:
+    def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """A replica of one rank decides for itself."""
+        return nullcontext()
+
+    def joined(self, message: bytes) -> AbstractContextManager[None]:
+        """There are no others."""
         return nullcontext()
 
     @contextmanager

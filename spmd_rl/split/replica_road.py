@@ -1,0 +1,96 @@
+"""`ReplicaRoad`: the last stretch of the weight road, from the first rank of a replica, which fetches, to the others.
+
+The ranks of a replica (`engine.tp`) need the same weights, and lie close together: a version comes over the network
+once for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.distributed import World
+from spmd_rl.split import messages
+
+BUCKET_BYTES = 64 * 2**20
+"""Tensors are sent together until they are as large as that."""
+
+BUCKET = "publish: bucket"
+
+Piece = tuple[str, Tensor, bytes]
+"""Name, tensor and digest of its bytes."""
+
+
+class ReplicaRoad:
+    """Of one replica: neighbouring ranks of `world`."""
+
+    def __init__(self, world: World, num_ranks: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """[all] world: of the ranks that generate, `num_ranks` of them in each replica."""
+        assert world.size % num_ranks == 0, "checked with the settings"
+        index = world.rank // num_ranks
+        block = range(index * num_ranks, (index + 1) * num_ranks)
+        self.leads = world.rank == block[0]
+        self._world = world.subset(f"weights {index}", block)  # [block]
+        self._group = world.process_group("weights", ranks=block) if num_ranks > 1 else None  # [block]
+        self._first, self._bucket_bytes = world.ranks[block[0]], bucket_bytes
+
+    def tell(self, name: str, record: Any) -> Any:
+        """[all] of the replica: what its first rank says."""
+        return self._world.broadcast(name, record)
+
+    def carry(self, pieces: Iterable[Piece] | None) -> Iterable[Piece]:
+        """[all] of the replica, while they iterate: what its first rank has, on the device of more ranks than one.
+
+        pieces: None on the others, where the digests are of the bytes that arrived.
+        """
+        if pieces is None:
+            return self._receive()
+        return self._send(pieces) if self._group else pieces
+
+    def _send(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for bucket in _buckets(pieces, self._bucket_bytes):
+            tensors = [tensor.to(self._world.device) for _, tensor, _ in bucket]
+            self._world.broadcast(BUCKET, [_head(name, tensor) for name, tensor, _ in bucket])  # [all]
+            self._meet(torch.cat([_bytes(tensor) for tensor in tensors]))  # [all]
+            for (name, _, digest), tensor in zip(bucket, tensors, strict=True):
+                yield name, tensor, digest
+        self._world.broadcast(BUCKET, [])  # [all]
+
+    def _receive(self) -> Iterator[Piece]:
+        while heads := self._world.broadcast(BUCKET, None):  # [all]
+            sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in heads]
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._world.device)
+            self._meet(flat)  # [all]
+            for (name, dtype, shape), part in zip(heads, flat.split(sizes), strict=True):
+                tensor = part.clone().view(getattr(torch, dtype)).view(shape)  # a copy: `part` may lie askew
+                yield name, tensor, messages.digest(memoryview(part.cpu().numpy()))
+
+    def _meet(self, flat: Tensor) -> None:
+        """[all] The first rank's bytes, everywhere."""
+        with self._world.collective("publish: bytes of a bucket", kind="copy"):  # [all]
+            dist.broadcast(flat, self._first, group=self._group)
+
+
+def _head(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    """What a tensor is, without its bytes."""
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _buckets(pieces: Iterable[Piece], num_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces in order, some at a time: until they have so many bytes."""
+    bucket: list[Piece] = []
+    for piece in pieces:
+        bucket.append(piece)
+        if sum(tensor.nbytes for _, tensor, _ in bucket) >= num_bytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, which share its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
