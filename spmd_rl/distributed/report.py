@@ -48,7 +48,7 @@ def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> s
     """Several lines. `stacks`: where the stacks are written, for the reader."""
     live = [pulse for pulse in pulses if pulse.live]
     dead = [pulse for pulse in pulses if not pulse.live]
-    awaited = _awaited(live, {pulse.peer.rank for pulse in dead})
+    awaited = _awaited(live, [pulse.peer.rank for pulse in pulses])
     arrived = [pulse for pulse in live if awaited and pulse.beat and pulse.beat.place == awaited]
     missing = [pulse for pulse in pulses if pulse not in arrived] if awaited else dead
     if awaited and awaited.ranks:
@@ -68,14 +68,21 @@ def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> s
     return "\n".join([*lines, f"  stacks: {stacks}"])
 
 
-def _awaited(live: Sequence[Pulse], dead: set[int]) -> Place | None:
+def _awaited(live: Sequence[Pulse], everyone: Sequence[int]) -> Place | None:
     """The collective in which most ranks are, among those where a dead rank is missing if there are any.
 
-    Ranks with other work wait in a chain: one for another, which waits for the one that is dead.
+    Ranks with other work wait in a chain: one for another, which waits for the one that is dead. Of several collectives
+    it is the end of such a chain: nobody who is missing there waits elsewhere.
     """
-    places = [pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place]
-    with_dead = [place for place in places if dead and (not place.ranks or dead & {*place.ranks})]
-    return _most_common(with_dead or places)
+    places = {pulse.peer.rank: pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place}
+    dead = set(everyone) - {pulse.peer.rank for pulse in live}
+
+    def missing(place: Place) -> set[int]:
+        return {rank for rank in place.ranks or everyone if places.get(rank) != place}
+
+    candidates = [place for place in places.values() if dead & missing(place)] or [*places.values()]
+    ends = [place for place in candidates if not missing(place) & places.keys()]
+    return _most_common(ends or candidates)
 
 
 def _most_common(items: Any) -> Any:

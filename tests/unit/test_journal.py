@@ -180,6 +180,22 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_is_dead() -> None:
     assert "arrived: rank 1" in lines and "stopped or dead: rank 2" in lines
 
 
+def test_of_two_waits_for_a_dead_rank_the_one_is_told_that_nobody_else_holds_up() -> None:
+    """Ranks 2 and 3 wait for rank 0 too, which waits for rank 1: the dead one."""
+    pulses = [
+        pulse(0, "update", Place("train: update: backward", 9, (0, 1))),
+        pulse(1, "update", None, age=4.0),
+        pulse(2, "generate", Place("generate: end of step", 3)),
+        pulse(3, "generate", Place("generate: end of step", 3)),
+    ]
+    lines = [line.strip() for line in hang_report(pulses, 3.0, "here").splitlines()]
+    assert "collective: 'train: update: backward' #9" in lines
+    assert "arrived: rank 0" in lines and "did not arrive: rank 1" in lines
+    slow = [*pulses[:1], pulse(1, "update", None), *pulses[2:]]
+    lines = [line.strip() for line in hang_report(slow, 3.0, "here").splitlines()]
+    assert "collective: 'train: update: backward' #9" in lines, "and where nobody is dead, but one does something else"
+
+
 def test_report_of_a_hang_outside_collectives_names_the_silent() -> None:
     report = hang_report([pulse(0, "generate", None), pulse(1, "generate", None, age=4.0)], 3.0, "here")
     assert "phase: generate" in report
