@@ -15,9 +15,8 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.logprobs import DEVICE_CHUNK
 from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize
-from spmd_rl.plan.engine import engine_bytes
+from spmd_rl.plan.engine import beside_training, dtype_of
 from spmd_rl.plan.rank import Trace
-from spmd_rl.plan.table import dtype_of
 from spmd_rl.train.pipeline import most_in_flight
 
 AXES = ("tp", "pp", "cp", "ep", "dp_replicate")
@@ -32,7 +31,7 @@ MOST_TP = 8
 def nearest(
     cfg: PipelineConfig, ranks: int, found: Trace, room: float, fits: Callable[[PipelineConfig], bool]
 ) -> Iterator[str]:
-    """Say what to add to a command so that it fits, nothing if no such thing is found."""
+    """Say what to add to a command so that ranks that train fit, nothing if no such thing is found."""
     candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
     candidates.sort(key=lambda other: (_distance(cfg, other), estimate(other, ranks, found)))
     for other in candidates[:MOST_TRACED]:
@@ -65,13 +64,14 @@ def _candidates(cfg: PipelineConfig, ranks: int, found: Trace) -> Iterator[Pipel
         train.tokens_per_microbatch
     ]
     offloads = [train.offload] if train.offload or cfg.plan.device == "cpu" else [False, True]
-    replicas = [cfg.engine.tp] if cfg.engine.name == "native" else [cfg.engine.tp * n for n in (1, 2, 4)]
+    fixed = cfg.engine.name == "native" or cfg.placement.is_split
+    replicas = [cfg.engine.tp] if fixed else [cfg.engine.tp * n for n in (1, 2, 4)]
     for axes in product(*sizes.values()):
         named = dict(zip(AXES, axes, strict=True))
         if not _is_possible(named, train.vpp, ranks, found):
             continue
         for mode, budget, offload, tp in product(modes, tokens, offloads, replicas):
-            if ranks % tp == 0 and not (named["pp"] > 1 and train.compile):
+            if (fixed or ranks % tp == 0) and not (named["pp"] > 1 and train.compile):
                 own = {"activation_checkpointing": mode, "tokens_per_microbatch": budget, "offload": offload}
                 yield replace(cfg, train=replace(train, **named, **own), engine=replace(cfg.engine, tp=tp))
 
@@ -108,7 +108,7 @@ def estimate(cfg: PipelineConfig, ranks: int, found: Trace) -> float:
     """Bytes of a rank at its fullest, roughly: what a trace would find, from the model's sizes alone."""
     train, config, size = cfg.train, found.config, found.size
     sizes, width = LayoutSizes.of("train", ranks, **train.axes), 2 if dtype_of(cfg) == "bfloat16" else 4
-    engine = engine_bytes(cfg.engine, size, config, dtype_of(cfg))
+    engine = beside_training(cfg, size, config)
     own = size.parameters / (ranks / sizes.dp_replicate)
     experts, dense = _of_layer(size, config)
     # gathered weights of two layers, the gradients of one, whole, and again in float32 to be summed

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import LayoutSizes
 from spmd_rl.config.schema import PipelineConfig
-from spmd_rl.plan.engine import EngineBytes, engine_bytes
+from spmd_rl.plan.engine import NOTHING, EngineBytes, beside_training
 from spmd_rl.plan.rank import GRADIENTS, OPTIMIZER, WEIGHTS, Phase, Trace
 
 COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary", "engine", "KV cache")
@@ -35,14 +36,12 @@ class Row:
 
 
 def rows(cfg: PipelineConfig, found: Trace) -> list[Row]:
-    """The phases of a step in their order, each with what is on the device when the most is."""
-    engine = engine_bytes(cfg.engine, found.size, found.config, dtype_of(cfg))
-    sleeps = cfg.train.offload and cfg.plan.device != "cpu"
-    made = []
+    """The phases of a step in their order, each with what is on the device when the most is: of a rank that trains."""
+    engine, sleeps, made = beside_training(cfg, found.size, found.config), _sleeps(cfg), []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
         parts = [_columns(part) for part in found.phases.get(phase, ())]
         if phase == GENERATE:
-            parts = [({} if sleeps else _held(found), "")]
+            parts = [] if engine is NOTHING else [({} if sleeps else _held(found), "")]
         elif phase == SAVE:
             only = "policy" if sleeps else ""
             parts = [(_held(found, only), "")]
@@ -54,9 +53,14 @@ def rows(cfg: PipelineConfig, found: Trace) -> list[Row]:
     return made
 
 
-def dtype_of(cfg: PipelineConfig) -> str:
-    """In which the engine holds its weights."""
-    return "bfloat16" if cfg.policy.dtype == "auto" else cfg.policy.dtype
+def engine_rows(cfg: PipelineConfig, engine: EngineBytes) -> list[Row]:
+    """The phases of a rank that does nothing but generate."""
+    return [Row(phase, _of_engine(engine, phase, _sleeps(cfg))) for phase in ("publish", GENERATE)]
+
+
+def _sleeps(cfg: PipelineConfig) -> bool:
+    """Whether what computes nothing is off the device."""
+    return cfg.train.offload and cfg.plan.device != "cpu"
 
 
 def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
@@ -83,34 +87,53 @@ def _columns(part: Phase) -> tuple[dict[str, int], str]:
     return dict(columns), f"{size / GB:.2f} GB by {made_by.partition('::')[2]} in {part.peak.meeting or part.role}"
 
 
-def show_map(console: Console, cfg: PipelineConfig, ranks: int, found: Sequence[Trace]) -> None:
-    """Print which ranks stand along which axis."""
-    sizes = LayoutSizes.of("train", ranks, **cfg.train.axes)
+def show_map(console: Console, cfg: PipelineConfig, placement: Placement, found: Sequence[Trace]) -> None:
+    """Print which ranks stand along which axis, and which generate."""
+    if found:
+        _show_axes(console, cfg, placement.train, found[0])
+    where = f"{ranks_do(placement.generate, 'generate')}: " if cfg.placement.is_split else ""
+    count = f"{len(placement.generate) // cfg.engine.tp} " if placement.generate else ""
+    console.print(f"  engine        {where}{count}replicas of {cfg.engine.name} x tp {cfg.engine.tp}")
+
+
+def _show_axes(console: Console, cfg: PipelineConfig, ranks: Sequence[int], found: Trace) -> None:
+    sizes = LayoutSizes.of("train", len(ranks), **cfg.train.axes)
     used = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp}
     used |= {"tp": sizes.tp}
     product = " x ".join(f"{axis} {size}" for axis, size in used.items() if size > 1) or "one rank"
-    console.print(Text(f"{ranks} ranks = {product}", "bold"))
+    who = ranks_do(ranks, "train") if cfg.placement.is_split else f"{len(ranks)} ranks"
+    console.print(Text(f"{who} = {product}", "bold"))
     stride = 1
     for axis, size in reversed(used.items()):
         if size > 1:
-            others = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", ..." if size > 4 else "")
+            others = ", ".join(str(ranks[i * stride]) for i in range(min(size, 4))) + (", ..." if size > 4 else "")
             console.print(f"  {axis:13} groups of {size}: ranks {others}")
         stride *= size
     console.print(f"  weights       a copy on {sizes.fsdp * sizes.tp * sizes.pp} ranks, sharded over {sizes.fsdp}")
     if sizes.ep > 1:
         console.print(f"  experts       1/{sizes.ep} on a rank (ep), sharded over {sizes.expert_fsdp}")
     shards = sizes.dp_replicate * sizes.dp_shard
-    console.print(f"  data          {shards} shards, at most {found[0].microbatches} micro-batches each an update")
-    console.print(f"  engine        {ranks // cfg.engine.tp} replicas of {cfg.engine.name} x tp {cfg.engine.tp}")
+    console.print(f"  data          {shards} shards, at most {found.microbatches} micro-batches each an update")
 
 
-def show_rank(
-    console: Console, cfg: PipelineConfig, found: Trace, table: Sequence[Row], measured: Mapping[str, int]
-) -> None:
+def show_rank(console: Console, found: Trace, table: Sequence[Row], measured: Mapping[str, int]) -> None:
     """Print what a rank holds and what comes to it. measured: bytes by phase, of a run that there has been."""
     place = ", ".join(f"{axis} {at}" for axis, at in found.places.items())
+    show_table(console, f"Rank {found.rank} ({place})", table, measured)
+    for row in table:
+        if row.largest:
+            console.print(f"  largest in {row.phase}: {row.largest}")
+    for phase, parts in found.phases.items():
+        for part in parts:
+            told = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in sorted(part.travelled.items()) if size)
+            if told:
+                console.print(f"  GB to this rank a step, {phase} of the {part.role}: {told}")
+
+
+def show_table(console: Console, who: str, table: Sequence[Row], measured: Mapping[str, int]) -> None:
+    """Print what a rank holds in each phase."""
     console.print()
-    console.print(Text(f"Rank {found.rank} ({place}), GB at the peak of each phase", "bold"))
+    console.print(Text(f"{who}, GB at the peak of each phase", "bold"))
     grid = Table(box=None, pad_edge=False, padding=(0, 1))
     grid.add_column("phase")
     used = [column for column in COLUMNS if any(row.columns.get(column, 0) >= GB / 200 for row in table)]
@@ -122,11 +145,3 @@ def show_rank(
         more = [f"{seen / GB:.2f}" if seen else "-"] if measured else []
         grid.add_row(row.phase, *cells, f"{row.total / GB:.2f}", *more)
     console.print(grid)
-    for row in table:
-        if row.largest:
-            console.print(f"  largest in {row.phase}: {row.largest}")
-    for phase, parts in found.phases.items():
-        for part in parts:
-            told = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in sorted(part.travelled.items()) if size)
-            if told:
-                console.print(f"  GB to this rank a step, {phase} of the {part.role}: {told}")

@@ -133,6 +133,33 @@ def test_the_table_says_whether_it_fits_and_what_would(models, capsys, monkeypat
     assert "the nearest that fits: train." in text or "no layout near it fits" in text
 
 
+def test_ranks_that_are_not_alike_are_planned_apart(models, capsys, monkeypatch):
+    folder = f"policy.model={models['llama']}"
+    run = [folder, "plan.reserve_gb=0", "engine.kv_tokens=10000000"]  # a cache of 2.56 GB
+
+    def table(*overrides: str) -> tuple[str, dict[str, list[str]]]:
+        text = said(capsys, monkeypatch, *run, *overrides)
+        ranks = [part.splitlines() for part in text.split("\n\n") if "GB at the peak" in part]
+        return text, {lines[0].partition(",")[0].partition(" (")[0]: lines[2:] for lines in ranks}
+
+    def total(lines: list[str]) -> float:
+        return max(float(line.split()[-1]) for line in lines if line[:3] in ("pub", "gen", "pre", "upd", "sav"))
+
+    text, ranks = table("placement.mode=split", "placement.train=1,3")
+    assert "ranks 1,3 train = dp_shard 2" in text and "groups of 2: ranks 1, 3" in text
+    assert "ranks 0,2 generate: 2 replicas of native" in text
+    assert set(ranks) == {"Rank 1", "Rank 0"} and total(ranks["Rank 1"]) < 1 < 2.5 < total(ranks["Rank 0"])
+    text, ranks = table("placement.mode=lent")
+    assert "ranks 0-1 train = dp_shard 2" in text and "ranks 0-3 generate: 4 replicas" in text
+    update = [line for line in ranks["Rank 0"] if line.startswith("update")]
+    assert total(update) > 2.5, "a lent rank has the trainer and the engine"
+    assert not any(line.startswith("update") for line in ranks["Rank 2"]) and total(ranks["Rank 2"]) > 2.5
+    text, ranks = table("placement.mode=split", "placement.generate=attached")
+    assert "ranks 0-3 train = dp_shard 4" in text and set(ranks) == {"Rank 0", "A rank of an attached job"}
+    text, ranks = table("placement.mode=split", "plan.rank=3", "plan.device_gb=2")
+    assert set(ranks) == {"Rank 3"} and "does not fit 2 GB" in text and "need a smaller engine.kv_tokens" in text
+
+
 def test_a_book_counts_each_storage_once_and_until_it_is_gone():
     with Book() as book:
         kept = torch.zeros(1000)
