@@ -124,7 +124,6 @@ def _check_attached(cfg: Any) -> None:
     refused = {
         "rollout.claim": (cfg.rollout.claim != "store", "must be store"),
         "rollout.partial_rollout": (cfg.rollout.partial_rollout, "must be false"),
-        "placement.swap": (cfg.placement.swap != "step", "must be step"),
         "debug": (cfg.debug, "must be false"),
     }
     for key, (wrong, remedy) in refused.items():

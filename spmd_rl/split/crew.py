@@ -7,7 +7,7 @@ know nothing of each other. Whatever a rank has not handed in when it dies, anot
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from spmd_rl.learn import questions
 from spmd_rl.rollout import Rollouts
 from spmd_rl.rollout.outcomes import SliceReport
 from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.swap import Swap
 from spmd_rl.rollout.under_way import StepUnderWay
 from spmd_rl.split.crew_link import CrewCourier, Link, find
 from spmd_rl.split.crew_messages import Welcome
@@ -81,10 +82,10 @@ def training_dir(cfg: PipelineConfig) -> Path:
 class CrewRollouts(Rollouts):
     """Generates what is claimed from the training job, and hands in each slice as it is finished."""
 
-    def generate_claimed(self, step: int, claimed: "ClaimedStep") -> None:
-        """[all] ranks of a replica: until the step has ended."""
+    def generate_claimed(self, step: int, claimed: "ClaimedStep", swap: Swap) -> None:
+        """[all] ranks of a replica: until the step has ended. swap: a policy that may come meanwhile."""
         engine, tokens = self._engine, self._engine.prompt_tokens
-        under_way = StepUnderWay(step, claimed, claimed)
+        under_way = StepUnderWay(step, claimed, claimed, swap)
         self._reports.clear()
         with self._world.phase("generate"), engine.awake(), under_way.driven(engine, self._engine_loop):
             if engine.leads:
@@ -115,7 +116,8 @@ class CrewRollouts(Rollouts):
 class ClaimedStep:
     """One step of the training job as an attached rank sees it: claims, the end, and where finished slices go."""
 
-    def __init__(self, courier: CrewCourier, step: int, version: int) -> None:
+    def __init__(self, courier: CrewCourier, step: int, version: Callable[[], int]) -> None:
+        """version: what the engine of this rank holds now."""
         self.stats = Stats
         """How the engine has fared since it began the step."""
         self._courier, self._step, self._version = courier, step, version
@@ -127,7 +129,7 @@ class ClaimedStep:
         """See `rollout.claims.Claim`."""
         if room <= 0 or self._has_ended or time.monotonic() < self._ask_again:
             return []
-        self._has_ended, places = self._courier.claim("step", self._step, self._version, room)
+        self._has_ended, places = self._courier.claim("step", self._step, self._version(), room)
         if not places:
             self._ask_again = time.monotonic() + CLAIM_SECONDS
             self._courier.link.wait()
@@ -162,12 +164,15 @@ class Crew(Generator):
             self._world.journal.set_step(self._courier.link.news.step)
             if task.kind == "load":
                 self._load(task.newest)  # [all]
+                self._met = task.number
             elif task.kind == "eval":
                 self._rollouts.answer_claimed(task.number, self._courier)  # [all]
             else:
                 self._world.journal.set_step(task.number)
-                claimed = ClaimedStep(self._courier, task.number, self._weights.version)
-                self._rollouts.generate_claimed(task.number, claimed)  # [all]
+                claimed = ClaimedStep(self._courier, task.number, lambda: self._weights.version)
+                self._in_flight.begin()
+                self._rollouts.generate_claimed(task.number, claimed, self._in_flight)  # [all]
+                self._in_flight.settle()  # [all] of the replica
                 self._last_step = task.number
                 self._world.journal.note("handed in", slices=claimed.num_accepted)
 
@@ -181,6 +186,10 @@ class Crew(Generator):
         record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
         return msgspec.convert(self._world.broadcast("attached: next task", record), Task)  # [all]
 
+    def _announced(self) -> Announcement | None:
+        newest = self._courier.link.news.newest
+        return msgspec.msgpack.decode(newest, type=Announcement) if newest else None
+
     def _look_for_work(self) -> Task | None:
         """What there is to do now; pause if there is nothing."""
         link = self._courier.link
@@ -188,13 +197,13 @@ class Crew(Generator):
         news = link.news
         if news.over:
             return Task("over")
-        newest = msgspec.msgpack.decode(news.newest, type=Announcement) if news.newest else None
-        if newest and newest.version > self._weights.version:
+        newest = self._announced()
+        if newest and newest.version > self._met:
             if self._courier.hold(newest.version):
                 return Task("load", newest.version, newest)
         elif news.asked:
-            return Task("eval", self._weights.version)
-        elif self._last_step < news.step <= self._cfg.steps and self._weights.version >= news.oldest:
+            return Task("eval", self._met)
+        elif self._last_step < news.step <= self._cfg.steps and self._met >= news.oldest:
             return Task("step", news.step)
         time.sleep(LOOK_SECONDS)
         link.wait()

@@ -3,9 +3,8 @@
 It is announced in the store of all ranks, fetched from the ranks that train, given to the engine, and proven there.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import msgspec
 import xxhash
@@ -16,7 +15,7 @@ from spmd_rl.engine import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.kept import Kept
-from spmd_rl.split.publisher import NEWEST, Announcement, ProbePart
+from spmd_rl.split.publisher import Announcement, ProbePart
 from spmd_rl.split.replica_road import Piece, ReplicaRoad
 from spmd_rl.sync import WeightStream, difference, probe
 
@@ -25,24 +24,24 @@ class EngineWeights:
     """One rank's. The first rank of a replica fetches for all of them."""
 
     def __init__(
-        self, engine: Engine, road: ReplicaRoad, world: World, store: Any, courier: Courier, deltas: bool
+        self,
+        engine: Engine,
+        road: ReplicaRoad,
+        world: World,
+        newest: Callable[[], Announcement | None],
+        courier: Courier,
+        deltas: bool,
     ) -> None:
         """road: from the first rank of the replica to the others. world: of the ranks that generate.
 
-        store: that of all ranks. courier: which delivers answers to probes. deltas: keep a copy of what is loaded, so
-        that only what has changed since need be fetched.
+        newest: the newest version that has been announced. courier: which delivers answers to probes. deltas: keep a
+        copy of what is loaded, so that only what has changed since need be fetched.
         """
-        self.engine, self.road = engine, road
-        self._world, self._store, self._courier = world, store, courier
+        self.engine, self.road, self.newest = engine, road, newest
+        self._world, self._courier = world, courier
         self._kept = Kept() if deltas and road.leads else None
         self.version = -1
         """What the engine holds; -1: nothing yet."""
-
-    def newest(self) -> Announcement | None:
-        """Return the newest version that has been announced."""
-        return (
-            msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement) if self._store.check([NEWEST]) else None
-        )
 
     def waiting(self, version: int) -> AbstractContextManager[object]:
         """While this rank waits inside, a hang report says for which version."""

@@ -21,7 +21,7 @@ from spmd_rl.split.engine_weights import EngineWeights
 from spmd_rl.split.groups import StepPart, pack
 from spmd_rl.split.in_flight import InFlight
 from spmd_rl.split.pace import oldest_version, oldest_version_at
-from spmd_rl.split.publisher import Announcement
+from spmd_rl.split.publisher import NEWEST, Announcement
 from spmd_rl.split.replica_road import ReplicaRoad
 from spmd_rl.split.sides import GenerateSide
 
@@ -39,7 +39,8 @@ class Generator:
         self._cfg, self._rollouts = cfg, rollouts
         self._courier, self._world, self._together, self._start = side.courier, side.world, side.together, 0
         road = ReplicaRoad(side.world, cfg.engine.tp)  # [all] that generate
-        self._weights = EngineWeights(engine, road, side.world, store, side.courier, cfg.publish.delta)
+        self._store = store
+        self._weights = EngineWeights(engine, road, side.world, self._announced, side.courier, cfg.publish.delta)
         self._met = -1
         """The version that all generating ranks have at least."""
         swap = cfg.placement.swap
@@ -129,6 +130,12 @@ class Generator:
                     found = self._look(at_least)
         record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
         return msgspec.convert(self._world.broadcast("publish: newest version", record), Announcement)  # [all]
+
+    def _announced(self) -> Announcement | None:
+        """The newest version."""
+        if not self._store.check([NEWEST]):
+            return None
+        return msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement)
 
     def _look(self, at_least: int) -> Announcement | None:
         """What has been announced, if that lets generation go on; pause if nothing has."""

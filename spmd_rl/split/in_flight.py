@@ -19,6 +19,10 @@ LOOK_SECONDS = 0.02
 """The pause between two looks for a newer version."""
 
 
+def _any_version(position: int) -> int:
+    return -1
+
+
 class InFlight:
     """A `rollout.Swap`. The first rank of a replica decides, and fetches for the others."""
 
@@ -32,11 +36,11 @@ class InFlight:
         self._thread = ThreadPoolExecutor(1, "fetch")
         self._coming: tuple[Announcement, Future] | None = None
         self._looked_at = -LOOK_SECONDS
-        self._oldest_at: Callable[[int], int] = lambda position: -1
+        self._oldest_at = _any_version
         self.seconds: list[float] = []
         """What each swap of this step took, while nothing was generated."""
 
-    def begin(self, oldest_at: Callable[[int], int]) -> None:
+    def begin(self, oldest_at: Callable[[int], int] = _any_version) -> None:
         """Begin a step. oldest_at: the oldest version that may generate for the ticket at a position."""
         self._oldest_at = oldest_at
         self.seconds.clear()

@@ -1,6 +1,6 @@
 """Goodput (ETTR) of real runs of which every tenth step is killed: kill -9 of any rank at any moment of it.
 
-    python -m tests.bench.goodput [--placement split] [--steps 30] [--rate 0.1] [--seed 0]
+    python -m tests.bench.goodput [--placement split] [--steps 30] [--rate 0.1] [--longer 1] [--seed 0]
 
 Four ranks under `torchrun --max-restarts`, as launch/slurm/rlvr.sbatch starts them, with a checkpoint every step. A
 tiny model sleeps beside its work, so that a step takes some 20 s (`goodput_side.py`). Two figures: what the run itself
@@ -10,6 +10,7 @@ step, over all the time from before the first process to the end of the last.
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -124,10 +125,12 @@ def main() -> None:
     parser.add_argument("--placement", choices=PLACEMENTS, default="colocated")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rate", type=float, default=0.1, help="share of the steps that are killed")
+    parser.add_argument("--longer", type=float, default=1.0, help="steps take so many times as long")
     parser.add_argument("--seed", type=int, default=0)
     o = parser.parse_args()
     kills = plan(o.steps, o.rate, o.seed)
-    print(f"{o.placement}, {RANKS} ranks, {o.steps} steps, killed: {sorted(kills)}, seed {o.seed}", flush=True)
+    steps = f"{o.steps} steps, {o.longer:g} times as long"
+    print(f"{o.placement}, {RANKS} ranks, {steps}, killed: {sorted(kills)}, seed {o.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-goodput-") as name:
         folder = Path(name)
         run_dir, log = folder / "run", folder / "log"
@@ -135,7 +138,8 @@ def main() -> None:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=100"]
         command = [sys.executable, *launcher, "-m", "tests.bench.goodput_side", *words]
         with open(log, "ab") as out:
-            agent = subprocess.Popen(command, cwd=work.ROOT, stdout=out, stderr=out)
+            environment = os.environ | {"GOODPUT_LONGER": str(o.longer)}
+            agent = subprocess.Popen(command, cwd=work.ROOT, stdout=out, stderr=out, env=environment)
             undisturbed, seconds = watch(agent, run_dir, kills)
         assert agent.returncode == 0, log.read_text(errors="replace")[-4000:]
         account = goodput.read(run_dir)

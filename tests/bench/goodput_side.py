@@ -15,8 +15,9 @@ from spmd_rl.rlvr import run
 
 TOKENS = 20
 """Of an answer."""
-TOKEN_SECONDS = 0.5
-TRAIN_SECONDS = 8.0
+LONGER = float(os.environ.get("GOODPUT_LONGER", "1"))
+TOKEN_SECONDS = 0.5 * LONGER
+TRAIN_SECONDS = 8.0 * LONGER
 """Of an update on all ranks; on fewer it takes longer in proportion."""
 
 

@@ -91,14 +91,19 @@ def tokens(run: Running, step: int) -> list:
     return [(s["ticket"], s["answer"], [turn["token_ids"] for turn in s["turns"]]) for s in run.samples(step)]
 
 
-def assert_whole(run: Running, straight: Running, steps: int, staleness: int = 0) -> None:
-    """Each ticket once and in order, no token too old, and where both are on-policy, the samples of the reference."""
+def assert_bounded(run: Running, steps: int, staleness: int) -> None:
+    """Each ticket once and in order, and no token too old."""
     assert [line["step"] for line in run.metrics()] == list(range(steps + 1))
     used = [(s["ticket"], s["answer"]) for step in range(1, steps + 1) for s in run.samples(step)]
     assert used == [(ticket, answer) for ticket in range(max(used)[0] + 1) for answer in range(4)]
     for step in range(1, steps + 1):
         turns = [turn for s in run.samples(step) for turn in s["turns"]]
         assert {step - 1 - version for turn in turns for version in turn["versions"]} <= set(range(staleness + 1))
+
+
+def assert_whole(run: Running, straight: Running, steps: int, staleness: int = 0) -> None:
+    """As that, and where both are on-policy, the samples of the reference."""
+    assert_bounded(run, steps, staleness)
     for step in (1,) if staleness else (1, 2):
         assert tokens(run, step) == tokens(straight, step)
     assert all("val/score/mean" in line for line in run.metrics())
@@ -211,3 +216,17 @@ def test_agents_play_on_attached_ranks(tmp_path: Path) -> None:
     used = [s["ticket"] for step in (2, 3) for s in run.samples(step)]  # demonstrations come first
     assert set(used) == set(range(max(used) + 1)) and used == sorted(used)
     assert [line.get("placement/attached", 0) > 0 for line in run.metrics()] == [False, False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swap", ["recompute", "keep"])
+def test_attached_ranks_take_a_new_policy_in_the_middle_of_their_answers(training, swap: str) -> None:
+    longer = ("rollout.max_new_tokens=60", "engine.max_running=4")  # a step of answers outlasts an update
+    jobs = training(f"swap-{swap}", "steps=6", "placement.max_staleness=2", *longer)
+    crews = [jobs.start(f"placement.swap={swap}"), jobs.start(f"placement.swap={swap}", ranks=2)]
+    assert jobs.run.wait(90) == 0, jobs.run.text()[-3000:]
+    assert [crew.wait(30) for crew in crews] == [0, 0], [crew.text()[-2000:] for crew in crews]
+    assert_bounded(jobs.run, 6, 2)
+    turns = [turn for step in range(1, 7) for s in jobs.run.samples(step) for turn in s["turns"]]
+    assert all(turn["versions"] == sorted(turn["versions"]) for turn in turns)
+    assert any(len(set(turn["versions"])) > 1 for turn in turns), "no answer went on with a newer policy"
