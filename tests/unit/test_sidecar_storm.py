@@ -13,6 +13,7 @@ import pytest
 
 from launch import sidecar_keys
 from spmd_rl import sidecar
+from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, free_address, host_of, numbers, private_node, rewards
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +87,14 @@ def weather(node, tmp_path, keyed: bool, seconds: float) -> dict:
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["ipc", "keys"])
 def test_a_squall(node, tmp_path, keyed):
-    figures = weather(node, tmp_path, keyed, 5.0)
-    assert figures["verdicts"] > 100 and figures["growth_mb"] < 64 and figures["hosts"] == 1
+    """With keys, bad nodes take work, which comes back after its time limit of 5 s: then an honest client is slow, but it
+    never waits for much longer. (The more of the machine the attackers get, the slower.)
+
+    What the host takes is buffers of what is sent at once: 50 to 62 MB after seconds, and no more after five minutes.
+    """
+    figures = weather(node, tmp_path, keyed, 10.0)
+    assert figures["verdicts"] >= (40 if keyed else 100) and figures["longest_seconds"] < patient(10)
+    assert figures["growth_mb"] < 96 and figures["hosts"] == 1
 
 
 @pytest.mark.slow
