@@ -87,7 +87,7 @@ def weather(node, tmp_path, keyed: bool, seconds: float) -> dict:
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["ipc", "keys"])
 def test_a_squall(node, tmp_path, keyed):
-    """With keys, bad nodes take work, which comes back after its time limit of 5 s: then an honest client is slow, but it
+    """With keys, bad nodes take work, which comes back after its time limit of 5 s: then an honest client is slow, but
     never waits for much longer. (The more of the machine the attackers get, the slower.)
 
     What the host takes is buffers of what is sent at once: 50 to 62 MB after seconds, and no more after five minutes.
