@@ -30,6 +30,7 @@ from spmd_rl.split.desk import Desk
 from spmd_rl.split.exchange import bind_of
 from spmd_rl.split.groups import unpack_groups
 from spmd_rl.split.handed_over import HandedOver
+from spmd_rl.split.pace import is_evaluated
 from spmd_rl.split.publisher import Announcement, StagingPublisher
 from spmd_rl.split.sides import TrainSide
 from spmd_rl.split.works import Accepted
@@ -121,7 +122,7 @@ class HandedIn(HandedOver):
         def ask(desk: Desk) -> None:
             if announcement.probed:
                 desk.ask_probe(version)
-            if prompts and (version == 0 or version > self._start):
+            if prompts and is_evaluated(version, self._start):
                 desk.ask_eval(version, len(prompts))
             self._exchange.announce(msgspec.msgpack.encode(announcement))
 

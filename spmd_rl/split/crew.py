@@ -178,13 +178,8 @@ class Crew(Generator):
 
     def _next(self) -> Task:
         """[all] What the first rank finds; it waits where there is nothing to do."""
-        found = None
-        if self._world.rank == 0:
-            with self._world.journal.waiting("attached: something to do"):
-                while found is None:
-                    found = self._look_for_work()
-        record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
-        return msgspec.convert(self._world.broadcast("attached: next task", record), Task)  # [all]
+        waits = "attached: something to do"
+        return self._first_finds("attached: next task", waits, self._look_for_work, Task)  # [all]
 
     def _announced(self) -> Announcement | None:
         newest = self._courier.link.news.newest

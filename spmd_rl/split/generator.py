@@ -1,10 +1,10 @@
 """`Generator`: a generating rank's part of a run: load a policy, generate the next step, hand it over."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,10 +20,12 @@ from spmd_rl.rollout import Agent, Rollouts
 from spmd_rl.split.engine_weights import EngineWeights
 from spmd_rl.split.groups import StepPart, pack
 from spmd_rl.split.in_flight import InFlight
-from spmd_rl.split.pace import oldest_version, oldest_version_at
+from spmd_rl.split.pace import is_evaluated, oldest_version, oldest_version_at
 from spmd_rl.split.publisher import NEWEST, Announcement
 from spmd_rl.split.replica_road import ReplicaRoad
 from spmd_rl.split.sides import GenerateSide
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 0.02
 """The pause between two looks for a newer version while nothing can be generated."""
@@ -123,13 +125,19 @@ class Generator:
 
         A newer version than all ranks have is held: training ranks keep it until it has been fetched.
         """
+        waits = f"publish: version {at_least} from ranks that train"
+        look = partial(self._look, at_least)
+        return self._first_finds("publish: newest version", waits, look, Announcement)  # [all]
+
+    def _first_finds(self, name: str, waits: str, look: Callable[[], T | None], kind: type[T]) -> T:
+        """[all] What the first rank finds, which looks until there is something. waits: for what, in a hang report."""
         found = None
         if self._world.rank == 0:
-            with self._world.journal.waiting(f"publish: version {at_least} from ranks that train"):
+            with self._world.journal.waiting(waits):
                 while found is None:
-                    found = self._look(at_least)
+                    found = look()
         record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
-        return msgspec.convert(self._world.broadcast("publish: newest version", record), Announcement)  # [all]
+        return msgspec.convert(self._world.broadcast(name, record), kind)  # [all]
 
     def _announced(self) -> Announcement | None:
         """The newest version."""
@@ -167,7 +175,7 @@ class Generator:
         if self._together is not self._world:
             return
         prompts, samplings = questions(self._cfg, self._rollouts.prompts.eval, version)
-        if samplings and (version == 0 or version > self._start):
+        if samplings and is_evaluated(version, self._start):
             with self._world.phase("eval"):
                 groups = self._rollouts.answer(prompts, samplings)  # [all]
             self._deliver("eval", version, pack(groups))

@@ -23,6 +23,11 @@ def oldest_version_at(position: int, step: int, per_step: int, max_staleness: in
     return oldest_version(step + position // per_step, max_staleness, start)
 
 
+def is_evaluated(version: int, start: int) -> bool:
+    """Return whether a run that began at `start` evaluates a version that is due: not again what it resumed from."""
+    return version == 0 or version > start
+
+
 def due(step: int, every: int) -> bool:
     """Return whether what happens every so many steps happens after `step`; 0: never."""
     return every > 0 and step % every == 0
