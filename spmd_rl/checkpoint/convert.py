@@ -47,8 +47,11 @@ class Checkpoint(NamedTuple):
     model_dir: Path
 
 
-def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None) -> Checkpoint:
-    """Verify every byte, then compare names and shapes with the model's. UserError for any that is torn or foreign."""
+def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, trust: bool = False) -> Checkpoint:
+    """Verify every byte, then compare names and shapes with the model's. UserError for any that is torn or foreign.
+
+    trust: whether Python code that the model brings may run. A run's own settings cannot say so: others may write them.
+    """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
     try:
@@ -64,7 +67,7 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None) -> 
     if not (model := model or settings.get("model")):
         raise UserError(f"{directory} lies in no run's directory: name the model that was trained with --model")
     folder = model_directory(model)
-    built = build_on_meta(folder, torch.float32, bool(settings.get("trust_remote_code", False)))
+    built = build_on_meta(folder, torch.float32, trust)
     saved = SavedState(directory / ROLE)
     ours = {WEIGHTS + name: tuple(p.shape) for name, p in built.named_parameters()}
     theirs = {name: tuple(t.shape) for name, t in saved.tensors.items() if name.startswith(WEIGHTS)}
@@ -147,12 +150,13 @@ def main(arguments: Sequence[str]) -> int:
         way.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
         way.add_argument("out", type=Path, metavar="OUT")
         way.add_argument("--model", help="where config and tokenizer lie; by default the run's policy.model")
+        way.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
     to.add_argument("--dtype", choices=DTYPES, help="by default the run's policy.dtype, or float32")
     to.add_argument("--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, metavar="N", help="of a safetensors file")
     asked = parser.parse_args(arguments)
     try:
         run = saved_config(asked.checkpoint.absolute().parent.parent) or {}
-        found = open_checkpoint(asked.checkpoint, run, asked.model)
+        found = open_checkpoint(asked.checkpoint, run, asked.model, asked.trust_remote_code)
         if asked.way == "from-hf":
             from_hf(asked.weights, found, asked.out)
         else:

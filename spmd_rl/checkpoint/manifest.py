@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its files, their sizes and hashes. It is written last, and nothing else is read.
 
 It guards against torn and damaged directories and against files that were added or swapped, not against a writer who
-can rewrite the manifest too: a checkpoint is as trustworthy as the directory it lies in.
+can rewrite the manifest too. Such a writer may give a run other weights; what runs no code of his is the readers' care.
 """
 
 import hashlib
@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 NAME = "manifest.json"
 EXPORT = "hf"
@@ -79,10 +81,12 @@ class Manifest:
             raise TornCheckpoint(f"{NAME} is not JSON") from None
         if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
             raise TornCheckpoint(f"{NAME} is damaged")
-        if body["format"] != FORMAT:
-            raise TornCheckpoint(f"{NAME} has format {body['format']}, this version reads {FORMAT}")
-        files = {name: Entry(**entry) for name, entry in body["files"].items()}
-        return cls(body["step"], body["world_size"], files)
+        if body.get("format") != FORMAT:
+            raise TornCheckpoint(f"{NAME} has format {body.get('format')}, this version reads {FORMAT}")
+        try:
+            return msgspec.convert(body, cls)
+        except msgspec.ValidationError as error:
+            raise TornCheckpoint(f"{NAME}: {error}") from None
 
     def _body(self) -> dict:
         files = {name: {"size": e.size, "hash": e.hash} for name, e in sorted(self.files.items())}

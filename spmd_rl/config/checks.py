@@ -13,6 +13,7 @@ from typing import Any
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.env_checks import check_envs
+from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
@@ -279,6 +280,7 @@ def check_model(key: str, name: str) -> str:
         later = hub and what == "safetensors"
         if not later and not any(any(folder.glob(pattern)) for pattern in patterns):
             raise UserError(f"{key}: {name} has no {what}; give a Hugging Face model directory, {remedy}")
+    check_weights(key, folder)
     return name
 
 

@@ -28,6 +28,8 @@ from spmd_rl.config.run_identity import fill_run
 from spmd_rl.config.schema import PIPELINES
 from spmd_rl.errors import UserError
 
+REMOTE_CODE = "policy.trust_remote_code"
+"""Runs Python code that a model brings: only the command line turns it on, never a file that is passed on with a run"""
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """The YAML files beside the package, in a clone as in site-packages"""
 
@@ -97,6 +99,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
         raise UserError(f"{where}: {error.problem}") from None
     with open_dict(values):
         values.pop("about", None)  # a run's own config.yaml, given back as `--config-name`
+    said = {line.lstrip("+").partition("=")[0] for line in overrides}
+    if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
+        raise UserError(f"{REMOTE_CODE}: a YAML file turns it on, which others may have written; say it on the line")
     return values
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spmd_rl.checkpoint import Checkpointer, HfExport
+from spmd_rl.checkpoint import Checkpointer, HfExport, manifest
 from spmd_rl.checkpoint.convert import main
 from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.config.schema import CheckpointConfig
@@ -138,6 +138,14 @@ def wider(saved: Path, path: Path) -> list[str]:
     return ["--model", str(tiny("qwen3_moe", path / "wide", **EXPERTS["qwen3_moe"], hidden_size=72))]
 
 
+def hostile(saved: Path, path: Path) -> list[str]:
+    """Its table of tensors would run code, and its manifest vouches for it."""
+    (saved / "policy" / ".metadata").write_bytes(b"cposix\n_exit\n(I99\ntR.")
+    files = {name: manifest.hash_file(saved / name, int) for name in manifest.list_files(saved)}
+    manifest.Manifest(1, 1, files).write(saved)
+    return []
+
+
 def in_the_way(saved: Path, path: Path) -> list[str]:
     (path / "out").mkdir()
     return []
@@ -150,6 +158,7 @@ REFUSED = {
     no_config: "name the model that was trained with --model",
     foreign: "step-000001 is of another model: it holds (64,) of model.model.layers.1.",
     wider: "the model in ",
+    hostile: "policy/.metadata is no table of tensors: UnpicklingError: it asks for posix._exit",
     in_the_way: "out exists already",
 }
 

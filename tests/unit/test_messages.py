@@ -1,8 +1,10 @@
 """What a run says before its first step, in long waits, and after its last step."""
 
 import json
-import struct
 from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
 
 from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.model_files import describe_model, num_weights
@@ -14,9 +16,7 @@ from spmd_rl.track.waits import Waits
 
 def write_model(folder: Path) -> Path:
     folder.mkdir()
-    head = {"a": {"shape": [1000, 500]}, "b": {"shape": [7]}, "__metadata__": {"format": "pt"}}
-    text = json.dumps(head).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    save_file({"a": torch.zeros(1000, 500), "b": torch.zeros(7)}, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 64}))
     return folder
 

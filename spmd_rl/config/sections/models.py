@@ -98,7 +98,7 @@ class PolicyConfig(TrainedModelConfig):
     """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
     differences between the two do not become large ones (R3). `engine=native` alone tells."""
     trust_remote_code: bool = False
-    """Run Python code that a model directory brings. Only for directories you trust."""
+    """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
 
 
 @dataclass

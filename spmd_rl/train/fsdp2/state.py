@@ -3,8 +3,7 @@
     written = StateFiles(world).save(role.state_dict(), folder)  # [all]
 
 Tensors may be of any dtype and lie on any mesh: DCP writes each piece once, and reads what another number of ranks has
-written. DCP pickles its metadata, so `load` may only see a folder whose content has been verified. `SavedState` and
-`write_state` do without ranks, one tensor at a time.
+written. `SavedState` and `write_state` do without ranks, one tensor at a time.
 """
 
 import warnings
@@ -19,8 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from spmd_rl.distributed import World
+from spmd_rl.errors import UserError, one_line
+from spmd_rl.train.fsdp2.metadata import read_metadata
 
 State = dict[str, dict[str, Tensor]]
 """Tensors by part (`model`, `optimizer`) and name."""
@@ -58,10 +60,10 @@ class StateFiles:
         planner = _LoadPlanner(self._world.progress, frozenset(elsewhere))
         try:
             with self._world.collective("restore: shards", "copy"):
-                dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, **self._meeting())
+                dcp.load(state, storage_reader=_Reader(folder), planner=planner, **self._meeting())
         except CheckpointException as failed:
             cause = _cause(failed)
-            if isinstance(cause, OSError):
+            if isinstance(cause, OSError | UserError):
                 raise cause from failed
             raise ValueError(f"{folder} does not fit this model: {' '.join(str(cause).split())}") from failed
 
@@ -77,17 +79,23 @@ class SavedState:
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: its content must have been verified. OSError if it holds no such state."""
-        self._reader = _MetadataOnce(folder)
+        """OSError if `folder` holds no such state, UserError if what it holds is damaged."""
+        self._reader = _Reader(folder)
         found = self._reader.read_metadata().state_dict_metadata
         self.tensors = {name: torch.empty(t.size, dtype=t.properties.dtype, device="meta") for name, t in found.items()}
         """By name as `part.name`: shapes and dtypes, on the meta device."""
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU. Twice its memory is needed where one rank has written all of it."""
+        """One tensor, whole, on the CPU. Twice its memory is needed where one rank has written all of it.
+
+        UserError if what is stored is damaged.
+        """
         whole = torch.empty_like(self.tensors[name], device="cpu")
-        with _alone():
-            dcp.load({name: whole}, storage_reader=self._reader, no_dist=True)
+        try:
+            with _alone():
+                dcp.load({name: whole}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as failed:
+            raise UserError(f"{self._reader.path}: {name} cannot be read: {one_line(_cause(failed))}") from failed
         return whole
 
 
@@ -116,15 +124,15 @@ def _alone() -> Iterator[None]:
         yield
 
 
-class _MetadataOnce(dcp.FileSystemReader):
-    """Reads the metadata once, and not for every tensor."""
+class _Reader(dcp.FileSystemReader):
+    """Reads the table of tensors once, and not for every tensor, without running what a stranger may have put there."""
 
     @cached_property
-    def _metadata(self) -> Any:
-        return super().read_metadata()
+    def _table(self) -> Metadata:
+        return read_metadata(Path(self.path))
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        return self._metadata
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._table
 
 
 class _ReadingPlanner(DefaultSavePlanner):
