@@ -8,7 +8,7 @@ whole and is killed. A worker that dies takes its sessions with it: they are los
 
 import contextlib
 import socket
-from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import msgspec
 from spmd_rl import wire
 from spmd_rl.sidecar.crew import Crew, WorkerProcess
 from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket
 from spmd_rl.types import LostReason
 
@@ -33,6 +34,8 @@ class Holder(Protocol):
 
     reset: wire.ResetRequest
     """What it asks for; `session` is its own affair."""
+    client: Hashable
+    """Whose it is: clients that wait get their slots in turn."""
 
     def on_seat(self, seat: "Seat") -> None:
         """Its reset begins."""
@@ -78,7 +81,7 @@ class EnvPool(Crew[_Worker]):
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, loop: EventLoop) -> None:
         super().__init__(f"env.{tag}", spec, wire.FROM_ENV_WORKER, loop)
-        self._queue: OrderedDict[Holder, None] = OrderedDict()
+        self._queue: FairQueue[Holder] = FairQueue()
         self._num_seats = 0
         self._num_running = 0
         self._replies = 0
@@ -100,12 +103,12 @@ class EnvPool(Crew[_Worker]):
         if self.broken:
             holder.on_failure("error", self.broken)
         else:
-            self._queue[holder] = None
+            self._queue.push(holder.client, holder)
             self._may_dispatch = True
 
     def withdraw(self, holder: Holder) -> None:
         """Take a reset off the queue, if it waits there."""
-        self._queue.pop(holder, None)
+        self._queue.discard(holder.client, holder)
 
     def step(self, seat: Seat, number: int, action: str) -> None:
         """Give a step to the worker that has the session."""
@@ -184,7 +187,7 @@ class EnvPool(Crew[_Worker]):
         self._empty(worker, "its worker died")
 
     def _drop_work(self, reason: str) -> None:
-        waiting, self._queue = self._queue, OrderedDict()
+        waiting, self._queue = self._queue, FairQueue()
         for worker in list(self._workers):
             self._empty(worker, reason)
         for holder in waiting:
@@ -201,7 +204,7 @@ class EnvPool(Crew[_Worker]):
             least = min(len(worker.seats) for worker in open_workers)
             for worker in open_workers:
                 if self._queue and len(worker.seats) == least:
-                    self._seat(worker, self._queue.popitem(last=False)[0])
+                    self._seat(worker, self._queue.pop())
 
     def _seat(self, worker: _Worker, holder: Holder) -> None:
         slot = worker.free.pop()

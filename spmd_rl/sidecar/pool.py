@@ -16,6 +16,7 @@ import msgspec
 from spmd_rl import wire
 from spmd_rl.sidecar.crew import Crew, WorkerProcess
 from spmd_rl.sidecar.event_loop import EventLoop
+from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket
 from spmd_rl.types import Verdict
 
@@ -23,8 +24,6 @@ CHUNK_SECONDS = 0.01
 """The work given to a `sync` worker at once, by the mean so far: few frames, no long wait behind a slow request."""
 AHEAD_SECONDS = 0.1
 """The work that a worker node holds for each worker, by the mean so far: longer than a frame's round trip."""
-MAX_CANCELLED = 1000
-"""The queue is cleared of cancelled jobs after this many."""
 NOTHING = msgspec.Raw(b"")
 ASYNC_GRACE = 1.0
 """An `async` worker keeps its own deadlines; it is killed this much later, when its event loop is stuck."""
@@ -87,8 +86,7 @@ class Pool(Crew[_Worker]):
         super().__init__(f"reward.{domain}", spec, wire.FROM_WORKER, loop)
         self.verdicts = 0
         self._resolve = resolve
-        self._queue: deque[Job] = deque()
-        self._num_cancelled = 0
+        self._queue: FairQueue[Job] = FairQueue()
         self._suspects: deque[Job] = deque()
         self._mean_seconds = CHUNK_SECONDS
 
@@ -114,13 +112,13 @@ class Pool(Crew[_Worker]):
         if self.broken:
             self._settle(job, Verdict("error", detail=self.broken))
         else:
-            self._queue.append(job)
+            self._queue.push(job.client, job)
 
     def take(self, limit: int) -> list[Job]:
         """Take the next jobs off the queue: at most `limit`, and what a frame should hold."""
         jobs, size = [], 0
         while self._queue and len(jobs) < limit and size < wire.BATCH_BYTES:
-            job = self._queue.popleft()
+            job = self._queue.pop()
             if not job.cancelled:
                 jobs.append(job)
                 size += len(memoryview(job.input))
@@ -129,10 +127,7 @@ class Pool(Crew[_Worker]):
     def cancel(self, job: Job) -> None:
         """Forget a job that nobody waits for. A worker that runs it goes on."""
         job.cancelled, job.input = True, NOTHING
-        self._num_cancelled += 1
-        if self._num_cancelled > max(MAX_CANCELLED, len(self._queue) // 2):
-            self._num_cancelled = 0
-            self._queue = deque(job for job in self._queue if not job.cancelled)
+        self._queue.discard(job.client, job)
 
     def put_back(self, jobs: list[Job], suspect: bool = False) -> None:
         """Return jobs that were taken to the front of the queue; a `suspect` runs alone on a fresh worker."""
@@ -142,7 +137,8 @@ class Pool(Crew[_Worker]):
         elif suspect:
             self._suspects.extend(jobs)
         else:
-            self._queue.extendleft(reversed(jobs))
+            for job in reversed(jobs):
+                self._queue.push(job.client, job, first=True)
 
     def status(self) -> wire.PoolStatus:
         """Return the state of the pool."""
@@ -251,12 +247,12 @@ class Pool(Crew[_Worker]):
             self._suspects.extend(job for job in blamed if not job.cancelled)
             for other in self._workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
                 other.fresh = False
-        self._queue.extendleft(reversed(innocent))
+        self.put_back(innocent)
 
     def _drop_work(self, reason: str) -> None:
         jobs = [job for worker in self._workers for job in worker.running.values()]
         jobs += [*self._suspects, *self._queue]
         self._suspects.clear()
-        self._queue.clear()
+        self._queue = FairQueue()
         for job in jobs:
             self._settle(job, Verdict("error", detail=reason))
