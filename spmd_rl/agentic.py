@@ -4,74 +4,43 @@
     python -m spmd_rl.agentic env.maze.target=my_envs:Maze rollout.max_turns=8 debug=true
 
 Environments live in the CPU processes of a sidecar: while one steps, the engine answers for the others. Lines marked
-[all] meet the other ranks; no other line may decide whether one of them is reached.
+[all] meet all other ranks, [train] those that train; no other line may decide whether one is reached.
 """
-
-from contextlib import closing
-from pathlib import Path
 
 from spmd_rl.config import AgenticConfig, main
 
 
 def run(cfg: AgenticConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
-    from spmd_rl import engine, sidecar, sync, train
-    from spmd_rl.checkpoint import Checkpointer, HfExport, finished
     from spmd_rl.data import EnvTasks
-    from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
+    from spmd_rl.job import Job
     from spmd_rl.learn import Imitation, Learner, evaluate, sample_log
-    from spmd_rl.model.tokenizer import load_tokenizer
-    from spmd_rl.rollout import Agent, Demonstrations, Rollouts
-    from spmd_rl.track import Run
+    from spmd_rl.placement import place_ranks
+    from spmd_rl.rollout import Demonstrations
 
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
-    tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.env.chat_template_kwargs)
-    with World.open(cfg) as world, world.resources() as stack:  # [all]
-        agree_on_start(world, cfg, {"env": tasks.eval})  # [all]
-        if done := finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world):  # [all]
-            if world.rank == 0:
-                print(f"{cfg.run.dir}: already at step {done}; set steps above {done} to continue", flush=True)
+    with Job.open(cfg, tasks, {"env": tasks.eval}, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
+        place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
+        if place.generate:  # a rank that does nothing else
+            place.generate()
             return
-        agree_on_dtype(world, cfg)  # [all]
-        train_world = world.subset("train", range(world.size))  # [all] every rank trains ...
-        generate_world = world.subset("generate", range(world.size))  # [all] ... and generates
-        track = stack.enter_context(Run.open(cfg, world))  # [all]
-        track.announce(0, len(tasks.eval))
-        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
-            scorer, environments = stack.enter_context(
-                sidecar.connect_both(cfg.reward, cfg.env, world.node, cfg.sidecar.bind, cfg.debug, cfg.sidecar.keys)
-            )
-            roles = train.build_roles(cfg, train_world)  # [all]
-            generator = engine.build(cfg, generate_world)  # [all]
-        publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
-        agent = None if cfg.rollout.target else Agent(cfg.env)
-        rollouts = stack.enter_context(  # [all]
-            closing(Rollouts(cfg, generator, tasks, scorer, tokenizer, world, agent, environments))
-        )
-        demonstrations = Demonstrations(cfg, tasks, environments, tokenizer, world)
-        learner, imitation = Learner(cfg, *roles, world), Imitation(cfg, roles.policy, world)
-        parts = {"rollouts": rollouts, "learner": learner, "track": track}
-        export = HfExport(roles.policy, cfg.policy.model, world)
-        saver = Checkpointer(cfg.checkpoint, Path(cfg.run.dir), world, roles.trained, parts, export)  # [all]
-
-        start = saver.restore()  # [all] 0 for a fresh run
-        rollouts.check()
-        with world.journal.slow(cfg.journal.start_seconds):  # an engine's first step may compile
-            publish(version=start)  # [all] verified
+        rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
+        demonstrations = Demonstrations(cfg, tasks, place.environments, job.tokenizer, world)
+        learner, imitation = Learner(cfg, *place.roles, world), Imitation(cfg, place.roles.policy, world)
+        saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):
-                track.add(evaluate(cfg, rollouts, world, 0, track.log_eval))  # [all]
+                track.add(evaluate(cfg, rollouts, world, 0, track.log_eval))  # [train]
         for step in range(start + 1, cfg.steps + 1):
             source, student = (demonstrations, imitation) if step <= cfg.warmup.steps else (rollouts, learner)
             with track.step(step):
-                collected = source.collect(step)  # [all] play; nobody assigns
-                with sample_log.logged(track, collected, student):  # [all] also where the run ends with this step
-                    batches = student.prepare(collected)  # [all] credit, logprobs where they are needed
-                track.add(collected.metrics() | student.update(batches))  # [all]
-                track.add(publish(version=step))  # [all] verified
-                track.add(evaluate(cfg, rollouts, world, step, track.log_eval))  # [all] when due
-                saver.maybe_save(step, last=step == cfg.steps)  # [all]
-        generator.close()  # not with an exception pending: an engine's own groups may wait for other ranks
+                collected = source.collect(step)  # [train] played here or by other ranks
+                with sample_log.logged(track, collected, student):  # [train] also where the run ends with this step
+                    batches = student.prepare(collected)  # [train] credit, logprobs where they are needed
+                track.add(collected.metrics() | student.update(batches))  # [train]
+                track.add(publish(version=step))  # [train] verified
+                track.add(evaluate(cfg, rollouts, world, step, track.log_eval))  # [train] when due
+                saver.maybe_save(step, last=step == cfg.steps)  # [train]
 
 
 if __name__ == "__main__":

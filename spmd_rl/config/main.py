@@ -46,12 +46,6 @@ PLAN = "spmd_rl.plan:show"
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
-LOOPS = {
-    (pipeline, loop): f"spmd_rl.{pipeline}_{loop}:run"
-    for pipeline in ("rlvr", "agentic")
-    for loop in ("split", "lent", "overlapped", "attached", "crew")
-}
-"""By pipeline and `placement.loop`: the loop, in a file of its own, that runs in the place of the door's."""
 
 
 def main(
@@ -95,8 +89,6 @@ def main(
             return (imported(preview) if isinstance(preview, str) else preview)(cfg)
         exit_.start()
         fetch_models(cfg)
-        if loop := LOOPS.get((pipeline, cfg.placement.loop)):
-            run = imported(loop)
         run(cfg)
         gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
 """A run with `placement.mode=split` on a virtual clock, and the colocated one that it is compared with.
 
 Both generate with the scheduler's own code (`Cluster`); how far generation runs ahead is `split.pace`. The loops are
-those of `split.Generator.run` and `rlvr_split`: generating replicas load the newest version between two steps, begin a
-step once they have one that is young enough, and meet at its end; training ranks take a step's groups in order, and
-hold up a publish while an older version is fetched and, where it is probed, until it has been loaded and has answered.
+those of `split.Generator.run` and of ranks that train: generating replicas load the newest version between two steps,
+begin a step once they have one that is young enough, and meet at its end; training ranks take a step's groups in order,
+and hold up a publish while an older version is fetched and, where it is probed, until it has been loaded and answers.
 
 A rank that is lost ends the job, which starts again from its last checkpoint: what had been generated ahead is lost.
 """

@@ -10,10 +10,7 @@ from spmd_rl.config.schema import PIPELINES
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("spmd_rl", "rewards", "envs", "launch")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-LOOPS = [
-    f"{name}_{loop}" for name in ("rlvr", "agentic") for loop in ("split", "lent", "overlapped", "attached", "crew")
-]
-DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in (*PIPELINES, *LOOPS)]
+DOORS = [ROOT / "spmd_rl" / f"{name}.py" for name in PIPELINES]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

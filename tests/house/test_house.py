@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, functions, rel, tree
 
-MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 150, 60, 10
+MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 60, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
     "spmd_rl/targets.py": "the sidecar worker again: a plug-in's import and constructor, which the checks run first",

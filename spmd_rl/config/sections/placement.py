@@ -82,10 +82,10 @@ class PlacementConfig:
         return self.mode == "split" and self.generate == "attached"
 
     @property
-    def loop(self) -> str:
-        """Which loop a pipeline runs: `colocated`, `split`, and of attached jobs `attached` (trains) or `crew`."""
+    def part(self) -> str:
+        """Which of `spmd_rl.placement` a job is: its mode, but `attached` or `attaches` where jobs generate."""
         if self.is_attached:
-            return "attached" if self.attach is None else "crew"
+            return "attached" if self.attach is None else "attaches"
         return self.mode
 
     @property

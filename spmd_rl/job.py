@@ -1,0 +1,128 @@
+"""`Job`: what every pipeline begins with: ranks form and agree, a run that is over ends, and a checkpoint is restored.
+
+    with Job.open(cfg, prompts, rows, cfg.data.chat_template_kwargs) as job:  # [all]
+        place = place_ranks(job)  # [all] who trains and who generates
+        saver, start = job.restore(place, rollouts=place.rollouts, learner=learner)  # [all]
+
+Who does what is the affair of `placement/`, what a step does that of the pipelines.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl import sidecar
+from spmd_rl.checkpoint import Checkpointer, HfExport, finished
+from spmd_rl.checkpoint.checkpointer import Stateful
+from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.sections.env import EnvsConfig
+from spmd_rl.data import EnvTasks, Prompts
+from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
+from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
+from spmd_rl.rollout import Agent
+from spmd_rl.rollout.episode import Episode
+from spmd_rl.track import Run
+from spmd_rl.train import Roles
+from spmd_rl.types import Environments, Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank does in its job: either `generate`, and nothing else, or all the rest."""
+
+    generate: Callable[[], None] | None = None
+    """[generate] Generates until the run is over."""
+    world: World | None = None
+    """The ranks that train."""
+    roles: Roles | None = None
+    rollouts: Any = None
+    """Stateful, with `collect(step)` and what `evaluate` asks of it."""
+    publish: Callable[..., dict[str, float]] | None = None
+    """[train] `publish(version)`: the policy's weights to whoever generates."""
+    environments: Environments | None = None
+    """None in a pipeline without environments."""
+    on_start: Callable[[int], object] = lambda start: None
+    """[all] Called with the step from which the run goes on, before its weights are published."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One rank's part of a run. What `stack` holds is given back when `open` is left."""
+
+    cfg: PipelineConfig
+    source: Prompts | EnvTasks
+    tokenizer: Tokenizer
+    world: World
+    stack: ExitStack
+    envs: EnvsConfig | None = None
+    is_over: bool = False
+    """Whether the run directory holds the last step already."""
+    track: Run | None = None
+    """On ranks that train, once `open_run` has opened it."""
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        cfg: PipelineConfig,
+        source: Prompts | EnvTasks,
+        rows: Mapping[str, Sequence[Any]],
+        template_args: Mapping[str, Any],
+        envs: EnvsConfig | None = None,
+    ) -> Iterator["Job"]:
+        """[all] Form the world and agree on settings, versions and data (`rows`, by name).
+
+        `source`: what tickets stand for. `template_args`: of the chat template. `envs`: None in a pipeline without
+        environments. UserError on all ranks where they differ, naming what.
+        """
+        tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
+        with World.open(cfg) as world, world.resources() as stack:  # [all]
+            agree_on_start(world, cfg, rows)  # [all]
+            job = cls(cfg, source, tokenizer, world, stack, envs)
+            if cfg.placement.attach is None:  # an attached job has no steps of its own
+                done = finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world)  # [all]
+                job.is_over = done is not None
+                if job.is_over and world.rank == 0:
+                    print(f"{cfg.run.dir}: already at step {done}; set steps above {done} to continue", flush=True)
+            if not job.is_over:
+                agree_on_dtype(world, cfg)  # [all]
+            yield job
+
+    def open_run(self, world: World) -> None:
+        """[train] Open the run directory; `world`: the ranks that train."""
+        self.track = self.stack.enter_context(Run.open(self.cfg, world))  # [train]
+        self.track.announce(len(self.source.train), len(self.source.eval))
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """What is done inside may take `journal.start_seconds` without progress."""
+        with self.world.phase("start"), self.world.journal.slow(self.cfg.journal.start_seconds):
+            yield
+
+    def connect(self, debug: bool = False) -> tuple[Scorer, Environments | None]:
+        """The scorer and the environments of this node's sidecar; `debug`: of this process."""
+        cfg = self.cfg
+        host = sidecar.connect_both(cfg.reward, self.envs, self.world.node, cfg.sidecar.bind, debug, cfg.sidecar.keys)
+        scorer, environments = self.stack.enter_context(host)
+        return scorer, environments if self.envs else None
+
+    @property
+    def episode(self) -> Episode | None:
+        """What plays environments, unless `rollout.target` names another; None without environments."""
+        return Agent(self.envs) if self.envs and not self.cfg.rollout.target else None
+
+    def restore(self, place: Place, **parts: Stateful) -> tuple[Checkpointer, int]:
+        """[all] Load the newest checkpoint and publish its weights; the checkpointer, and the step that it holds.
+
+        parts: what a checkpoint holds beside the trained roles and the run's journal. 0 is a fresh run's step.
+        """
+        run_dir, parts = Path(self.cfg.run.dir), {**parts, "track": self.track}
+        export = HfExport(place.roles.policy, self.cfg.policy.model, place.world)
+        saver = Checkpointer(self.cfg.checkpoint, run_dir, place.world, place.roles.trained, parts, export)  # [train]
+        start = saver.restore()  # [train]
+        place.on_start(start)  # [all]
+        with self.world.journal.slow(self.cfg.journal.start_seconds):  # an engine's first step may compile
+            place.publish(version=start)  # [train] verified
+        return saver, start

@@ -1,0 +1,45 @@
+"""`placement.generate=attached`: all ranks of this job train, and jobs of their own generate.
+
+    torchrun --standalone -m spmd_rl.rlvr +experiment=demo placement.mode=split placement.generate=attached
+    torchrun --standalone -m spmd_rl.rlvr +experiment=demo placement.mode=split placement.generate=attached \
+        placement.attach=auto                                  # as many such jobs as there are
+
+An attached job may die at any moment, and another may come: training waits for what it lacks, and no longer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spmd_rl import train
+from spmd_rl.job import Job, Place
+from spmd_rl.split import Crew, CrewPublisher, HandedIn, attach, serve_attached
+
+
+@contextmanager
+def attached(job: Job) -> Iterator[Place]:
+    """[all] The job that trains. It starts once `placement.min_generate` ranks are there."""
+    cfg, world = job.cfg, job.world
+    job.open_run(world)  # [all]
+    with serve_attached(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
+        with job.starting():
+            environments = job.connect()[1] if job.envs else None  # demonstrations are played here
+            roles = train.build_roles(cfg, world)  # [all]
+        rollouts = HandedIn(cfg, job.source, job.tokenizer, side)  # [all]
+        publish = CrewPublisher(rollouts, roles.policy, side, world.store, cfg.publish)
+        yield Place(None, world, roles, rollouts, publish, environments, rollouts.begin)
+
+
+@contextmanager
+def attaches(job: Job) -> Iterator[Place]:
+    """[all] A job that attaches (`placement.attach`): it may be killed and started at any time.
+
+    Engine and number of ranks are its own; its directory is `run.dir/attached/HOST-PORT`.
+    """
+    cfg, world = job.cfg, job.world
+    with attach(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
+
+        def generate() -> None:
+            with Crew.build(cfg, job.source, job.tokenizer, side, world) as crew:  # [all]
+                crew.run_attached()  # [all] until the run is over
+
+        yield Place(generate=generate)

@@ -1,0 +1,62 @@
+"""`placement.mode=split` and `lent`: some ranks train while others generate.
+
+Beyond the start the two sides meet in no collective: a generating rank fetches weights and delivers groups when it is
+ready, and waits only where it would run ahead of training by more than `placement.max_staleness` versions.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from spmd_rl import train
+from spmd_rl.job import Job, Place
+from spmd_rl.split import Generator, HandedOver, LendingPublisher, Lent, StagingPublisher, meet
+from spmd_rl.split.sides import Sides
+
+
+@contextmanager
+def split(job: Job) -> Iterator[Place]:
+    """[all] Each rank has one task."""
+    cfg, world = job.cfg, job.world
+    with meet(cfg.placement, cfg.sidecar.keys, world) as sides:  # [all]
+        if sides.generate:
+            yield Place(generate=partial(_generate, job, sides))
+            return
+        side = sides.train
+        job.open_run(side.world)  # [train]
+        with job.starting():
+            _, environments = job.connect()  # the host is also for the ranks of this machine that generate
+            roles = train.build_roles(cfg, side.world)  # [train]
+        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish)
+        rollouts = HandedOver(cfg, job.source, job.tokenizer, side)  # [train]
+        yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
+
+
+@contextmanager
+def lent(job: Job) -> Iterator[Place]:
+    """[all] As `split`, but the ranks that train generate too, from the end of an update until its step is there."""
+    cfg, world = job.cfg, job.world
+    with meet(cfg.placement, cfg.sidecar.keys, world) as sides:  # [all]
+        if sides.generate:
+            yield Place(generate=partial(_generate, job, sides))
+            return
+        side = sides.train
+        job.open_run(side.world)  # [train]
+        with job.starting():
+            scorer, environments = job.connect()
+            roles = train.build_roles(cfg, side.world)  # [train]
+        services = {"episode": job.episode, "environments": environments}
+        with Lent.build(cfg, job.source, scorer, job.tokenizer, side, world, **services) as rollouts:  # [all]
+            publish = LendingPublisher(roles.policy, rollouts.engine, side, world.store, cfg.publish)
+            yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
+
+
+def _generate(job: Job, sides: Sides) -> None:
+    with Generator.build(job.cfg, job.source, job.tokenizer, sides.generate, job.world) as generator:  # [generate]
+        start, tickets = job.world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
+        generator.run(start, tickets)  # [generate] to the last step
+
+
+def _start_sender(job: Job, sides: Sides, rollouts: HandedOver | Lent) -> Callable[[int], object]:
+    """[all] Sends the step from which the run goes on, and the tickets that are used up, to the ranks that generate."""
+    return lambda start: job.world.broadcast("start: step", [start, rollouts.state()], src=sides.first_trainer)  # [all]
