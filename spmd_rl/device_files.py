@@ -15,7 +15,7 @@ HIDING = {
 
 Intel's are left out: a processor's own graphics have the same."""
 INTEGRATED_SIMDS = 96
-"""AMD processors' own graphics, for which the driver makes /dev/kfd too, have at most 80; a slice of an Instinct 128."""
+"""AMD processors' own graphics, which have a /dev/kfd too, have at most 80 of them; a slice of an Instinct has 128."""
 
 
 def device_file() -> tuple[str, tuple[str, ...]] | None:
