@@ -43,7 +43,6 @@ def _has_large_gpu() -> bool:
 
 def driver() -> str:
     """Return the version of NVIDIA's kernel driver, in brackets, or nothing where it does not say."""
-    with suppress(OSError):
-        found = re.search(r"\d{3,}\.\d+(\.\d+)?", (ROOT / "proc/driver/nvidia/version").read_text())
-        return f" (driver {found[0]})" if found else ""
-    return ""
+    path = ROOT / "proc/driver/nvidia/version"
+    found = re.search(r"\d{3,}\.\d+(\.\d+)?", path.read_text() if path.is_file() else "")
+    return f" (driver {found[0]})" if found else ""

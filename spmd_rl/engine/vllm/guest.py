@@ -24,10 +24,8 @@ DEFAULTS = {
 }
 """A user's own value wins."""
 
-V2_RUNNER = {"cuda": "1", "cpu": "0"}
-"""By type of device: whether vLLM's second model runner is taken. Unsaid, that depends on whether Triton is there.
-
-A user's own value wins: the second one lacks some kinds of speculative decoding (`engine.args`)."""
+RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
+"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there."""
 
 
 @contextmanager
@@ -38,8 +36,7 @@ def hosted(device_type: str) -> Iterator[None]:
     `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
     """
     os.environ.update(FORCED)
-    runner = {"VLLM_USE_V2_MODEL_RUNNER": V2_RUNNER[device_type]} if device_type in V2_RUNNER else {}
-    for name, value in (DEFAULTS | runner).items():
+    for name, value in (DEFAULTS | RUNNERS.get(device_type, {})).items():
         os.environ.setdefault(name, value)
     environment = dict(os.environ)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
