@@ -72,6 +72,9 @@ TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house $(addp
 test: $(BIN)/.setup-test model
 	@$(MAKE) --no-print-directory --jobs 4 --keep-going --output-sync=target $(PARTS:%=test-%)
 
+# This environment is the CPU's, on a machine with a GPU too: a rank would refuse a device that its torch cannot use.
+demo demo-agent test $(PARTS:%=test-%) test-slow bench: export CUDA_VISIBLE_DEVICES ?=
+
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
 	@TEST_PATIENCE=7 $(QUICK) $(TESTS_$*)

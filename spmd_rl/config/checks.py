@@ -14,6 +14,7 @@ from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.model_files import check_weights
+from spmd_rl.config.packages import unsupported
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
@@ -182,11 +183,13 @@ def check_layers(section: str, pp: int, vpp: int, path: Path) -> None:
 def check_engine(cfg: Any) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
     engine = cfg.engine
-    if engine.name == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "engine=vllm: vLLM is not installed here; `make setup` installs it for the CPU, "
-            "pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
-        )
+    if engine.name == "vllm":
+        missing, found = importlib.util.find_spec("vllm") is None, unsupported("vllm")
+        if missing or found:
+            raise UserError(
+                f"engine=vllm: {'vLLM is not installed here' if missing else f'vLLM {found[0]} is not {found[1]}'}; "
+                "`make setup` installs it for the CPU, pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
+            )
     if cfg.policy.router_replay:
         if engine.name != "native":
             raise UserError(

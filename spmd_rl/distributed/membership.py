@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from spmd_rl.device_files import device_file, driver
 from spmd_rl.distributed import shared_group
 from spmd_rl.distributed.notice import waiting
 from spmd_rl.errors import UserError
@@ -58,14 +59,30 @@ def membership() -> Membership:
 
 
 def _device(local_rank: int) -> torch.device:
-    """This rank's accelerator, made current, or the CPU."""
+    """This rank's accelerator, made current, or the CPU where there is none or the user has hidden it."""
     if not torch.accelerator.is_available():
+        if fault := unusable_device():
+            raise UserError(": ".join(fault))
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise UserError(f"--nproc-per-node: local rank {local_rank} has no device, this node shows {count}")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(torch.accelerator.current_accelerator().type, local_rank)
+
+
+def unusable_device() -> tuple[str, str] | None:
+    """What keeps torch, which finds no accelerator, from one that this machine has, and the cure."""
+    if (found := device_file()) is None:
+        return None
+    path, hiding = found
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    build = next((f"{kind} {version}" for kind, version in built.items() if version), "no GPU")
+    version = driver() if "nvidia" in path else ""
+    given = "".join(f", {name}={os.environ[name]}" for name in hiding if name in os.environ)
+    told = f"this machine has {path}{version}, but torch {torch.__version__}, built for {build}, finds no device{given}"
+    cure = "install a torch for this driver, or a driver for this torch; docker: --gpus all; Slurm: --gpus-per-node"
+    return told, f"{cure}; to run on the CPU, set {hiding[0]}= (empty)"
 
 
 @dataclass(frozen=True, slots=True)

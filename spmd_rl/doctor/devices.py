@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from spmd_rl.config.ranks import local_rank, world_size
 from spmd_rl.distributed import shared_group
+from spmd_rl.distributed.membership import unusable_device
 from spmd_rl.doctor.bench import Bench
 from spmd_rl.doctor.checks import Failed, Skipped, gib
-from spmd_rl.doctor.machine import has_accelerator
 
 BUSY = 0.5
 """A device with less free memory than this share is somebody else's."""
@@ -24,9 +24,8 @@ SMALL, LARGE = 8, {"cpu": 4 << 20, "device": 64 << 20}
 def devices(bench: Bench) -> str:
     """Find this rank's device and its free memory."""
     if not torch.accelerator.is_available():
-        if has_accelerator():
-            cure = "install the torch build of your driver (nvidia-smi shows its CUDA version); docker: --gpus all"
-            raise Failed(f"this machine has a device, but torch {torch.__version__} finds none", cure)
+        if fault := unusable_device():
+            raise Failed(*fault)
         return f"no accelerator; {torch.get_num_threads()} CPU threads a rank (OMP_NUM_THREADS)"
     kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
     if local_rank() >= count:

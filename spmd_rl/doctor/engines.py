@@ -5,9 +5,9 @@ import time
 from array import array
 from functools import partial
 
+from spmd_rl.config.packages import unsupported
 from spmd_rl.doctor.bench import Bench
 from spmd_rl.doctor.checks import REPORT, VLLM, Failed, Skipped
-from spmd_rl.doctor.machine import installed, requirements
 from spmd_rl.types import Request
 
 REQUESTS, PROMPT, NEW_TOKENS = 8, 32, 32
@@ -26,10 +26,8 @@ def _check_vllm() -> None:
     """Raise `Skipped` where vLLM is not installed, and `Failed` for a version that is not supported."""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped(f"vLLM is not installed ({VLLM})")
-    version = installed("vllm")
-    wanted = next(requirement for requirement in requirements() if requirement.name == "vllm")
-    if version is not None and not wanted.specifier.contains(version, prereleases=True):
-        raise Failed(f"vLLM {version} is not supported", f"pip install 'vllm{wanted.specifier}'; or engine=native")
+    if found := unsupported("vllm"):
+        raise Failed(f"vLLM {found[0]} is not supported", f"pip install '{found[1]}'; or engine=native")
 
 
 def publish(name: str, bench: Bench) -> str:

