@@ -54,7 +54,7 @@ def located(error: BaseException) -> str:
     That is the innermost frame outside of this package and of what is installed; without such a frame, the innermost
     one outside of this package: `my_reward.py:12: ValueError: no number`.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in (users or frames)[-1:])
     return where + one_line(error)
@@ -63,12 +63,17 @@ def located(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of an exception from the user's code on, with at most `MAX_TRACEBACK` characters."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
+    while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     text = "".join(traceback.format_exception(type(error), error, tb)).encode("utf-8", "replace").decode()
     if len(text) <= MAX_TRACEBACK:
         return text
     return f"{text[: MAX_TRACEBACK // 4]}\n  [...]\n{text[-3 * MAX_TRACEBACK // 4 :]}"
+
+
+def _is_ours(file: str) -> bool:
+    """Whether a file is of this package itself; a bundled reward or environment is a plug-in like any other."""
+    return file.startswith(_OURS) and not file.startswith(f"{_OURS}/bundled/")
 
 
 _OURS = str(Path(__file__).parent)
