@@ -9,59 +9,44 @@ from pathlib import Path
 
 from spmd_rl.bundled import HOME
 
-PIPELINES = {name: f"spmd_rl.{name}" for name in ("rlvr", "agentic")}
-TOOLS = {name: f"spmd_rl.{name}" for name in ("doctor", "audit", "play", "view", "compare", "simulate", "sidecar")} | {
-    "simulate.split": "spmd_rl.simulate.split",
-    "report": "spmd_rl.track.report",
-    "curve": "spmd_rl.track.curve",
-    "convert": "spmd_rl.checkpoint.convert",
-    "smollm2": "spmd_rl.model.smollm2",
-    "sidecar_keys": "spmd_rl.bundled.launch.sidecar_keys",
+PLAIN = ("rlvr", "agentic", "doctor", "audit", "play", "view", "compare", "simulate", "simulate.split", "sidecar")
+MODULES = {name: name for name in PLAIN} | {
+    "sidecar_keys": "bundled.launch.sidecar_keys",
+    "report": "track.report",
+    "curve": "track.curve",
+    "convert": "checkpoint.convert",
+    "smollm2": "model.smollm2",
 }
-USAGE = """\
-usage: python -m spmd_rl NAME [argument ...], or spmd-rl NAME ...; NAME --help says more
-       torchrun --nproc-per-node N -m spmd_rl.rlvr [key=value ...]
-"""
+"""The pipelines, then the tools: what each runs of `spmd_rl`."""
 
 
-def main(argv: list[str]) -> int:
-    """List what there is, or run what `argv` names as `python -m` would. Returns the exit code, unless that exits."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(listing())
+def main() -> int:
+    """List what there is, or run what the command line names as `python -m` would. Returns an exit code or exits."""
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: python -m spmd_rl NAME [argument ...], or spmd-rl NAME ...; NAME --help says more\n")
+        print("\n".join(f"  {name:<16}{_about(module)}" for name, module in MODULES.items()))
+        print(
+            f"\nOn N ranks: torchrun --nproc-per-node N -m spmd_rl.rlvr. Rewards, environments, recipes, launch: {HOME}"
+        )
         return 0
-    modules = PIPELINES | TOOLS
-    if argv[0] not in modules:
-        near = get_close_matches(argv[0], modules, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(modules)}"
-        print(f"error: {argv[0]}: no pipeline or tool; {hint}", file=sys.stderr)
+    if name not in MODULES:
+        near = " or ".join(get_close_matches(name, MODULES, n=1)) or f"one of {', '.join(MODULES)}"
+        print(f"error: {name}: no pipeline or tool; did you mean {near}?", file=sys.stderr)
         return 2
-    sys.argv[1:] = argv[1:]
-    runpy.run_module(modules[argv[0]], run_name="__main__", alter_sys=True)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()  # for a script it is the folder of that
+    runpy.run_module(f"spmd_rl.{MODULES[name]}", run_name="__main__", alter_sys=True)
     return 0
 
 
-def listing() -> str:
-    """Usage, and the first line of each docstring, for which nothing is imported."""
-    parts = [USAGE]
-    for title, modules in (("pipelines", PIPELINES), ("tools", TOOLS)):
-        parts += [f"{title}:", *(f"  {name:<16}{_about(module)}" for name, module in modules.items()), ""]
-    return "\n".join([*parts, f"rewards, environments, recipes, cluster templates: {HOME}"])
-
-
 def _about(module: str) -> str:
-    path = Path(__file__).parents[1].joinpath(*module.split("."))
-    if module.startswith("spmd_rl.bundled."):
-        path = HOME.joinpath(*module.split(".")[2:])
-    file = path / "__main__.py" if path.is_dir() else path.with_name(f"{path.name}.py")
+    """The first line of a module's docstring, without an import."""
+    first, *rest = module.split(".")
+    path = (HOME if first == "bundled" else Path(__file__).with_name(first)).joinpath(*rest)
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
-def script() -> int:
-    """`spmd-rl`: sees the modules of the directory where it is called, as `python -m` does."""
-    if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()
-    return main(sys.argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -7,6 +7,7 @@
 * Our own mistake is an `assert` and keeps its traceback.
 """
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -71,10 +72,6 @@ def traceback_of(error: BaseException) -> str:
     return f"{text[: MAX_TRACEBACK // 4]}\n  [...]\n{text[-3 * MAX_TRACEBACK // 4 :]}"
 
 
-def _is_ours(file: str) -> bool:
-    """Whether a file is of this package itself; a bundled reward or environment is a plug-in like any other."""
-    return file.startswith(_OURS) and not file.startswith(f"{_OURS}/bundled/")
-
-
-_OURS = str(Path(__file__).parent)
+# a bundled reward or environment is a plug-in like any other
+_is_ours = re.compile(rf"{re.escape(str(Path(__file__).parent))}/(?!bundled/)").match
 _INSTALLED = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, sys.prefix)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +100,21 @@ def _found_as(module: str) -> str:
 
 
 def _is_there(module: str) -> bool:
-    """Whether a module can be found. As in an import, packages above it are run; what they raise is not caught."""
-    above = module.rpartition(".")[0]
-    if above and not (_is_there(above) and _is_package(above)):
-        return False
-    return module in sys.modules or importlib.util.find_spec(module) is not None
-
-
-def _is_package(module: str) -> bool:
-    """Whether a module that is there is no single file, without running it."""
-    if loaded := sys.modules.get(module):
-        return hasattr(loaded, "__path__")
-    return importlib.util.find_spec(module).submodule_search_locations is not None
+    """Whether a module can be found. As in an import the packages above it are run, but no file in their place."""
+    inside: Any = ()
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = importlib.util.find_spec(name) if inside is not None else None
+        if spec is None:
+            return False
+        inside = spec.submodule_search_locations
+    return True
 
 
 def _places(module: str) -> str:
     """Where a module was looked for, for people: the folders that are not Python's own."""
-    entries = [entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix))]
-    folders = [entry for entry in entries if Path(entry).is_dir() and Path(entry).name != "site-packages"]
+    folders = (entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix)))
     ours = ["spmd_rl itself"] if module.partition(".")[0] in PLUGINS else []
-    return ", ".join([*folders, "what is installed", *ours])
+    return ", ".join([*(folder for folder in folders if Path(folder).is_dir()), "what is installed", *ours])
 
 
 def build_target(

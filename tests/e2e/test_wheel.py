@@ -195,7 +195,7 @@ def test_a_users_own_and_ours_work_side_by_side(installed: Path, tmp_path: Path)
 
 
 MISTAKES = {
-    "rewards.nothing:X": "No module named 'rewards.nothing'; looked in ., what is installed, spmd_rl itself",
+    "rewards.nothing:X": "what is installed, spmd_rl itself",
     "rewards.needy:X": "No module named 'rewards.gone'",
     "rewards.wrong:X": "rewards.wrong has no class X and no such function ({place}/rewards/wrong.py)",
     "envs.sokoban:Sokoban": "OSError: his own",
@@ -222,3 +222,28 @@ def test_a_mistake_in_a_users_own_is_told_and_not_hidden_by_ours(outside: Path, 
         assert line.startswith(f"key: {target} cannot be imported: ") and line.endswith(why.format(place=tmp_path)), (
             line
         )
+
+
+ABOUT = """
+from spmd_rl.config import RlvrConfig
+from spmd_rl.config.load import load
+from spmd_rl.config.run_identity import identity_hash
+from spmd_rl.distributed.agreement import common_values
+from spmd_rl.errors import located, traceback_of
+from spmd_rl.targets import import_target
+given = ["data=jsonl_math", "data.train=rows.jsonl", "algorithm.loss=rewards.length:LengthReward"]
+cfg = load("rlvr", RlvrConfig, given)
+print(identity_hash(cfg), {name: value for name, value in common_values(cfg, {}).items() if name.startswith("source")})
+try:
+    import_target("key", "envs.calculator:calculate")(None)
+except Exception as error:
+    print(located(error), "calculator.py" in traceback_of(error))
+"""
+
+
+def test_what_a_run_says_of_itself_does_not_depend_on_where_the_package_lies(outside: Path, tmp_path: Path) -> None:
+    said = python(outside / "venv", tmp_path, "-c", ABOUT)
+    clone = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport spmd_rl; sys.path.pop(0)\n"
+    assert said == python(outside / "venv", tmp_path, "-c", clone + ABOUT)
+    assert "'source of spmd_rl': '" in said and "'source of rewards.length:LengthReward': '" in said
+    assert said.splitlines()[1].startswith("calculator.py:") and said.endswith("True\n"), said

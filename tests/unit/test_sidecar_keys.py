@@ -81,7 +81,7 @@ def test_keys_that_are_none_end_the_run_before_torch(keys, spoil, line):
 
 @pytest.mark.parametrize("bind", ["tcp://0.0.0.0:5555", "tcp://10.0.0.1:5555", "tcp://*:5555", "tcp://[::]:5555"])
 def test_beyond_this_machine_only_with_keys(bind):
-    with pytest.raises(UserError, match=r"^bind: .*sidecar\.keys.*launch\.sidecar_keys"):
+    with pytest.raises(UserError, match=r"^bind: .*sidecar\.keys.*spmd_rl sidecar_keys"):
         SidecarConfig(bind)
     assert SidecarConfig(bind, "~/keys").keys == str(Path.home() / "keys")
 
