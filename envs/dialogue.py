@@ -16,9 +16,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from envs.retrieval import phrases
-from envs.tool_calls import Toolbox, ToolReply, tool_call
 from spmd_rl.types import Http
+
+from .retrieval import phrases
+from .tool_calls import Toolbox, ToolReply, tool_call
 
 WISHES = {
     "cuisine": phrases("Thai, Italian, Indian, French, Greek, Korean"),

@@ -9,7 +9,7 @@ until the goal can be reached.
 from random import Random
 from typing import Any
 
-from envs.grids import Oracle, check_observation, generator, rules, show, spellings, step_info
+from .grids import Oracle, check_observation, generator, rules, show, spellings, step_info
 
 ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 DIRECTIONS = ((0, -1), (1, 0), (0, 1), (-1, 0))

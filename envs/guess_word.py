@@ -6,7 +6,7 @@ env.word.target=envs.guess_word:GuessWordEnv env.word.args.guesses=6
 import random
 from typing import Any
 
-from envs.retrieval import phrases
+from .retrieval import phrases
 
 WORDS = phrases(
     "about, above, actor, adult, after, again, agent, album, alive, angle, apple, arrow, aside, awake, bacon, badge, "

@@ -7,7 +7,7 @@ import random
 from functools import reduce
 from operator import xor
 
-from envs.games import GameEnv
+from .games import GameEnv
 
 
 class NimEnv(GameEnv):

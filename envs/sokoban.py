@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from envs.grids import Oracle, check_observation, direction, generator, rules, show, spellings, step_info
-from envs.sokoban_levels import TRIALS, LevelMaker, cells, read_levels, shift
-from envs.sokoban_solver import solve
+from .grids import Oracle, check_observation, direction, generator, rules, show, spellings, step_info
+from .sokoban_levels import TRIALS, LevelMaker, cells, read_levels, shift
+from .sokoban_solver import solve
 
 ACTIONS = {"Up": 1, "Down": 2, "Left": 3, "Right": 4}
 LETTERS = "#_O\N{SQUARE ROOT}XPS"

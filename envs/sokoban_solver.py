@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from envs.sokoban_levels import Level, cells, shift, spread
+from .sokoban_levels import Level, cells, shift, spread
 
 State = tuple[int, int]
 """Masks of the boxes and of the player."""

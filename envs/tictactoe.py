@@ -5,7 +5,7 @@ env.tictactoe.target=envs.tictactoe:TicTacToeEnv env.tictactoe.args.skill=1.0
 
 import random
 
-from envs.games import GameEnv
+from .games import GameEnv
 
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 OTHER = {"X": "O", "O": "X"}

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from envs.calculator import calculate
-from envs.retrieval import phrases
-from envs.tool_calls import tool_call
+from .calculator import calculate
+from .retrieval import phrases
+from .tool_calls import tool_call
 
 TOWNS = 80
 _STARTS = phrases(

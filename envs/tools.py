@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from envs.calculator import calculate
-from envs.mcp import McpClient
-from envs.retrieval import Bm25
-from envs.rows import read_rows
-from envs.tool_calls import Toolbox
-from envs.tool_tasks import KINDS, Task, Town, is_right, make_corpus, make_towns
 from spmd_rl.types import RunLimits, Sandbox
+
+from .calculator import calculate
+from .mcp import McpClient
+from .retrieval import Bm25
+from .rows import read_rows
+from .tool_calls import Toolbox
+from .tool_tasks import KINDS, Task, Town, is_right, make_corpus, make_towns
 
 INSTRUCTION = """Answer the question. You have tools: call one, read its result, and go on until you know the answer.
 A turn that calls no tool is your answer: give it alone."""

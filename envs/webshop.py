@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from envs.webshop_catalogue import SHOP_SEED, SPLITS, open_shop
-from envs.webshop_score import Goal, Product, score
+from .webshop_catalogue import SHOP_SEED, SPLITS, open_shop
+from .webshop_score import Goal, Product, score
 
 PER_PAGE, MOST_RESULTS = 10, 50
 DETAILS = ("description", "features", "reviews")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product as combinations
 
-from envs.retrieval import Bm25, phrases
-from envs.webshop_score import Goal, Product
+from .retrieval import Bm25, phrases
+from .webshop_score import Goal, Product
 
 SHOP_SEED, SPLIT_SEED = 0, 233
 SPLITS = {"test": (0, 500), "dev": (500, 1500), "train": (1500, None), "all": (0, None)}

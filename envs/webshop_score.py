@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from envs.retrieval import phrases
+from .retrieval import phrases
 
 ALIKE = 85
 """Two texts are alike if their token-set ratio, 0 to 100, is above this."""

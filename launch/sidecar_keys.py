@@ -1,7 +1,7 @@
 """Makes the CURVE keys with which ranks and worker nodes reach sidecar hosts beyond one machine. Torch-free.
 
-    python -m launch.sidecar_keys DIR                  keys of the hosts and the ranks: sidecar.keys=DIR
-    python -m launch.sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a worker node
+    python -m spmd_rl sidecar_keys DIR                  keys of the hosts and the ranks: sidecar.keys=DIR
+    python -m spmd_rl sidecar_keys DIR --node cpu7      one more pair, in DIR/cpu7, for a worker node
 
 Existing keys are kept, and only the owner can read them. `DIR/allowed` lists the public keys that are served; remove a
 line to revoke one. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
@@ -65,7 +65,7 @@ def _write(path: Path, line: bytes, how: int = os.O_EXCL) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser("python -m launch.sidecar_keys", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("python -m spmd_rl sidecar_keys", description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--node", metavar="NAME", help="a worker node that will join")
     asked = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Addresses and CURVE keys of sidecar hosts: who may reach one. `python -m launch.sidecar_keys` makes the keys.
+"""Addresses and CURVE keys of sidecar hosts: who may reach one. `python -m spmd_rl sidecar_keys` makes the keys.
 
     DIR/server.secret  DIR/allowed                      the host's: its own key, and the public keys that it serves
     DIR/client.secret  DIR/server.public                the ranks': their own key, and the only host that they talk to
@@ -41,7 +41,7 @@ def check_bind(bind: str, keyed: bool) -> None:
     if not keyed and not on_loopback(bind):
         raise UserError(
             f"bind: {bind}: beyond this machine a sidecar needs sidecar.keys, a directory of CURVE keys with an "
-            "allow-list; python -m launch.sidecar_keys DIR makes one"
+            "allow-list; python -m spmd_rl sidecar_keys DIR makes one"
         )
 
 
@@ -84,7 +84,7 @@ class HostKeys:
                 allowed[z85.decode(_key(public, f"{key}: {path}:{number}"))] = name.strip()
         if not allowed:
             raise UserError(
-                f"{key}: {path} lists no key; python -m launch.sidecar_keys {directory} makes and lists one"
+                f"{key}: {path} lists no key; python -m spmd_rl sidecar_keys {directory} makes and lists one"
             )
         return cls(secret, allowed)
 
@@ -144,7 +144,7 @@ def _read(path: Path, key: str, private: bool) -> str:
             return file.read(1 << 20)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no text"
-        raise UserError(f"{key}: {path}: {why}; python -m launch.sidecar_keys DIR makes such a directory") from None
+        raise UserError(f"{key}: {path}: {why}; python -m spmd_rl sidecar_keys DIR makes such a directory") from None
 
 
 def _key(text: str, where: str) -> bytes:

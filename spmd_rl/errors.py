@@ -7,6 +7,7 @@
 * Our own mistake is an `assert` and keeps its traceback.
 """
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -54,7 +55,7 @@ def located(error: BaseException) -> str:
     That is the innermost frame outside of this package and of what is installed; without such a frame, the innermost
     one outside of this package: `my_reward.py:12: ValueError: no number`.
     """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in (users or frames)[-1:])
     return where + one_line(error)
@@ -63,7 +64,7 @@ def located(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of an exception from the user's code on, with at most `MAX_TRACEBACK` characters."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
+    while tb is not None and _is_ours(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     text = "".join(traceback.format_exception(type(error), error, tb)).encode("utf-8", "replace").decode()
     if len(text) <= MAX_TRACEBACK:
@@ -71,5 +72,6 @@ def traceback_of(error: BaseException) -> str:
     return f"{text[: MAX_TRACEBACK // 4]}\n  [...]\n{text[-3 * MAX_TRACEBACK // 4 :]}"
 
 
-_OURS = str(Path(__file__).parent)
+# a bundled reward or environment is a plug-in like any other
+_is_ours = re.compile(rf"{re.escape(str(Path(__file__).parent))}/(?!bundled/)").match
 _INSTALLED = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, sys.prefix)

@@ -1,19 +1,22 @@
 """Plug-ins that settings name as `module:Class` or `module:function`: imported, checked, built. Standard library only.
 
-Our own packages are never imported by name; a user's file on PYTHONPATH plugs in the same way. The settings' checks
-build each plug-in once to find mistakes early; a worker builds those that do the work.
+Our own packages are never imported by name; a user's file on PYTHONPATH plugs in the same way, and wins over one of
+ours. The settings' checks build each plug-in once to find mistakes early; a worker builds those that do the work.
 """
 
 import hashlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.bundled import PLUGINS
 from spmd_rl.errors import UserError, located, one_line, traceback_of
 from spmd_rl.reward_function import reward_of
 
@@ -55,17 +58,18 @@ ENVIRONMENT = PluginKind(("reset", "step"), needs_all=True, of_function=_made_by
 
 def import_target(key: str, target: str) -> Callable[..., Any]:
     """Import the class or function that the setting `key` names. UserError, in one line, if that fails."""
-    module_name, name, found = _import(key, target)
+    module_name, name, file, found = _import(key, target)
     if not callable(found):
-        raise UserError(f"{key}: {target} cannot be imported: {module_name} has no class {name} and no such function")
+        line = f"{key}: {target} cannot be imported: {module_name} has no class {name} and no such function"
+        raise UserError(f"{line} ({file})")
     return found
 
 
 def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, Any, Any]]:
     """The `async def` of one argument that settings key `key` names. UserError, in one line, if there is none."""
-    module_name, name, found = _import(key, target)
+    module_name, name, file, found = _import(key, target)
     if not inspect.iscoroutinefunction(found):
-        raise UserError(f"{key}: {target} cannot be used: {module_name} has no `async def {name}`")
+        raise UserError(f"{key}: {target} cannot be used: {module_name} has no `async def {name}` ({file})")
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:
@@ -73,14 +77,44 @@ def import_coroutine(key: str, target: str) -> Callable[[Any], Coroutine[Any, An
     return found
 
 
-def _import(key: str, target: str) -> tuple[str, str, Any]:
-    """Module name, name, and what the module has under it, or None."""
+def _import(key: str, target: str) -> tuple[str, str, str, Any]:
+    """Module name, name, the module's file, and what the module has under the name, or None."""
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py") or "/" in module_name:
         module = module_name.removesuffix(".py").rpartition("/")[2]
         raise UserError(f"{key}: {target}: a module and not a file; say {module}:{name}, its folder on PYTHONPATH")
     with _user_code(f"{key}: {target} cannot be imported"):
-        return module_name, name, getattr(importlib.import_module(module_name), name, None)
+        try:
+            module = importlib.import_module(_found_as(module_name))
+        except ModuleNotFoundError as error:
+            if f"{module_name}.".startswith(f"{error.name}."):  # not one that it imports
+                error.msg += f"; looked in {_places(module_name)}"
+            raise
+        return module_name, name, getattr(module, "__file__", None) or "no file", getattr(module, name, None)
+
+
+def _found_as(module: str) -> str:
+    """The name under which a module that settings name is imported: the user's own, else ours, which has another."""
+    ours = f"spmd_rl.bundled.{module}"
+    return ours if module.partition(".")[0] in PLUGINS and not _is_there(module) and _is_there(ours) else module
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be found. As in an import the packages above it are run, but no file in their place."""
+    inside: Any = ()
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = importlib.util.find_spec(name) if inside is not None else None
+        if spec is None:
+            return False
+        inside = spec.submodule_search_locations
+    return True
+
+
+def _places(module: str) -> str:
+    """Where a module was looked for, for people: the folders that are not Python's own."""
+    folders = (entry or "." for entry in sys.path if not entry.startswith((sys.prefix, sys.base_prefix)))
+    ours = ["spmd_rl itself"] if module.partition(".")[0] in PLUGINS else []
+    return ", ".join([*(folder for folder in folders if Path(folder).is_dir()), "what is installed", *ours])
 
 
 def build_target(
@@ -148,7 +182,7 @@ def guarded(function: Callable[..., Any], line: str, given: Mapping[str, Any]) -
 def source_digest(target: str) -> str:
     """Return a digest of the file of the module that `module:name` names; empty if it has none."""
     try:
-        spec = importlib.util.find_spec(target.partition(":")[0])
+        spec = importlib.util.find_spec(_found_as(target.partition(":")[0]))
     except (ImportError, ValueError):
         return ""
     path = Path(spec.origin) if spec is not None and spec.origin else None

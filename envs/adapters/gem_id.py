@@ -9,7 +9,7 @@ and the reward is negative, by which they are known here. An episode succeeds wi
 from collections.abc import Mapping
 from typing import Any
 
-from envs.adapters.global_random import OwnRandom
+from .global_random import OwnRandom
 
 
 class GemEnv:

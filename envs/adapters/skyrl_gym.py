@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from envs.rows import read_rows, split_prompt
+from ..rows import read_rows, split_prompt
 
 
 class SkyRlGymEnv:

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from envs.adapters.global_random import OwnRandom
+from .global_random import OwnRandom
 
 
 class TextArenaEnv:

@@ -31,8 +31,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envs.rows import read_rows, split_prompt
-from envs.tool_calls import Toolbox
+from ..rows import read_rows, split_prompt
+from ..tool_calls import Toolbox
 
 RESERVED = frozenset({"reset", "close", "reward", "done", "success"})
 """Public names that are no tools."""

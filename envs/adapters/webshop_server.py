@@ -9,8 +9,8 @@ shuffles its wishes with seed 233 and takes their number for a session. Metrics 
 from contextlib import suppress
 from typing import Any
 
-from envs.webshop import AGGREGATION, INSTRUCTION
-from envs.webshop_catalogue import SPLITS
+from ..webshop import AGGREGATION, INSTRUCTION
+from ..webshop_catalogue import SPLITS
 
 
 class WebShopServer:

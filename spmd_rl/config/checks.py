@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.bundled import HOME
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.env_checks import check_envs
@@ -25,7 +26,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
 from spmd_rl.targets import import_coroutine
 
-SHAPES = Path(__file__).resolve().parents[2] / "configs" / "shapes"
+SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""
 VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
@@ -112,12 +113,12 @@ def check_placement(cfg: Any) -> None:
     if several and placement.bind == "ipc":
         raise UserError(
             "placement.bind: ipc reaches the ranks of one machine; say placement.bind=tcp://* sidecar.keys=DIR "
-            "(python -m launch.sidecar_keys DIR makes the keys)"
+            "(python -m spmd_rl sidecar_keys DIR makes the keys)"
         )
     if placement.bind != "ipc" and not cfg.sidecar.keys and not on_loopback(f"{placement.bind}:1"):
         raise UserError(
             f"placement.bind: {placement.bind} beyond this machine needs sidecar.keys, a directory of CURVE keys with "
-            "an allow-list; python -m launch.sidecar_keys DIR makes one"
+            "an allow-list; python -m spmd_rl sidecar_keys DIR makes one"
         )
 
 

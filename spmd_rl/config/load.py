@@ -23,6 +23,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from spmd_rl.bundled import HOME
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
 from spmd_rl.config.run_identity import fill_run
 from spmd_rl.config.schema import PIPELINES
@@ -30,8 +31,8 @@ from spmd_rl.errors import UserError
 
 REMOTE_CODE = "policy.trust_remote_code"
 """Runs Python code that a model brings: only the command line turns it on, never a file that is passed on with a run"""
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-"""The YAML files beside the package, in a clone as in site-packages"""
+CONFIGS = HOME / "configs"
+"""The shipped YAML files"""
 
 GROUP_WITHOUT_DEFAULT = "experiment"
 """The group without a default, for which Hydra wants `+experiment=x`; `experiment=x` means the same here"""

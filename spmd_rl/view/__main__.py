@@ -1,4 +1,4 @@
-"""`python -m spmd_rl.view RUN`: the page, or `--text` on the terminal."""
+"""Shows the samples of a run: a page in the browser, or `--text` on the terminal."""
 
 import argparse
 import os

@@ -29,6 +29,14 @@ def functions(path: Path) -> Iterator[Function]:
     return (node for node in ast.walk(tree(path)) if isinstance(node, Function))
 
 
+def source_of(node: ast.ImportFrom, path: Path) -> str:
+    """The module that a `from ... import` of this file names, whole where it is relative."""
+    if not node.level:
+        return node.module or ""
+    package = rel(path.parents[node.level - 1]).replace("/", ".")
+    return f"{package}.{node.module}" if node.module else package
+
+
 def words(node: ast.AST) -> set[str]:
     """Return every name and attribute in an expression."""
     found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, functions, rel, tree
+from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, functions, rel, source_of, tree
 
 MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 60, 60, 10
 BROAD_EXCEPT = {
@@ -53,11 +53,11 @@ def test_protocols_are_narrow() -> None:
     assert not wide, "\n".join(wide)
 
 
-def _own_imports(node: ast.AST) -> list[str]:
+def _own_imports(node: ast.AST, path: Path) -> list[str]:
     names = []
     for child in ast.walk(node):
-        if isinstance(child, ast.ImportFrom) and child.module and child.level == 0:
-            names.append(child.module)
+        if isinstance(child, ast.ImportFrom):
+            names.append(source_of(child, path))
         elif isinstance(child, ast.Import):
             names += [alias.name for alias in child.names]
     return [name for name in names if name.split(".")[0] in PACKAGES]
@@ -68,7 +68,7 @@ def test_own_imports_stand_at_the_top_except_in_run_and_build() -> None:
     for path in FILES:
         for function in functions(path):
             allowed = (path in DOORS and function.name == "run") or function.name.lstrip("_").startswith("build")
-            if not allowed and (imports := _own_imports(function)):
+            if not allowed and (imports := _own_imports(function, path)):
                 late.append(f"{rel(path)}:{function.name} imports {imports}")
     assert not late, "\n".join(late)
 
@@ -79,10 +79,11 @@ def test_no_import_circles() -> None:
     for name, path in modules.items():
         found = set()
         for node in tree(path).body:
-            if isinstance(node, ast.ImportFrom) and node.module:
+            if isinstance(node, ast.ImportFrom):
+                module = source_of(node, path)
                 for alias in node.names:
-                    full = f"{node.module}.{alias.name}"
-                    found.add(full if full in modules else node.module)
+                    full = f"{module}.{alias.name}"
+                    found.add(full if full in modules else module)
             elif isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
         edges[name] = {f for f in found if f in modules and f != name}

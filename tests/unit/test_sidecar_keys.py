@@ -65,7 +65,7 @@ def test_a_node_is_named_not_pathed(tmp_path, name, capsys):
         (lambda keys: (keys / "allowed").write_text("short ranks\n"), r"allowed:1 is no CURVE key"),
         (lambda keys: (keys / "server.secret").write_bytes(b"\xff" * 40), "no text"),
         (lambda keys: (keys / "server.secret").write_text("\\" * 40), "is no CURVE key"),
-        (lambda keys: (keys / "server.secret").unlink(), "No such file.*launch.sidecar_keys"),
+        (lambda keys: (keys / "server.secret").unlink(), "No such file.*spmd_rl sidecar_keys"),
         (lambda keys: (keys / "client.secret").chmod(0o640), r"client\.secret must be your own"),
     ],
     ids=range(8),
@@ -81,7 +81,7 @@ def test_keys_that_are_none_end_the_run_before_torch(keys, spoil, line):
 
 @pytest.mark.parametrize("bind", ["tcp://0.0.0.0:5555", "tcp://10.0.0.1:5555", "tcp://*:5555", "tcp://[::]:5555"])
 def test_beyond_this_machine_only_with_keys(bind):
-    with pytest.raises(UserError, match=r"^bind: .*sidecar\.keys.*launch\.sidecar_keys"):
+    with pytest.raises(UserError, match=r"^bind: .*sidecar\.keys.*spmd_rl sidecar_keys"):
         SidecarConfig(bind)
     assert SidecarConfig(bind, "~/keys").keys == str(Path.home() / "keys")
 

@@ -144,7 +144,7 @@ class SidecarConfig:
     """Address of the sidecar hosts. `ipc`: a socket in a private directory. `tcp://127.0.0.1:PORT`: a loopback port.
     `tcp://ADDRESS:PORT` (`*` for all addresses of each node): for CPU nodes that attach; only with `keys`."""
     keys: str | None = None
-    """Directory of CURVE keys (`python -m launch.sidecar_keys DIR`): traffic is encrypted, and only clients listed in
+    """Directory of CURVE keys (`python -m spmd_rl sidecar_keys DIR`): traffic is encrypted, and only clients listed in
     `DIR/allowed` are served. Default: no keys, and only this machine is served."""
 
     def __post_init__(self) -> None:
