@@ -189,7 +189,8 @@ def audit(
         kinds[PROMPT].add(prompt.id, judged(prompt, _last_text(prompt)), above=floor)
         if other:
             kinds[OTHER].add(prompt.id, verdict, above=FORM_ALONE)
-        for name, answer in rewarder.cheats(prompt) if hasattr(rewarder, "cheats") else ():
+        cheats = guarded(lambda row: list(rewarder.cheats(row)), "cheats() of the reward fails", {})
+        for name, answer in cheats(prompt) if hasattr(rewarder, "cheats") else ():
             kinds[f"cheat: {name}"].add(prompt.id, judged(prompt, answer), above=floor)
     return dict(kinds)
 
