@@ -1,9 +1,9 @@
 """Several rewarders as one: the weighted sum of their scores.
 
-A part is any rewarder with a `score`, given by `target`, `args` and `weight` (default 1). Its score becomes
+A part is any rewarder or function, given by `target`, `args` and `weight` (default 1). Its score becomes
 `parts["<part>"]`, and its own parts `parts["<part>.<term>"]`. If a part fails (`timeout`, `error`, `rejected`), the
 whole is that failure and never a lower score. Parts run in their order, and none after one that failed, so put a costly
-one last.
+one last. Parts that judge many answers at once (TRL's functions) get all that wait, unless another part is `async def`.
 
     reward.math.target=rewards.composite:CompositeReward
     reward.math.args.parts.correct={target: rewards.math_verify:MathReward}
@@ -11,10 +11,13 @@ one last.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd_rl.types import MISSING_PACKAGE, AnswerInfo, Message, Prompt, Verdict
+
+MAX_BATCH = 64
+"""The most answers at once, where no part says it."""
 
 
 class CompositeReward:
@@ -30,8 +33,12 @@ class CompositeReward:
             raise ValueError("parts: there must be at least one")
         self._parts = {name: _build(name, part, build) for name, part in parts.items()}
         self._weights = {name: float(part.get("weight", 1.0)) for name, part in parts.items()}
-        if not any(inspect.iscoroutinefunction(part.score) for part in self._parts.values()):
+        parts = self._parts.values()
+        if not any(inspect.iscoroutinefunction(getattr(part, "score", None)) for part in parts):
             self.score = self._score_now  # a plain `def` keeps its own deadline for each answer
+            if many := [part for part in parts if not hasattr(part, "score")]:
+                self.score_batch = self._score_batch
+                self.max_batch = min(getattr(part, "max_batch", MAX_BATCH) for part in many)
 
     def start(self) -> None:
         """Call `start` of the parts that have one."""
@@ -43,20 +50,31 @@ class CompositeReward:
         """Score the answer with each part."""
         verdicts = {}
         for name, part in self._parts.items():
-            verdict = part.score(prompt, answer, info)
-            verdicts[name] = Verdict.of(await verdict if inspect.isawaitable(verdict) else verdict)
+            if hasattr(part, "score"):
+                verdict = part.score(prompt, answer, info)
+                verdicts[name] = Verdict.of(await verdict if inspect.isawaitable(verdict) else verdict)
+            else:
+                (verdicts[name],) = _all(name, part, [(prompt, answer, info)])
             if not verdicts[name].scored:
                 break
         return self._sum(verdicts)
 
     def _score_now(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Score the answer where no part is `async`."""
-        verdicts = {}
+        return self._score_batch([prompt], [answer], [info])[0]
+
+    def _score_batch(
+        self, prompts: Sequence[Prompt], answers: Sequence[str], infos: Sequence[AnswerInfo]
+    ) -> list[Verdict]:
+        """Score answers where no part is `async`; a part gets those on which none before it has failed."""
+        given = list(zip(prompts, answers, infos, strict=True))
+        verdicts: list[dict[str, Verdict]] = [{} for _ in given]
         for name, part in self._parts.items():
-            verdicts[name] = Verdict.of(part.score(prompt, answer, info))
-            if not verdicts[name].scored:
-                break
-        return self._sum(verdicts)
+            left = [i for i, found in enumerate(verdicts) if all(verdict.scored for verdict in found.values())]
+            if left:
+                for i, verdict in zip(left, _all(name, part, [given[i] for i in left]), strict=True):
+                    verdicts[i][name] = verdict
+        return [self._sum(found) for found in verdicts]
 
     def _sum(self, verdicts: Mapping[str, Verdict]) -> Verdict:
         terms: dict[str, float] = {}
@@ -93,13 +111,20 @@ class CompositeReward:
 
 
 def _build(name: str, part: Mapping[str, Any], build: Callable[[str, str, Mapping[str, Any]], Any]) -> Any:
-    """Build the rewarder of a part. ValueError for an unknown key, and for a target without a `score`."""
+    """Build the rewarder of a part. ValueError for an unknown key, and where no target is named."""
     if unknown := set(part) - {"target", "args", "weight"}:
         raise ValueError(f"parts.{name}.{min(unknown)}: known are target, args and weight")
     module, _, attribute = str(part.get("target", "")).partition(":")
     if not module or not attribute:
         raise ValueError(f"parts.{name}.target: must be module:Class, not {part.get('target')!r}")
-    built = build(f"parts.{name}", part["target"], part.get("args") or {})
-    if not hasattr(built, "score"):
-        raise ValueError(f"parts.{name}.target: {part['target']} has no `score`: it judges only many answers at once")
-    return built
+    return build(f"parts.{name}", part["target"], part.get("args") or {})
+
+
+def _all(name: str, part: Any, given: Sequence[tuple[Prompt, str, AnswerInfo]]) -> list[Verdict]:
+    """The verdicts of a part on some answers. ValueError if it returns more or fewer."""
+    if hasattr(part, "score"):
+        return [Verdict.of(part.score(*one)) for one in given]
+    found = list(part.score_batch(*map(list, zip(*given, strict=True))))
+    if len(found) != len(given):
+        raise ValueError(f"{name}: {len(found)} scores for {len(given)} answers")
+    return [Verdict.of(one) for one in found]

@@ -2,8 +2,9 @@
 
     python -m spmd_rl.audit [rows=4] +experiment=demo key=value ...
 
-It takes the run's own command line, writes nothing and loads no weights. The exit code is 1 if a cheat is paid, or if
-rows cannot be judged: the reward raises an error, a right answer gets no score, or the tests of a row check nothing.
+It takes the run's own command line, writes nothing and loads no weights. The exit code is 1 if a cheat is paid, if rows
+cannot be judged (the reward raises an error, a right answer gets no score, or the tests of a row check nothing), or if
+the right answer is not paid as the prompt asks for it.
 """
 
 import sys
@@ -16,10 +17,12 @@ from rich.text import Text
 
 from spmd_rl import sidecar
 from spmd_rl.config.main import main
+from spmd_rl.config.phases import phase
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
+from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.reward_audit import GOLD, audit, build_rewarder, describe, paid_cheats, unjudged
+from spmd_rl.reward_audit import ASKED, GOLD, audit, build_rewarder, describe, paid_cheats, unjudged, unpaid
 
 ROWS = 4
 """Rows of each domain"""
@@ -32,33 +35,39 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
     RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
     """
-    prompts = Prompts.load(cfg.data).train
+    prompts, template = Prompts.load(cfg.data).train, with_line_breaks(cfg.data.format)
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
     console = Console(highlight=False, soft_wrap=True)
-    paid, failed, not_asked = [], [], []
+    paid, failed, unheeded, not_asked = [], [], [], []
     for domain in sorted({prompt.domain for prompt in prompts}):
-        own = [prompt for prompt in prompts if prompt.domain == domain]
-        rewarder = build_rewarder(domain, cfg.reward.domains[domain])
-        console.print(Text(f"\n{domain}: {cfg.reward.domains[domain].target}, {min(rows, len(own))} rows", "bold"))
+        own, reward = [prompt for prompt in prompts if prompt.domain == domain], cfg.reward.domains[domain]
+        rewarder = build_rewarder(domain, reward)
+        console.print(Text(f"\n{domain}: {reward.target}, {min(rows, len(own))} rows", "bold"))
         if isinstance(rewarder, str):
             console.print(f"  The rewarder {rewarder}.")
             not_asked.append(domain)
             continue
-        kinds = audit(rewarder, own, rows)
+        with phase(f"asking reward.{domain}"):
+            kinds = audit(rewarder, own, rows, template, reward.timeout)
         table = Table(box=None, show_header=False, padding=(0, 2))
         for name, text in describe(kinds):
             table.add_row(Text(name), Text(text, "bold yellow" if "!" in text else ""))
         console.print(table)
         if GOLD not in kinds:
             console.print("  Neither the rows nor the reward know a gold answer.")
+        elif ASKED not in kinds:
+            console.print("  The prompts name no form for the answer: the bare one stands for what a model writes.")
         paid += [f"{domain}: {name}" for name in paid_cheats(kinds)]
         failed += [f"{domain}, {told}" for told in unjudged(kinds)]
+        unheeded += [f"{domain}, {told}" for told in unpaid(kinds)]
     problems = [f"answers are paid that solve nothing: {'; '.join(paid)}"] if paid else []
     if failed:
         more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
         problems.append(
             f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be judged: {'; '.join(failed[:NAMED])}{more}"
         )
+    if unheeded:
+        problems.append(unheeded[0] + f" (and {len(unheeded) - 1} more)" * (len(unheeded) > 1))
     if problems:
         raise RunFailed(". ".join(problems))
     without = f" Domains that were not asked: {', '.join(not_asked)}." if not_asked else ""

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 8 -m spmd_rl.rlvr --dry-run data.train=openai/gsm8k:main
 
-Nothing is written, no weights are loaded, and torch is not imported. A mistake ends it as it would end the run.
+Nothing is written, no weights are loaded, and torch is not imported. A mistake ends it as it would end the run, and so
+does a reward that fails, or that does not pay the right answer as the prompt asks for it.
 """
 
 import math
@@ -16,18 +17,21 @@ from statistics import mean
 from rich.console import Console
 from rich.text import Text
 
-from spmd_rl import sidecar
+from spmd_rl import reward_audit, sidecar
+from spmd_rl.answer_form import fill
 from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, has_turns, tokens_per_turn
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
+from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PipelineConfig, RlvrConfig
 from spmd_rl.data import Prompts
+from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
-from spmd_rl.reward_audit import FORMS, GOLD, audit, build_rewarder, gold_answer, paid_cheats, score
+from spmd_rl.reward_audit import BARE, GOLD, GOLDEN, Kind, Trial
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
@@ -36,18 +40,19 @@ RENDERED = 4000
 """Prompts that are rendered for their lengths"""
 MAX_CHARACTERS = 1500
 """Of each part of a prompt"""
-WRONG = "I do not know."
 
 
 def show(cfg: RlvrConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
-    prompts = Prompts.load(cfg.data)
+    with phase("reading the prompts"):
+        prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
-    with without_torch():
+    with phase("loading the tokenizer"), without_torch():
         policy = cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    lengths = _lengths(prompts, tokenizer)
+    with phase("rendering the prompts"):
+        lengths = _lengths(prompts, tokenizer)
     fitting = [length for length in lengths if length <= cfg.rollout.max_prompt_tokens]
     if not fitting or (cfg.data.overlong == "error" and len(fitting) < len(lengths)):
         raise UserError(
@@ -55,17 +60,27 @@ def show(cfg: RlvrConfig) -> None:
             f"{len(lengths)} prompts are longer, the longest has {max(lengths)} tokens"
         )
     table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
-    rewarders = {domain: build_rewarder(domain, reward) for domain, reward in cfg.reward.domains.items()}
-    for prompt in _spread(prompts.train):
-        others = (p.ground_truth for p in prompts.train if p.domain == prompt.domain)
-        wrong = next((truth for truth in others if truth not in ("", prompt.ground_truth)), WRONG)
-        _show_prompt(console, prompt, wrong, tokenizer, rewarders[prompt.domain], cfg.rollout.max_new_tokens)
     domains = sorted({prompt.domain for prompt in prompts.train})
+    rewarders, found = {}, {}
+    for domain in domains:
+        reward, own = cfg.reward.domains[domain], [prompt for prompt in prompts.train if prompt.domain == domain]
+        with phase(f"asking reward.{domain}"):
+            rewarders[domain] = reward_audit.build_rewarder(domain, reward)
+            if not isinstance(rewarders[domain], str):
+                template = with_line_breaks(cfg.data.format)
+                found[domain] = reward_audit.audit(rewarders[domain], own, SHOWN, template, reward.timeout)
+    for prompt in _spread(prompts.train):
+        lines, answer = _rewards(rewarders[prompt.domain], prompt, found.get(prompt.domain, {}).get(GOLD))
+        _show_prompt(console, prompt, lines, answer, tokenizer, cfg.rollout.max_new_tokens)
     table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
-    own = {domain: [prompt for prompt in prompts.train if prompt.domain == domain] for domain in domains}
-    table(console, "Audit", [(domain, _audit(rewarders[domain], own[domain])) for domain in domains])
+    table(console, "Audit", [(domain, _audit(rewarders[domain], found.get(domain))) for domain in domains])
     table(console, "Would be written", outputs(cfg))
     console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
+    failed = [f"reward.{domain}.target: {cfg.reward.domains[domain].target}: {line}"
+              for domain, kinds in found.items()
+              for line in (*reward_audit.unjudged(kinds), *reward_audit.unpaid(kinds))]  # fmt: skip
+    if failed:
+        raise UserError(failed[0] + f" (and {len(failed) - 1} more)" * (len(failed) > 1))
 
 
 @contextmanager
@@ -159,11 +174,9 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _show_prompt(
-    console: Console, prompt: Prompt, wrong: str, tokenizer: Tokenizer, rewarder: Rewarder | str, limit: int
+    console: Console, prompt: Prompt, lines: list[str], answer: str, tokenizer: Tokenizer, limit: int
 ) -> None:
-    """Print a prompt and its gold answer as the model sees them, what is trained in colour, and their rewards."""
-    gold = prompt.ground_truth if isinstance(rewarder, str) else gold_answer(rewarder, prompt)
-    lines, answer = _rewards(rewarder, prompt, gold, wrong)
+    """Print a prompt and its answer as the model sees them, what is trained in colour, and lines about the rewards."""
     ids, answer_ids = tokenizer.render(prompt.messages), tokenizer.encode(answer)
     answer_ids.extend(tokenizer.stop_ids[-1:])
     if len(answer_ids) > limit:
@@ -178,27 +191,31 @@ def _show_prompt(
         console.print(Text(line, "bold yellow" if line.startswith("!") else ""))
 
 
-def _rewards(rewarder: Rewarder | str, prompt: Prompt, gold: str, wrong: str) -> tuple[list[str], str]:
-    """Return what the rewarder says of the ground truth and of a wrong answer, and the form in which it likes it."""
+def _rewards(rewarder: Rewarder | str, prompt: Prompt, gold: Kind | None) -> tuple[list[str], str]:
+    """Return what the rewarder says of the right answer and of a wrong one, and the right one as a model would say it,
+    or in the form that is paid."""
     if isinstance(rewarder, str):
-        return [f"The rewarder {rewarder}."], gold
-    if not gold:
-        return ["The row has no ground truth to be scored."], gold
-    low = score(rewarder, prompt, wrong)
-    verdicts = {form.format(gold): score(rewarder, prompt, form.format(gold)) for form in FORMS}
-    lines = [f"reward of {gold!r:.200}: {_said(verdicts[gold])}", f"reward of {wrong!r:.200}: {_said(low)}"]
-    best = max(verdicts, key=lambda answer: verdicts[answer].score)
-    if verdicts[best].score <= low.score:
-        return [
-            *lines,
-            "! no form of the ground truth scores more than a wrong answer: is this the reward for these rows?",
-        ], gold
-    if verdicts[gold].score < verdicts[best].score:
-        return [
-            *lines,
-            f"! it scores more as {best!r:.200}, {_said(verdicts[best])}: does data.format ask for that?",
-        ], best
-    return lines, gold
+        return [f"The rewarder {rewarder}."], prompt.ground_truth
+    trial = gold.trials.get(prompt.id) if gold else None
+    if trial is None:
+        return ["The row has no ground truth to be scored, or the row before it took too long."], prompt.ground_truth
+    return _told(trial), fill(trial.best(trial.asked), trial.gold)
+
+
+def _told(trial: Trial) -> list[str]:
+    best, asked = trial.best(), trial.best(trial.asked)
+    lines = [f"reward of {trial.gold!r:.200}: {_said(trial.verdicts[BARE])}"]
+    if asked in trial.asked:
+        lines.append(f"reward of {fill(asked, trial.gold)!r:.200}, as the prompt asks: {_said(trial.verdicts[asked])}")
+    elif not trial.asked:
+        lines.append("The prompt names no form for its answer: the bare one stands for what a model would write.")
+    lines.append(f"reward of {trial.other!r:.200}: {_said(trial.wrong[BARE])}")
+    if trial.problem:
+        return [*lines, f"! {trial.problem}"]
+    if not trial.asked and trial.verdicts[BARE].score < trial.verdicts[best].score:
+        said = f"{fill(best, trial.gold)!r:.200}, {_said(trial.verdicts[best])}"
+        lines.append(f"! it scores more as {said}: does data.format ask for that?")
+    return lines
 
 
 def _said(verdict: Verdict) -> str:
@@ -209,20 +226,20 @@ def _examples(rewarder: Rewarder | str) -> str:
     """Say how the rewarder scores its own gold and wrong answers."""
     if isinstance(rewarder, str) or not hasattr(rewarder, "examples"):
         return rewarder if isinstance(rewarder, str) else "has no examples of its own"
-    wanted = [(answer, right, score(rewarder, prompt, answer)) for prompt, answer, right in rewarder.examples()]
+    told = reward_audit.score
+    wanted = [(answer, right, told(rewarder, prompt, answer)) for prompt, answer, right in rewarder.examples()]
     odd = [(answer, right, got) for answer, right, got in wanted if not got.scored or got.score != right]
     text = f"{len(wanted) - len(odd)} of its own {len(wanted)} examples score as they do with default arguments"
     return text + (f"; the first that does not: {odd[0][0]!r:.80}, {_said(odd[0][2])}" if odd else "")
 
 
-def _audit(rewarder: Rewarder | str, prompts: Sequence[Prompt]) -> str:
-    """Say which answers to the first prompt of a domain are paid although they solve nothing."""
-    if isinstance(rewarder, str):
-        return rewarder
-    kinds = audit(rewarder, prompts, 1)
-    if paid := paid_cheats(kinds):
+def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None) -> str:
+    """Say which answers to the first prompts of a domain are paid although they solve nothing."""
+    if kinds is None:
+        return str(rewarder)
+    if paid := reward_audit.paid_cheats(kinds):
         return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl.audit says more"
-    return f"none of {sum(name != GOLD for name in kinds)} answers that solve nothing is paid"
+    return f"none of {sum(name not in GOLDEN for name in kinds)} answers that solve nothing is paid"
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:

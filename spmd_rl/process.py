@@ -52,6 +52,25 @@ def kill_children() -> None:
                 os.waitpid(pid, 0)
 
 
+class Overtime(BaseException):
+    """Time is up. No `Exception`, so that the code which takes too long does not handle it."""
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise Overtime inside after so many seconds, whatever Python code is running. Main thread alone; uses SIGALRM."""
+
+    def over(*_: object) -> None:
+        raise Overtime(f"not done after {seconds:g} s")
+
+    handler, timer = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> tuple[list[str], str]:
     """Run `work(say)` in a forked process, and return the lines that it said and how it ended.
 

@@ -1,28 +1,40 @@
 """What a run's rewards give to answers that are known to be right or wrong: the dry run and `audit` show it.
 
-For each row: its gold answer, an empty one, the prompt itself, the gold answer of another row, and what the reward's
-own `cheats(prompt)` yields: answers that try to be paid for nothing.
+For each row: its gold answer, bare and as the prompt asks for it, an empty one, the prompt itself, the gold answer of
+another row, and what the reward's own `cheats(prompt)` yields: answers that try to be paid for nothing.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
 from statistics import fmean
 
 from spmd_rl import wire
+from spmd_rl.answer_form import SLOT, asked_forms, fill, shown
 from spmd_rl.config.schema import RewardConfig
+from spmd_rl.process import Overtime, deadline
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target
+from spmd_rl.targets import build_target, guarded, start_target
 from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
 
-FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<think></think><answer>{}</answer>")
+BARE = SLOT
+FORMS = (BARE, "\\boxed{\0}", "#### \0", "<answer>\0</answer>", "<think></think><answer>\0</answer>")
 """How answers state a result"""
+WRONG = "I do not know."
+LEAST = 0.1
+"""The share of the best form's pay beyond which another form is paid too, and not for its length alone"""
+SECONDS = 60.0
+"""The time that a score may take where no setting says it"""
 FORM_ALONE = 0.5
 """The most that another row's gold answer may get, for its form."""
-GOLD, EMPTY, PROMPT, OTHER = "gold answer", "empty answer", "the prompt itself", "another row's gold answer"
+GOLD, ASKED = "gold answer", "gold answer as the prompt asks"
+GOLDEN = (GOLD, ASKED)
+EMPTY, PROMPT, OTHER = "empty answer", "the prompt itself", "another row's gold answer"
+NEVER = "no form of the ground truth is paid or scores more than a wrong answer: is this the reward for these rows?"
 
 
 @dataclass(slots=True)
@@ -37,67 +49,150 @@ class Kind:
     unjudged: dict[str, str] = field(default_factory=dict)
     """Why the reward failed, by id of the row: its own error, or a right answer without a score."""
 
+    forms: set[str] = field(default_factory=set)
+    """Of gold answers: those in which they were stated."""
+    trials: dict[str, "Trial"] = field(default_factory=dict)
+    """Of gold answers, by id of the row."""
+
+    def add(
+        self, row: str, verdict: Verdict, below: float = float("-inf"), above: float = float("inf"), form: str = BARE
+    ) -> None:
+        """Count a verdict; it is wrong if its score is below the one or above the other."""
+        self.forms.add(form)
+        if not verdict.scored:
+            self.failures.append(f"{verdict.status}: {verdict.detail}")
+            if below > 0 or verdict.status == "error":
+                self.unjudged[row] = self.failures[-1]
+            return
+        self.scores.append(verdict.score)
+        self.wrong += not below <= verdict.score <= above
+
     @property
     def mean(self) -> float | None:
         """The mean score; None if no answer got one."""
         return fmean(self.scores) if self.scores else None
 
 
+@dataclass(slots=True)
+class Trial:
+    """What a reward gives to the gold answer of a row in each form, and to a wrong answer in the same form."""
+
+    gold: str
+    other: str
+    """The wrong answer: another row's gold answer, if there is one."""
+    asked: list[str]
+    """Forms that the prompt asks for; empty if it names none."""
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    wrong: dict[str, Verdict] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all forms were tried: after a `timeout` no other is."""
+        return all(verdict.status != "timeout" for verdict in self.verdicts.values())
+
+    def best(self, forms: Iterable[str] = ()) -> str:
+        """Return the form with the best verdict among these that were tried, or all."""
+        tried = [form for form in forms if form in self.verdicts] or self.verdicts
+        return max(tried, key=lambda form: (self._margin(form), self._score(form)))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the reward, in a line; empty if it pays the answer that the prompt asks for."""
+        best = self.best()
+        asked = self.best(self.asked) if self.asked else best
+        if not self.verdicts[best].scored or self._margin(asked) > LEAST * self._margin(best) > 0:
+            return ""
+        if self._margin(best) <= 0:
+            return NEVER if all(self._score(form) <= 0 for form in self.verdicts) else ""
+        known, wanted = fill(best, self.gold), fill(asked, self.gold)
+        return (
+            f"it pays {known!r:.100}, but not {wanted!r:.100}, which the prompt asks for: let the reward read the "
+            "answer out of that form, or let data.format ask for the form that it pays"
+        )
+
+    def _margin(self, form: str) -> float:
+        """What the gold answer gets beyond a wrong one in this form."""
+        return self._score(form) - (self.wrong[form].score if self.wrong[form].scored else 0.0)
+
+    def _score(self, form: str) -> float:
+        return self.verdicts[form].score if self.verdicts[form].scored else float("-inf")
+
+
 def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
-    """Build a rewarder as its worker would, or say why it is not asked here."""
+    """Build and start a rewarder as its worker would, or say why it is not asked here."""
     if reward.devices or {"url", "model"} & reward.args.keys():
         return "is not asked here: it needs a model or a server"
-    services = service_factories(f"reward.{domain}", reward.sandbox, packages=reward.packages)
-    return build_target(f"reward.{domain}", reward.target, reward.args, services=services)
+    section = f"reward.{domain}"
+    services = service_factories(section, reward.sandbox, packages=reward.packages)
+    rewarder = build_target(section, reward.target, reward.args, services=services)
+    start_target(section, reward.target, rewarder)
+    return rewarder
 
 
-def score(rewarder: Rewarder, prompt: Prompt, answer: str) -> Verdict:
-    """Score one answer as a worker would."""
+def score(rewarder: Rewarder, prompt: Prompt, answer: str, seconds: float = SECONDS) -> Verdict:
+    """Score one answer as a worker would, with the same limit of time."""
     given = wire.ScoreInput(prompt, answer, AnswerInfo(max(1, len(answer) // 4), "stop"))
-    return asyncio.run(judge(rewarder, given))
+    try:
+        with deadline(seconds + 1):  # an `async def` has its own
+            return asyncio.run(judge(rewarder, given, seconds))
+    except Overtime:
+        return Verdict("timeout", detail=f"no score after {seconds:g} s")
 
 
 def gold_answer(rewarder: Rewarder, prompt: Prompt) -> str:
     """Return what the reward (`gold(prompt)`) or the row knows as its right answer; empty if neither knows one."""
-    known = rewarder.gold(prompt) if hasattr(rewarder, "gold") else ""
+    known = guarded(rewarder.gold, "gold() of the reward fails", {})(prompt) if hasattr(rewarder, "gold") else ""
     return known or prompt.ground_truth
 
 
-def audit(rewarder: Rewarder, prompts: Sequence[Prompt], rows: int) -> dict[str, Kind]:
+def attempt(judged: Callable[[Prompt, str], Verdict], prompt: Prompt, gold: str, other: str, template: str) -> Trial:
+    """Score a gold answer and another in all forms, and no more after a `timeout`."""
+    trial, judged = Trial(gold, other or WRONG, asked_forms(prompt, template)), cache(partial(judged, prompt))
+    for form in dict.fromkeys((BARE, *trial.asked, *FORMS)):
+        trial.verdicts[form] = trial.wrong[form] = judged(fill(form, gold))
+        if not trial.is_whole:
+            break
+        trial.wrong[form] = judged(fill(form, trial.other))
+    return trial
+
+
+def audit(
+    rewarder: Rewarder, prompts: Sequence[Prompt], rows: int, template: str = "{question}", seconds: float = SECONDS
+) -> dict[str, Kind]:
     """Score answers of each kind to the first `rows` prompts of a domain; the kinds are in the order of first use.
 
-    A gold answer is stated in the form that scores best. Any other is wrong if it scores more than 0, and more than
-    the gold answer of another row, which may be paid up to `FORM_ALONE` for its form.
+    A gold answer is stated in the form that scores best, and in the best of those that the prompt asks for (template:
+    `data.format`). Any other is wrong if it scores more than 0, and more than the gold answer of another row, which may
+    be paid up to `FORM_ALONE` for its form. seconds: `reward.<domain>.timeout`.
     """
     kinds: dict[str, Kind] = defaultdict(Kind)
+    judged = partial(score, rewarder, seconds=seconds)
     for prompt in islice(prompts, rows):
-        gold, form = gold_answer(rewarder, prompt), FORMS[0]
-        if gold:
-            verdicts = {form: score(rewarder, prompt, form.format(gold)) for form in FORMS}
-            form = max(FORMS, key=lambda form: verdicts[form].scored and verdicts[form].score)
-            _add(kinds[GOLD], prompt.id, verdicts[form], below=1.0)
+        gold, form = gold_answer(rewarder, prompt), BARE
         others = (gold_answer(rewarder, other) for other in prompts)
         other = next((answer for answer in others if answer not in ("", gold)), "")
-        verdict = score(rewarder, prompt, form.format(other)) if other else Verdict("ok")
+        if gold:
+            trial = kinds[GOLD].trials[prompt.id] = attempt(judged, prompt, gold, other, template)
+            form = trial.best()
+            kinds[GOLD].add(prompt.id, trial.verdicts[form], below=1.0, form=form)
+            if trial.asked:
+                asked = trial.best(trial.asked)
+                kinds[ASKED].add(prompt.id, trial.verdicts[asked], below=1.0, form=asked)
+            for verdict in (*trial.verdicts.values(), *trial.wrong.values()):
+                if verdict.status == "error":
+                    kinds[GOLD].unjudged.setdefault(prompt.id, f"error: {verdict.detail}")
+            if not trial.is_whole:
+                break  # the next row would take as long
+        verdict = judged(prompt, fill(form, other)) if other else Verdict("ok")
         floor = verdict.score if verdict.scored and 0 < verdict.score <= FORM_ALONE else 0.0
-        _add(kinds[EMPTY], prompt.id, score(rewarder, prompt, ""), above=floor)
-        _add(kinds[PROMPT], prompt.id, score(rewarder, prompt, _last_text(prompt)), above=floor)
+        kinds[EMPTY].add(prompt.id, judged(prompt, ""), above=floor)
+        kinds[PROMPT].add(prompt.id, judged(prompt, _last_text(prompt)), above=floor)
         if other:
-            _add(kinds[OTHER], prompt.id, verdict, above=FORM_ALONE)
-        for name, answer in rewarder.cheats(prompt) if hasattr(rewarder, "cheats") else ():
-            _add(kinds[f"cheat: {name}"], prompt.id, score(rewarder, prompt, answer), above=floor)
+            kinds[OTHER].add(prompt.id, verdict, above=FORM_ALONE)
+        cheats = guarded(lambda row: list(rewarder.cheats(row)), "cheats() of the reward fails", {})
+        for name, answer in cheats(prompt) if hasattr(rewarder, "cheats") else ():
+            kinds[f"cheat: {name}"].add(prompt.id, judged(prompt, answer), above=floor)
     return dict(kinds)
-
-
-def _add(kind: Kind, row: str, verdict: Verdict, below: float = float("-inf"), above: float = float("inf")) -> None:
-    """Count a verdict; it is wrong if its score is below the one or above the other."""
-    if not verdict.scored:
-        kind.failures.append(f"{verdict.status}: {verdict.detail}")
-        if below > 0 or verdict.status == "error":
-            kind.unjudged[row] = kind.failures[-1]
-        return
-    kind.scores.append(verdict.score)
-    kind.wrong += not below <= verdict.score <= above
 
 
 def _last_text(prompt: Prompt) -> str:
@@ -110,7 +205,7 @@ def paid_cheats(kinds: dict[str, Kind]) -> list[str]:
 
     A prompt may hold its answer, and another row's answer may be right here too: those are shown alone.
     """
-    return [name for name, kind in kinds.items() if kind.wrong and name not in (GOLD, PROMPT, OTHER)]
+    return [name for name, kind in kinds.items() if kind.wrong and name not in (*GOLDEN, PROMPT, OTHER)]
 
 
 def unjudged(kinds: dict[str, Kind]) -> list[str]:
@@ -122,6 +217,15 @@ def unjudged(kinds: dict[str, Kind]) -> list[str]:
     return list(found.values())
 
 
+def unpaid(kinds: dict[str, Kind]) -> list[str]:
+    """Return a line for each row whose right answer is not paid as the prompt asks for it, or one line if no row's is
+    paid in any form."""
+    told = {row: trial.problem for row, trial in kinds[GOLD].trials.items()} if GOLD in kinds else {}
+    if set(told.values()) == {NEVER}:
+        return [NEVER]
+    return [f"row {row}: {problem}" for row, problem in told.items() if problem not in ("", NEVER)]
+
+
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
     """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
     for name, kind in kinds.items():
@@ -130,5 +234,7 @@ def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
         if kind.failures:
             text += f"{'  !' if kind.unjudged else ','} {len(kind.failures)} not: {kind.failures[0]:.100}"
         if kind.wrong:
-            text += f"  ! {kind.wrong} " + ("below 1" if name == GOLD else "paid")
+            text += f"  ! {kind.wrong} " + ("below 1" if name in GOLDEN else "paid")
+        if stated := [shown(form) for form in kind.forms - {BARE}]:
+            text += f"  as {', '.join(map(repr, sorted(stated)))}"
         yield name, text

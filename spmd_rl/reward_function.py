@@ -7,7 +7,7 @@
 
 A parameter may also be a key of `reward.<domain>.args`, or a service (`http`, `sandbox`). A function with the parameter
 `completions` is called as TRL calls it: `prompts` and `completions` are lists of messages, and every other parameter is
-a list of the rows' values. Standard library only.
+a list of the rows' values; `**kwargs` gets all that every row has. Standard library only.
 """
 
 import inspect
@@ -76,13 +76,16 @@ class BatchFunctionReward:
             raise TypeError(f"with `{TRL}` it must be a plain `def`; async def needs one answer: `completion`")
         self._function, self._given = function, given
         self._columns = [name for name in _names(function, given) if name not in (TRL, "prompts")]
-        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
-            self._columns += [name for name in GOLD if name not in self._columns]
-        self._takes_prompts = "prompts" in inspect.signature(function).parameters
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        self._takes_prompts = self._takes_all or "prompts" in inspect.signature(function).parameters
 
     def score_batch(self, prompts: Sequence[Prompt], answers: Sequence[str], infos: Sequence[AnswerInfo]) -> Any:
         """Score all answers in one call. KeyError where a row lacks what a parameter asks for."""
-        columns = {name: [_column(prompt, name) for prompt in prompts] for name in self._columns}
+        names = set(self._columns)
+        if self._takes_all:
+            shared = set.intersection(*(set(prompt.extra) for prompt in prompts))
+            names |= {*GOLD, "answer", *shared} - {TRL, *self._given}
+        columns = {name: [_column(prompt, name) for prompt in prompts] for name in names}
         if self._takes_prompts:
             columns["prompts"] = [to_builtins(prompt.messages) for prompt in prompts]
         completions = [[{"role": "assistant", "content": answer}] for answer in answers]

@@ -32,6 +32,7 @@ from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
+from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
 from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
@@ -78,7 +79,7 @@ def main(
             os.environ["WORLD_SIZE"] = str(cfg.plan.ranks)
         if asked.plan:
             check_plan(cfg)
-            return imported(PLAN)(cfg)
+            return imported(PLAN, "torch")(cfg)
         check(cfg)
         notices = continue_run(cfg, pipeline)
         if rank() == 0:
@@ -86,7 +87,7 @@ def main(
             for line in (*(f"notice: {line}" for line in notices), *(f"warning: {line}" for line in warnings)):
                 print(line, file=sys.stderr)
         if asked.dry_run:
-            return (imported(preview) if isinstance(preview, str) else preview)(cfg)
+            return (imported(preview, "transformers") if isinstance(preview, str) else preview)(cfg)
         exit_.start()
         fetch_models(cfg)
         run(cfg)
@@ -108,10 +109,11 @@ def main(
         exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
 
 
-def imported(name: str) -> Callable[[Any], Any]:
-    """Return the function `module:function`."""
+def imported(name: str, heavy: str = "") -> Callable[[Any], Any]:
+    """Return the function `module:function`; `heavy`: what the terminal is told is loaded, if it takes long."""
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+    with phase(f"loading {heavy}", speaks=bool(heavy)):
+        return getattr(importlib.import_module(module), function)
 
 
 class Exit:

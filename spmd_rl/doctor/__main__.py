@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from spmd_rl.config.load import load
+from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.doctor.checks import CHECKS, Check, Failed, Options, Result
@@ -86,8 +87,10 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
         began = time.perf_counter()
         all_here = True
         try:
-            ranks = Ranks.join(wait_seconds)
-            results.append(Result("ranks", "ok", ranks.arrive(wait_seconds), "", time.perf_counter() - began))
+            with phase("waiting for the ranks"):
+                ranks = Ranks.join(wait_seconds)
+                arrived = ranks.arrive(wait_seconds)
+            results.append(Result("ranks", "ok", arrived, "", time.perf_counter() - began))
         except Failed as failed:
             all_here = False
             seconds = time.perf_counter() - began
@@ -95,15 +98,15 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
         verdicts: dict[str, str] = {}
         for process in dict.fromkeys(check.process for check in todo):
             checks = [check for check in todo if check.process == process]
-            if process == "node":
-                found = run_checks(checks, options, Ranks(), verdicts) if local_rank() == 0 else []
-                if all_here:
-                    ranks.gather("node", True, NODE_SECONDS)
-            elif all_here:
-                _say(ranks, f"checking {process} ...")
-                found = run_checks(checks, options, ranks, verdicts)
-            else:
-                found = [Result(check.name, "skipped", "not all ranks are here") for check in checks]
+            with phase(f"checking {process}", ranks.reports):
+                if process == "node":
+                    found = run_checks(checks, options, Ranks(), verdicts) if local_rank() == 0 else []
+                    if all_here:
+                        ranks.gather("node", True, NODE_SECONDS)
+                elif all_here:
+                    found = run_checks(checks, options, ranks, verdicts)
+                else:
+                    found = [Result(check.name, "skipped", "not all ranks are here") for check in checks]
             results += found
             verdicts |= {result.name: result.verdict for result in found}
     except Terminated:
@@ -129,11 +132,6 @@ def _finish(ranks: Ranks, by_rank: dict[int, list[Result]], folder: str) -> bool
             print(f"logs: {folder}")
         sys.stdout.flush()
     return failed
-
-
-def _say(ranks: Ranks, text: str) -> None:
-    if ranks.reports:
-        print(text, file=sys.stderr, flush=True)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

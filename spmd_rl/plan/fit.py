@@ -9,6 +9,7 @@ from itertools import product
 from math import log2
 from typing import Any
 
+from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers
 from spmd_rl.config.schema import PipelineConfig, TrainConfig
 from spmd_rl.errors import UserError
@@ -32,10 +33,13 @@ def nearest(
     cfg: PipelineConfig, ranks: int, found: Trace, room: float, fits: Callable[[PipelineConfig], bool]
 ) -> Iterator[str]:
     """Say what to add to a command so that ranks that train fit, nothing if no such thing is found."""
-    candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
+    with phase("looking for a layout that fits"):
+        candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
     candidates.sort(key=lambda other: (_distance(cfg, other), estimate(other, ranks, found)))
     for other in candidates[:MOST_TRACED]:
-        if fits(other):
+        with phase(f"trying {' '.join(changes(cfg, other))}"):
+            good = fits(other)
+        if good:
             yield f"the nearest that fits: {' '.join(changes(cfg, other))}"
             return
     tried = f"{len(candidates)} seemed to, of which {min(len(candidates), MOST_TRACED)} were traced"

@@ -19,6 +19,7 @@ from torch import nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
+from spmd_rl.config.phases import phase as progress
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
@@ -121,7 +122,8 @@ class _Run:
         cfg, used = self._cfg, self._cfg.algorithm
         names = ["policy", *["reference"] * used.uses_reference, *["critic"] * used.uses_critic]
         for name in names:
-            self._roles[name] = build_role(name, cfg, self._world, source=partial(self._model, name))
+            with progress(f"rank {self._world.rank}: building the {name}"):
+                self._roles[name] = build_role(name, cfg, self._world, source=partial(self._model, name))
             self._tag(name)
         policy = self._roles["policy"]
         most = num_microbatches(cfg, policy.layout.data.size, cfg.train.tokens_per_microbatch)
@@ -190,7 +192,7 @@ class _Run:
         window = f"{phase} {name}"
         for what in ("update", "logprobs", "values"):  # the leader of a data shard says it
             self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
-        with self._book.window(window):
+        with progress(f"rank {self._world.rank}: {phase} of the {name}"), self._book.window(window):
             work()
         travelled = Counter[str]()
         for (meeting, kind), num_bytes in self._pretend.travelled.items():

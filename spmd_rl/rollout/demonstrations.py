@@ -100,10 +100,17 @@ class Script(Context):
 
     async def generate(self, prompt_ids: array) -> Turn:
         """Append `prompt_ids` and the next action of the solution. BudgetSpent: there is none, or no room for it."""
-        solution = self.environments.session.reply.info.get("solution")
-        if not solution:
+        info, form = (
+            self.environments.session.reply.info,
+            FORMS.get(self.env.pattern_for(bool(self.environments.tools))),
+        )
+        if "solution" not in info:
+            raise BudgetSpent("the environment has no solution() to be played by")
+        if form is None:
+            raise BudgetSpent("its pattern is no named one, and no action can be written for it")
+        if not info["solution"]:
             raise BudgetSpent("the environment shows no way on")
-        text = FORMS[self.env.pattern_for(bool(self.environments.tools))].format(solution[0])
+        text = form.format(info["solution"][0])
         ids = self.tokenizer.encode(text)
         if not any(text.endswith(stop) for stop in self.sampling.stop):
             end = self.tokenizer.bridge([Message("user", "")]).token_ids[:1]

@@ -67,7 +67,7 @@ class Slot:
             returned = await returned
         verb, check = ("reset", checked_reset) if isinstance(call, wire.ResetRequest) else ("step", checked_step)
         try:
-            if self._solve:
+            if self._solve and hasattr(self._current, "solution"):
                 observation, *rest, info = returned
                 returned = observation, *rest, {**info, "solution": self._current.solution()}
             return check(returned)

@@ -1,12 +1,16 @@
 """Rewarders and environments in this process, without a sidecar, as `debug=true` asks for: `breakpoint()` works there.
 
-There are no deadlines and there is no isolation: what hangs or dies takes the run with it.
+There is no isolation, and there are deadlines for environments alone, where asked for: what hangs or dies takes the
+run with it.
 """
 
+import asyncio
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
+from spmd_rl.process import Overtime, deadline
 from spmd_rl.sidecar.env_worker import Slot
 from spmd_rl.sidecar.launcher import env_pool_spec
 from spmd_rl.sidecar.open_session import OpenSession
@@ -49,7 +53,9 @@ class LocalEnvironments:
     UserError at construction if one cannot be built.
     """
 
-    def __init__(self, envs: "EnvsConfig | None") -> None:
+    def __init__(self, envs: "EnvsConfig | None", timed: bool = False) -> None:
+        """timed: a call that takes longer than `env.<tag>.reset_timeout` or `step_timeout` ends (main thread alone)."""
+        self._timed = timed
         self.outstanding = 0
         """The number of resets and steps that are awaited."""
         self._specs = {tag: env_pool_spec(env) for tag, env in (envs.tags.items() if envs else ())}
@@ -61,19 +67,25 @@ class LocalEnvironments:
         """See `Environments`. There may be any number of sessions."""
         if tag not in self._specs:
             raise SessionLost("error", f"no env.{tag} is set")
+        spec = self._specs[tag]
         slot = self._free[tag].pop() if self._free[tag] else self._new_slot(tag)
         try:
-            reply = await self._play(slot, wire.ResetRequest(0, tag, seed, held_out, solve))
+            reply = await self._play(slot, spec.reset_timeout, wire.ResetRequest(0, tag, seed, held_out, solve))
         except SessionLost:
             self._free[tag].append(slot)
             raise
-        return OpenSession(0, tag, reply, partial(self._play, slot), partial(self._free[tag].append, slot))
+        return OpenSession(
+            0, tag, reply, partial(self._play, slot, spec.step_timeout), partial(self._free[tag].append, slot)
+        )
 
-    async def _play(self, slot: Slot, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
+    async def _play(self, slot: Slot, seconds: float, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
         """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
-            outcome = await slot.answer(call)
+            with deadline(seconds + 1) if self._timed else nullcontext():  # an `async def` is cancelled before
+                outcome = await asyncio.wait_for(slot.answer(call), seconds if self._timed else None)
+        except (TimeoutError, Overtime):
+            raise SessionLost("timeout", f"not done after {seconds:g} s") from None
         finally:
             self.outstanding -= 1
         if isinstance(outcome, wire.SessionFailure):

@@ -41,7 +41,7 @@ async def judge(rewarder: Rewarder, given: wire.ScoreInput, timeout: float | Non
     except bdb.BdbQuit:
         raise  # the user left the debugger
     except TimeoutError as error:
-        return Verdict("timeout", detail=one_line(error))
+        return Verdict("timeout", detail=one_line(error) if str(error) else f"no score after {timeout} s")
     except Exception as error:  # noqa: BLE001 - user code, at its boundary
         return _failed(error)
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from spmd_rl import audit, wire
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import RunFailed
-from spmd_rl.reward_audit import EMPTY, GOLD, OTHER, PROMPT, describe, paid_cheats, unjudged
+from spmd_rl.reward_audit import ASKED, EMPTY, GOLD, OTHER, PROMPT, describe, paid_cheats, unjudged
 from spmd_rl.reward_audit import audit as audited
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sidecar.worker import judge
@@ -160,6 +161,39 @@ def test_a_reward_that_fails_on_an_answer_is_told(tmp_path, capsys):
     with pytest.raises(RunFailed, match=r"^2 rows cannot be judged: math, row \w+, empty answer: error: .*IndexError"):
         audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 2)
     assert "! 2 not: error: " in capsys.readouterr().out
+
+
+def whole(answer, ground_truth):
+    return answer == ground_truth
+
+
+def never(answer, ground_truth):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [("whole", r"^math, row \w+: it pays '\d', but not .*boxed.* \(and 1 more\)$"), ("never", "^math, no form of the")],
+)
+def test_a_right_answer_that_is_not_paid_as_the_prompt_asks_is_told(tmp_path, capsys, reward, why):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(9)))
+    given = [f"data.train={tmp_path}/rows.jsonl", f"reward.math.target=tests.unit.test_audit:{reward}"]
+    with pytest.raises(RunFailed, match=why):
+        audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{ASKED} 0.00 2 scored ! 2 below 1 as '\\\\boxed{{...}}'" in said
+
+
+def test_a_reward_that_takes_too_long_is_asked_once(monkeypatch):
+    asked = []
+
+    class Sleeps:
+        def score(self, prompt, answer, info):
+            asked.append(answer)
+            time.sleep(60)
+
+    kinds = audited(Sleeps(), [row("1"), row("2")], 2, seconds=0.1)
+    assert asked == ["1"] and unjudged(kinds)[0].endswith("timeout: no score after 0.1 s")
 
 
 def test_rows_whose_tests_check_nothing_are_told():

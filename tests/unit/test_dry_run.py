@@ -13,8 +13,10 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.dry_run import show
 from spmd_rl.errors import UserError
 from tests.models import tiny
+from tests.patience import patient
 
 REWARD = """
+import asyncio, re, time
 from spmd_rl.types import Message, Prompt, Verdict
 class Boxed:
     @classmethod
@@ -26,7 +28,29 @@ class Boxed:
 class Never:
     def score(self, prompt, answer, info):
         return Verdict("ok", 0.0)
+def whole(answer, ground_truth): return answer.strip() == ground_truth
+def whole_and_form(answer, ground_truth): return 0.1 * ("boxed" in answer) + (answer == ground_truth)
+def whole_and_short(answer, ground_truth): return float(answer == ground_truth) - 0.01 * len(answer)
+def tag(answer, ground_truth): return f"<answer>{ground_truth}</answer>" in answer
+def last_box(answer, ground_truth): return re.findall(r"boxed{(.*?)}", answer)[-1:] == [ground_truth]
+def unique(answer): return len(set(answer))
+def raises(answer): return 1 / 0
+def raises_on_some(answer, ground_truth): return int(answer.split("{")[1].rstrip("}")) == int(ground_truth)
+def nan(answer): return float("nan")
+def sleeps(answer):
+    try:
+        time.sleep(60)
+    except Exception:
+        return 1.0
+async def waits(answer): await asyncio.sleep(60)
+class Started:
+    def start(self): self.ready = True
+    def score(self, prompt, answer, info): return self.ready and prompt.ground_truth in answer
+class BadGold:
+    def gold(self, prompt): return prompt.extra["nothing"]
+    def score(self, prompt, answer, info): return 1.0
 """
+README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +103,58 @@ def test_prompts_answers_and_rewards(place: Path, capsys, monkeypatch) -> None:
     assert "\\boxed{0}<|im_end|>" in text and "reward of '2': 0 (ok)" in text
     assert "! it scores more as '\\\\boxed{0}', 1 (ok): does data.format ask for that?" in text
     assert "! this answer has 10 tokens, more than rollout.max_new_tokens=8" in text
-    assert "! no form of the ground truth scores more than a wrong answer" in said(place, capsys, monkeypatch, "Never")
+    with pytest.raises(UserError, match="^reward.math.target: dry_judges:Never: no form of the ground truth is paid"):
+        said(place, capsys, monkeypatch, "Never")
+    assert "! no form of the ground truth is paid" in " ".join(capsys.readouterr().out.split())
+
+
+BOXED = "data.format={question} Think step by step, then put the final answer in \\boxed{}."
+
+
+def previewed(place: Path, monkeypatch: pytest.MonkeyPatch, target: str, *given: str) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    asks = [BOXED, f"reward.math.target={target}", "reward.math.timeout=0.3", "rollout.max_prompt_tokens=999"]
+    show(load("rlvr", RlvrConfig, [*line(place), *asks, *given]))
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("whole", r"row \w+: it pays '0', but not 'Let me .*boxed.0.', which the prompt asks for: let the reward read"),
+        ("whole_and_form", "it pays '0', but not 'Let me"),
+        ("whole_and_short", "it pays '0', but not 'Let me"),
+        ("tag", "it pays '<answer>0</answer>', but not 'Let me"),
+        ("raises", r"row \w+, gold answer: error: dry_judges.py:\d+: ZeroDivisionError: division by zero \(and 2 more"),
+        ("raises_on_some", "gold answer: error: dry_judges.py:.*IndexError"),
+        ("nan", "gold answer: error: ValueError: score is nan"),
+        ("sleeps", "gold answer: timeout: no score after 0.3 s"),
+        ("waits", "gold answer: timeout: no score after 0.3 s"),
+        ("BadGold", "KeyError: 'nothing'"),
+    ],
+)
+def test_a_reward_that_will_fail_ends_it(place: Path, capsys, monkeypatch, target: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as raised:
+        previewed(place, monkeypatch, f"dry_judges:{target}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("target", ["last_box", "unique", "Started", "whole"])
+def test_a_reward_that_pays_an_obedient_answer_passes(place: Path, capsys, monkeypatch, target: str) -> None:
+    asked = ["data.format={question} Reply with the number only."] if target == "whole" else []
+    previewed(place, monkeypatch, f"dry_judges:{target}", *asked)
+    text = capsys.readouterr().out
+    assert ("The prompt names no form" in text) is bool(asked)
+    assert asked or "step.\\n\\\\boxed{0}', as the prompt asks: " in text
+
+
+@pytest.mark.parametrize("name", ["score", "ShortAnswer"])
+def test_the_readmes_reward_works_with_what_it_is_run_with(place: Path, capsys, monkeypatch, name: str) -> None:
+    (place / "readme_reward.py").write_text(
+        README.split("<!-- my_reward.py -->")[1].split("```python\n")[1].split("```")[0]
+    )
+    shipped = "data.format={question}\nThink step by step, then put the final answer in \\boxed{}."
+    previewed(place, monkeypatch, f"readme_reward:{name}", shipped)
+    assert "boxed{0}', as the prompt asks: " + ("1 (ok)" if name == "score" else "0.") in capsys.readouterr().out
 
 
 def test_it_writes_nothing_and_needs_no_torch(place: Path) -> None:
@@ -92,6 +167,16 @@ def test_it_writes_nothing_and_needs_no_torch(place: Path) -> None:
     done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.endswith("torch: False\n"), done.stderr
     assert {path for path in place.rglob("*") if "__pycache__" not in path.parts} == before
+
+
+def test_what_fails_ends_with_code_2_and_one_line(place: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": f"{place}:{os.getcwd()}"}
+    command = [sys.executable, "-m", "spmd_rl.rlvr", "--dry-run", *line(place, "raises")]
+    done = subprocess.run(command, env=env, cwd=place, capture_output=True, text=True, timeout=patient(60))
+    told = [text for text in done.stderr.splitlines() if not text.endswith(" ...")]
+    assert (
+        done.returncode == 2 and len(told) == 1 and told[0].startswith("error: reward.math.target: dry_judges:raises")
+    )
 
 
 @pytest.mark.parametrize("given", [["rollout.max_prompt_tokens=5"], ["data.overlong=error"]])

@@ -1,11 +1,15 @@
 """A plain function as a reward: which parameters it may have, what it may return, and where it raised."""
 
 import asyncio
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from spmd_rl import wire
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import UserError
 from spmd_rl.sidecar.worker import call_mode, judge
 from spmd_rl.targets import build_target
@@ -26,6 +30,10 @@ def trl(prompts, completions, ground_truth, **kwargs):
     assert [prompt[-1]["role"] for prompt in prompts] == ["user"] * len(contents)
     return [float(content == gold) for content, gold in zip(contents, ground_truth, strict=True)]
 def with_column(completions, difficulty): return difficulty
+def with_columns(completions, **columns):
+    rows = {"data_source", "difficulty", "extra_info"}
+    assert columns.keys() == {"prompts", "answer", "ground_truth", "solution"} | rows
+    return columns["difficulty"]
 class Judge:
     def __call__(self, answer): return 0.25
 instance = Judge()
@@ -75,6 +83,7 @@ def verdict_of(rewarder, answer: str = "4") -> Verdict:
         ("later", {}, "async", 1.0, {}),
         ("trl", {}, "batch", 1.0, {}),
         ("with_column", {}, "batch", 0.5, {}),
+        ("with_columns", {}, "batch", 0.5, {}),
         ("instance", {}, "sync", 0.25, {}),
     ],
 )
@@ -91,7 +100,7 @@ def test_what_a_function_may_look_like(build, name, args, mode, score, parts) ->
         ("nan", "ValueError: score is nan"),
         ("text", "TypeError: score returned str"),
         ("listed", "TypeError: score returned list"),
-        ("raising", "my_function_reward.py:25: ZeroDivisionError: division by zero"),
+        ("raising", "my_function_reward.py:29: ZeroDivisionError: division by zero"),
     ],
 )
 def test_what_is_no_number_is_an_error_and_never_a_zero(build, name, detail) -> None:
@@ -103,7 +112,7 @@ def test_what_is_no_number_is_an_error_and_never_a_zero(build, name, detail) -> 
 def test_the_traceback_begins_with_the_users_code(build) -> None:
     lines = verdict_of(build("raising")).traceback.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1] == "ZeroDivisionError: division by zero"
-    assert lines[1].endswith('my_function_reward.py", line 25, in raising')
+    assert lines[1].endswith('my_function_reward.py", line 29, in raising')
 
 
 @pytest.mark.parametrize(
@@ -131,3 +140,20 @@ def test_a_function_is_a_part_of_a_composite(build) -> None:
     parts = {"right": {"target": "my_function_reward:short"}, "other": {"target": "my_function_reward:compute_score"}}
     both = build_target("reward.toy", "rewards.composite:CompositeReward", {"parts": parts})
     assert verdict_of(both) == Verdict("ok", 2.0, {"right": 1.0, "other": 1.0, "other.acc": 1.0})
+
+
+def test_the_two_functions_of_the_docs_for_users_of_trl(tmp_path, monkeypatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/MIGRATING.md").read_text().split("## Several reward functions")[1]
+    source, recipe = (page.split(f"```{name}\n")[1].split("```")[0] for name in ("python", "yaml"))
+    (tmp_path / "trl_rewards.py").write_text(source)
+    (tmp_path / "two.yaml").write_text(recipe)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = page.split("```bash\n")[1].split("```")[0].replace("\\\n", " ")
+    for given, folder, name in (
+        (shlex.split(line)[3:], None, "rlvr"),
+        (["data.train=rows.jsonl"], str(tmp_path), "two"),
+    ):
+        reward = load("rlvr", RlvrConfig, given, folder, name).reward.domains["math"]
+        both = build_target("reward.math", reward.target, reward.args)
+        found = both.score_batch([PROMPT] * 3, ["\\boxed{4}", "\\boxed{5}", "4"], [AnswerInfo(1, "stop")] * 3)
+        assert [verdict.score for verdict in found] == pytest.approx([1.2, 0.2, 0.0])

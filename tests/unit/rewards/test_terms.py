@@ -10,9 +10,10 @@ from rewards.format import FORMS, FormatReward
 from rewards.length import LengthReward
 from rewards.repetition import RepetitionReward
 from spmd_rl.errors import UserError
-from spmd_rl.sidecar.worker import call_mode
+from spmd_rl.sidecar.worker import call_mode, judge_batch
 from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo, Verdict
+from spmd_rl.wire import ScoreInput
 from tests.unit.rewards.helpers import INFO, prompt, score, verdict
 
 HERE = __name__
@@ -125,6 +126,51 @@ def test_a_failed_part_is_the_failure_of_the_whole(status):
     part = {"target": f"{HERE}:Failing", "args": {"status": status}, "weight": 0}
     found = verdict(composite(form=FORM, slow=part), prompt("4"), "\\boxed{4}")
     assert found == Verdict(status, 0.0, {}, "slow: too slow") and not found.scored
+
+
+def accuracy(completions, **columns):
+    """As TRL calls it."""
+    texts = [completion[0]["content"] for completion in completions]
+    if "broken" in texts:
+        raise ValueError("broken")
+    return [float("boxed{" + gold + "}" in text) for text, gold in zip(texts, columns["ground_truth"], strict=True)]
+
+
+def few(completions):
+    return [1.0]
+
+
+BATCH = {"target": f"{HERE}:accuracy", "weight": 2}
+
+
+def test_composite_hands_functions_of_many_answers_all_of_them():
+    both = composite(accuracy=BATCH, form=FORM)
+    assert call_mode(both) == "batch"
+    found = both.score_batch([prompt("4"), prompt("5")], ["\\boxed{4}", "\\boxed{4}"], [INFO, INFO])
+    assert [v.score for v in found] == [2.5, 0.5] and found[0].parts["accuracy"] == 1.0
+    assert verdict(both, prompt("4"), "\\boxed{4}") == found[0]  # as an audit asks
+
+
+def test_composite_of_many_answers_asks_no_part_after_one_that_failed():
+    late = composite(slow={"target": f"{HERE}:Failing"}, accuracy=BATCH)
+    assert [v.status for v in late.score_batch([prompt("4")] * 2, ["broken"] * 2, [INFO] * 2)] == ["timeout"] * 2
+
+
+def test_one_answer_does_not_spoil_the_batch_of_a_composite():
+    both = composite(accuracy=BATCH, form=FORM)
+    given = [ScoreInput(prompt("4"), answer, INFO) for answer in ("\\boxed{4}", "broken")]
+    assert [v.status for v in judge_batch(both, given)] == ["ok", "error"]
+
+
+def test_composite_waits_where_one_part_is_async_and_another_takes_many():
+    both = composite(accuracy=BATCH, judge={"target": f"{HERE}:Waiting"})
+    assert call_mode(both) == "async"
+    assert asyncio.run(score(both, prompt("4"), "\\boxed{4}")).parts["accuracy"] == 1.0
+
+
+def test_a_part_with_too_few_scores_is_named():
+    with pytest.raises(ValueError, match="few: 1 scores for 2 answers"):
+        composite(few={"target": f"{HERE}:few"}).score_batch([prompt("4")] * 2, ["4"] * 2, [INFO] * 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""What a command that only looks is doing, on stderr, once it has taken two seconds; where it is quick, nothing.
+
+with phase("reading the prompts"):  # "reading the prompts ..."
+    prompts = Prompts.load(cfg.data)
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spmd_rl.config.ranks import rank
+
+QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
+"""The age of the command, and of the phase, before its line."""
+BEGAN = time.monotonic()
+
+
+@contextmanager
+def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
+    """Print the text as soon as the command is two seconds old, if this phase still goes on then.
+
+    speaks: whether this process is the one that prints; by default, rank 0.
+    """
+    wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
+    timer = threading.Timer(wait, print, (f"{text} ...",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if rank() == 0 if speaks is None else speaks:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

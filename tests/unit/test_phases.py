@@ -1,0 +1,29 @@
+"""What a slow command says while it works, and that a quick one says nothing."""
+
+import time
+
+import pytest
+
+from spmd_rl.config import phases
+
+
+@pytest.mark.parametrize(
+    ("age", "rank", "lasts", "told"),
+    [(0.0, 0, 0.5, False), (9.0, 0, 0.5, True), (9.0, 1, 0.5, False), (9.0, 0, 0.0, False)],
+    ids=["a quick command", "a slow one", "another rank", "a quick phase of a slow one"],
+)
+def test_a_line_a_phase(monkeypatch, capsys, age: float, rank: int, lasts: float, told: bool) -> None:
+    monkeypatch.setattr(phases, "BEGAN", time.monotonic() - age)
+    monkeypatch.setattr(phases, "QUIET_SECONDS", 5.0)
+    monkeypatch.setenv("RANK", str(rank))
+    with phases.phase("looking"):
+        time.sleep(lasts)
+    assert capsys.readouterr().err == ("looking ...\n" if told else "")
+
+
+def test_a_phase_that_fails_leaves_nothing_behind(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(phases, "BEGAN", time.monotonic() - 9.0)
+    with pytest.raises(ValueError, match="mine"), phases.phase("looking"):
+        raise ValueError("mine")
+    time.sleep(2 * phases.LEAST_SECONDS)
+    assert capsys.readouterr().err == ""
