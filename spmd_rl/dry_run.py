@@ -228,7 +228,7 @@ def _audit(rewarder: Rewarder | str, prompts: Sequence[Prompt]) -> str:
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     """Return what the run would write, and where."""
     folder, c = Path(cfg.run.dir), cfg.checkpoint
-    steps = sorted({*(range(c.every, cfg.steps + 1, c.every) if c.every else ()), cfg.steps})
+    steps = [*range(c.every, cfg.steps, c.every)[:4], cfg.steps] if c.every else [cfg.steps]
     held = sorted(path.name for path in folder.glob("checkpoints/step-*"))
     trackers = [name for name in ("wandb", "tensorboard", "swanlab") if getattr(cfg.track, name) not in ("off", False)]
     listed = ", ".join(map(str, steps[:4])) + (f" ... {steps[-1]}" if len(steps) > 4 else "")

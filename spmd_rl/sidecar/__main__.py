@@ -15,7 +15,7 @@ import sys
 from typing import NoReturn
 
 from spmd_rl import wire
-from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.curve_keys import ClientKeys, check_connect
 from spmd_rl.errors import UserError
 from spmd_rl.process import die_with_parent
 from spmd_rl.sandbox import SANDBOXES
@@ -49,6 +49,7 @@ def run_worker_node(options: argparse.Namespace) -> None:
         raise UserError("--connect: needs --keys DIR and --allow DOMAIN=MODULE:CLASS")
     if options.workers is not None and options.workers < 1:
         raise UserError(f"--workers: must be at least 1, not {options.workers}")
+    check_connect("--connect", options.connect)
     allowed = AllowList(options.allow)
     workers = options.workers or max(1, len(os.sched_getaffinity(0)) // len(allowed.domains))
     # what can be imported here can be imported by the workers
