@@ -18,7 +18,7 @@ from spmd_rl import sidecar
 from spmd_rl.config.main import main
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.errors import RunFailed, UserError, printable
 from spmd_rl.reward_audit import GOLD, audit, build_rewarder, describe, paid_cheats, unjudged
 
 ROWS = 4
@@ -34,20 +34,22 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
     """
     prompts = Prompts.load(cfg.data).train
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     paid, failed, not_asked = [], [], []
     for domain in sorted({prompt.domain for prompt in prompts}):
         own = [prompt for prompt in prompts if prompt.domain == domain]
         rewarder = build_rewarder(domain, cfg.reward.domains[domain])
-        console.print(Text(f"\n{domain}: {cfg.reward.domains[domain].target}, {min(rows, len(own))} rows", "bold"))
+        console.print(
+            Text(f"\n{printable(domain)}: {cfg.reward.domains[domain].target}, {min(rows, len(own))} rows", "bold")
+        )
         if isinstance(rewarder, str):
-            console.print(f"  The rewarder {rewarder}.")
+            console.print(printable(f"  The rewarder {rewarder}.", lines=False))
             not_asked.append(domain)
             continue
         kinds = audit(rewarder, own, rows)
         table = Table(box=None, show_header=False, padding=(0, 2))
         for name, text in describe(kinds):
-            table.add_row(Text(name), Text(text, "bold yellow" if "!" in text else ""))
+            table.add_row(Text(name), Text(printable(text), "bold yellow" if "!" in text else ""))
         console.print(table)
         if GOLD not in kinds:
             console.print("  Neither the rows nor the reward know a gold answer.")

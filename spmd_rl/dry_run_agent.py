@@ -17,7 +17,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.data import EnvTasks
 from spmd_rl.dry_run import outputs, roles_and_ranks, short, table, without_torch
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, printable
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import demonstrate
 from spmd_rl.sidecar import LocalEnvironments
@@ -88,7 +88,7 @@ def _show_episode(
         rewards = ", ".join(f"{turn.step.reward:g}" for sample in group.samples for turn in sample.turns if turn.step)
         console.print(f"[return {verdict.score:g} = {rewards}; {tokens} tokens trained (green), {given} without loss]")
     else:
-        console.print(Text(f"! {verdict.detail}", "bold yellow"))
+        console.print(Text(f"! {printable(verdict.detail)}", "bold yellow"))
 
 
 async def _returns(

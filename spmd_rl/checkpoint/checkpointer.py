@@ -7,7 +7,6 @@ it, so that all ranks save, resume or stop together.
 import hashlib
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.train.base import Role
 
 STATE = "state.json"
@@ -175,7 +174,7 @@ class Checkpointer:
             problem = self._problem(path)  # [all]
             if problem is None:
                 if self._world.rank == 0 and problems:
-                    print(f"warning: resuming from {path.name}: {'; '.join(problems)}", file=sys.stderr, flush=True)
+                    tell(f"warning: resuming from {path.name}: {'; '.join(problems)}")
                 return path
             problems.append(f"{path.name} is torn ({problem})")
         if problems:

@@ -85,8 +85,17 @@ def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, 
     if unknown:
         own = [leaf.key for leaf in leaves(schema, values)]
         others = {leaf.key: name for name, other in pipelines.items() for leaf in leaves(other, values)}
-        hints = {key: f"python -m spmd_rl.{others[key]} has it" if key in others else _hint(key, own) for key in unknown}
+        hints = {
+            key: f"python -m spmd_rl.{others[key]} has it" if key in others else _hint(key, own) for key in unknown
+        }
         raise UserError(" | ".join(f"{key}: unknown key; {told}" for key, told in hints.items()))
+
+
+def suggestion(key: str, value: str, schema: type) -> str:
+    """Return how to say on a command line what somebody said as an option `key`, in their words: `steps=5`."""
+    name, known = key.replace("-", "_"), [leaf.key for leaf in leaves(schema)]
+    near = difflib.get_close_matches(name, known, 1, 0.8)
+    return f"{near[0]}={value or '...'}" if near else hint(name) or "--help lists all"
 
 
 def _hint(key: str, known: Sequence[str]) -> str:

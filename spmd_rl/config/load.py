@@ -66,11 +66,11 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
 
 def check_recipe(overrides: Sequence[str]) -> None:
     """Raise a `UserError` for a recipe that is named and not chosen: of its settings, the run would have none."""
+    recipes = {f"algorithm.name={name}": f"algorithm={name}" for name in _groups(CONFIGS)["algorithm"]}
     for line in overrides:
-        key, _, name = line.lstrip("+").partition("=")
-        if key == "algorithm.name" and (CONFIGS / f"algorithm/{name}.yaml").is_file():
-            if f"algorithm={name}" not in overrides:
-                raise UserError(f"{key}: is a name alone and sets nothing; the recipe is algorithm={name}")
+        recipe = recipes.get(line.lstrip("+"))
+        if recipe and recipe not in overrides:
+            raise UserError(f"algorithm.name: is a name alone and sets nothing; the recipe is {recipe}")
 
 
 def experiment_doors(path: Path) -> list[str]:

@@ -131,7 +131,7 @@ def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
 
 def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(run_dir)]) == 0
-    assert report.main([str(run_dir / "nowhere")]) == 2 and "No such file" in capsys.readouterr().err
+    assert report.main([str(run_dir / "nowhere")]) == 2 and "no run is there" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         report.main([])
 
