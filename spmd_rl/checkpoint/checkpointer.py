@@ -86,7 +86,10 @@ class Checkpointer:
                 return 0
             for role in self._roles.values():
                 awake.enter_context(role.awake())
-            return self._load(chosen)
+            step = self._load(chosen)
+            if self._world.rank == 0:
+                tell(f"resumed from step {step}: {chosen}")
+            return step
 
     # Saving
 

@@ -22,6 +22,7 @@ import torch
 import yaml
 
 from spmd_rl.config.main import BEGAN
+from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
@@ -277,7 +278,12 @@ def _prepare(cfg: RlvrConfig, world: World, stack: ExitStack) -> dict[str, str |
         write_config(cfg, directory, type(cfg).__name__.removesuffix("Config").lower())
         for log in _sample_logs(directory, world):
             log.recover()
-        world.journal.note("run", command=launch_info.command_line(), machine=launch_info.machine(), ranks=world.size)
+        world.journal.note(
+            "run",
+            command=launch_info.command_line(),
+            machine=launch_info.machine(),
+            ranks=max(world.size, world_size()),
+        )
     except UserError as error:
         return {"error": str(error), "id": None}
     except OSError as error:

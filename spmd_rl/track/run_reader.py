@@ -87,6 +87,11 @@ def best_and_worst(path: Path, count: int) -> Extremes | None:
     return Extremes(sum(scores) / len(scores), *rows)
 
 
+def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
+    """Return the content of a logged message as text, with a word for each image."""
+    return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
+
+
 class _Verdict(msgspec.Struct):
     status: str
     score: float | None

@@ -155,7 +155,13 @@ def frame_around(all_series: Sequence[Series], width: float, height: float, **ma
     xs = [x for series in all_series for x, _ in series.points]
     ys = [y for series in all_series for _, y in series.points]
     last = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    return Frame(width, height, (min(xs), last), padded(ys), **margins)
+    y_range = padded(ys)
+    return Frame(width, height, (min(xs), last), y_range, **({"left": _room(y_range)} | margins))
+
+
+def _room(y_range: Point) -> float:
+    """The width that the numbers of a vertical axis need."""
+    return max(46.0, 12 + 6.8 * max((len(words) for words in labels(ticks(*y_range, 4))), default=0))
 
 
 def line_chart(
@@ -179,7 +185,8 @@ def _area(frame: Frame, band: Band) -> str:
 def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230) -> str:
     """Draw one bar a step with the values of all `columns` stacked; each has one point per step of `steps`."""
     totals = [sum(column.points[i][1] for column in columns) for i in range(len(steps))]
-    frame = Frame(width, height, (-0.5, len(steps) - 0.5), (0, max(totals) * 1.05 or 1))
+    y_range = (0.0, max(totals) * 1.05 or 1.0)
+    frame = Frame(width, height, (-0.5, len(steps) - 0.5), y_range, _room(y_range))
     wide = (frame.x(1) - frame.x(0)) * (0.78 if len(steps) > 1 else 0.2)
     parts = []
     for i, step in enumerate(steps):

@@ -19,8 +19,8 @@ import yaml
 
 from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.track.html_page import PALETTE
+from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.view.runs import Runs, files, overview
-from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import listed, rows, whole
 
 HOSTS = {"127.0.0.1", "localhost"}

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.errors import UserError, printable
-from spmd_rl.track.run_reader import RunData
+from spmd_rl.track.run_reader import RunData, plain_text
+from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.view.runs import KINDS, Runs, files, title
-from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import Row, rows, whole
 
 COLORS = ("none", "logprob", "mask", "advantage", "version")
@@ -126,9 +126,7 @@ def _trajectory(one: Mapping[str, Any], color: str) -> Group:
 
 def _task(one: Mapping[str, Any]) -> Iterator[Padding]:
     for message in one["messages"] or ():
-        content = message["content"]
-        text = content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
-        yield _indented(Text(printable(f"{message['role']}: {text}"), "dim"))
+        yield _indented(Text(printable(f"{message['role']}: {plain_text(message['content'])}"), "dim"))
 
 
 def _turns(one: Mapping[str, Any], color: str) -> Iterator[Any]:

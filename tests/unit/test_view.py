@@ -17,11 +17,11 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.errors import UserError
 from spmd_rl.learn import sample_log
 from spmd_rl.track.samples import SampleLog, SampleRow, StepRow
+from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.types import AgentStep, Group, Prompt, Sample, Turn, Verdict
 from spmd_rl.view import __main__ as command
 from spmd_rl.view.runs import Runs
 from spmd_rl.view.server import Server
-from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import rows, whole
 from tests import agents
 from tests.agent_run import bytes_tokenizer, encoder, make_agent_run, write_step
