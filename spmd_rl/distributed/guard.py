@@ -96,10 +96,10 @@ class Guard:
         if gone and isinstance(error, Exception):  # which says more than where we noticed
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
-    def _killed_ranks(self) -> str:
+    def _killed_ranks(self, seconds: float = 0.1) -> str:
         """Name the ranks of this node that were killed: why we failed, where the kernel ran out of memory."""
         peers = self._heartbeats.local_peers()
-        time.sleep(0.1 * bool(peers))  # its connections break just before it is gone
+        time.sleep(seconds * bool(peers))  # its connections break just before it is gone
         gone = [str(peer.rank) for peer in peers if not running(peer.pid)]
         return f" (rank {', '.join(gone)} is gone: killed?)" if gone else ""
 
@@ -111,10 +111,12 @@ class Guard:
     def _signalled(self, signum: signal.Signals) -> None:
         if self.ending.claim():
             text = f"rank {self._me.rank} received {signum.name}"
+            gone = self._killed_ranks(0.0)
             first = self.ending.announce(End("signal", self._me.rank, text))
-            if first.rank == self._me.rank and (gone := self._killed_ranks()):  # it went without a word, which is ours
-                record(self._run_dir, text + gone)
-                print_error(f"error: {text}{gone}")
+            if gone and first.rank == self._me.rank:  # who is gone by now, and has announced nothing, was killed
+                text += gone
+                record(self._run_dir, text)
+                print_error(f"error: {text}")
             elif self._me.rank == 0:
                 print_error(f"{text}: ending")
             self.ending.exit(128 + signum, text)

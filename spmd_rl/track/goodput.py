@@ -10,8 +10,8 @@ kill at any moment takes at most the stretch that was under way, which is lost w
 
 A stretch is useful if it ends in a `step` that counts. All others are not: starting, restoring, what had been done of a
 step when the job died, what is done again, and waiting to be started again, be it after a kill or after the steps that
-were asked for. Evaluations and checkpoints belong to their
-step. Times are those of one clock (`time.time`), of which only steps forward are believed.
+were asked for. Evaluations and checkpoints belong to their step. Times are those of one clock (`time.time`), of which
+only steps forward are believed.
 """
 
 import os

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from spmd_rl.errors import printable
+
 MAX_POINTS = 300
 """A longer series is drawn as the means of this many equal slices."""
 MAX_DOTS = 60
@@ -216,7 +218,7 @@ def duration(seconds: float) -> str:
 
 def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     """Draw a number or a short name."""
-    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(printable(words, lines=False))}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, color: str, tip: str, look: str = "solid") -> str:
