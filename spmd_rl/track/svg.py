@@ -218,7 +218,8 @@ def duration(seconds: float) -> str:
 
 def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     """Draw a number or a short name."""
-    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(printable(words, lines=False))}</text>'
+    words = escape(printable(words, lines=False))
+    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, color: str, tip: str, look: str = "solid") -> str:

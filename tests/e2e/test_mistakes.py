@@ -93,7 +93,7 @@ TOLD_AT_ONCE = [
     # what rlvr does not have
     (
         "rollout.max_turns=3",
-        "rollout.max_turns: unknown key; rlvr's answers have one turn, python -m spmd_rl.agentic h",
+        "rollout.max_turns: unknown key; rlvr's answers have one turn, python -m spmd_rl.agentic",
     ),
     ("placement.patience=2", "placement.patience: unknown key; rlvr's answers have one turn, "),
     ("algorithm.step_reward_gamma=0.5", "algorithm.step_reward_gamma: unknown key; rlvr's answers have one turn, "),

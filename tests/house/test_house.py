@@ -197,6 +197,12 @@ def test_torch_free() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_stderr_is_written_to_by_one_function() -> None:
+    """`errors.tell`, which lets nothing from outside act on a terminal."""
+    found = [rel(path) for path in FILES if re.search(r"print\([^#]*file=sys\.stderr", path.read_text())]
+    assert found == ["spmd_rl/sandbox/guest/program.py"], found  # inside the sandbox, where nothing of ours is
+
+
 def test_floors() -> None:
     done = subprocess.run([Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

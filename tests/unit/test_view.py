@@ -307,7 +307,12 @@ def test_no_name_from_outside_acts_on_the_terminal(tmp_path: Path, capsys) -> No
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"run": {"name": OUTSIDE}}))
     sample = Sample(7, 0, (turn(OUTSIDE),), Verdict("ok", 1.0))
     logged([sample], tmp_path / "run" / "samples", Prompt("p", (Message("user", OUTSIDE),), OUTSIDE, ""))
-    for words in ([], ["--step", "1", "--held-out"], ["--sample", "7", "--held-out"], ["--sample", OUTSIDE]):
+    for words in (
+        [],
+        ["--step", "1", "--held-out"],
+        ["--sample", "7", "--held-out"],
+        ["--held-out", "--sample", OUTSIDE],
+    ):
         command.main([str(tmp_path / "run"), "--text", *words])
     out, err = capsys.readouterr()
     assert all(c.isprintable() or c == "\n" for c in out + err) and "forged" in out and "forged" in err
