@@ -1,7 +1,7 @@
 """A client of the Model Context Protocol over stdin and stdout: starts a server, lists its tools, calls them.
 
 The protocol is JSON-RPC 2.0, one message a line (modelcontextprotocol.io, revision 2025-06-18). The server is a program
-of the user's own choice, so it runs with this process's rights; its stderr is not read.
+of the user's own choice, so it runs with this process's rights. What it writes to stderr is shown where it dies.
 
     with closing(McpClient(["python", "server.py"])) as client:
         client.call("add", {"a": 1, "b": 2})
@@ -9,14 +9,20 @@ of the user's own choice, so it runs with this process's rights; its stderr is n
 
 import contextlib
 import json
-import queue
+import os
+import selectors
+import shlex
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 VERSION = "2025-06-18"
+MAX_LINE_BYTES = 16 << 20
+"""The longest line of a server: with a longer one it is ended."""
+LAST_WORDS_BYTES = 2000
+"""What is kept of the end of a server's stderr."""
+PIPE_BYTES = 1 << 16
 
 
 class McpClient:
@@ -25,10 +31,11 @@ class McpClient:
     def __init__(self, command: Sequence[str], seconds: float = 30.0) -> None:
         """`command`: the program and its arguments. `seconds`: the longest wait for a reply."""
         self._command, self._seconds = list(command), seconds
-        self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        """What the server said; None after its end."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said, self._last_words = bytearray(), b""
+        """What of its stdout has been read and not yet taken as a line, and the end of its stderr."""
         self._last_id = 0
+        self._name = f"the MCP server `{shlex.join(self._command)[:150]}`"
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the server's tools in OpenAI's schema. Raises as `call` does."""
@@ -64,6 +71,8 @@ class McpClient:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
     def _ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
@@ -75,37 +84,37 @@ class McpClient:
             raise
 
     def _start(self) -> None:
-        self._lines = queue.Queue()
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
-        )
-        threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
+        self._said, self._last_words, pipe = bytearray(), b"", subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            os.set_blocking(stream.fileno(), False)
         about = {"name": "spmd_rl", "version": "1"}
         try:
             self._request("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": about})
-            self._send({"method": "notifications/initialized"})
+            self._send({"method": "notifications/initialized"}, time.monotonic() + self._seconds)
         except (TimeoutError, ConnectionError, ValueError):
             self.close(grace=0.0)
             raise
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        try:
-            self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            raise ConnectionError(f"the MCP server {self._command[0]} has ended") from None
+    def _send(self, message: Mapping[str, Any], end: float) -> None:
+        left = memoryview(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+        while left:
+            self._transfer(end, sending=True)
+            try:
+                left = left[self._process.stdin.write(left) or 0 :]
+            except BrokenPipeError:
+                raise ConnectionError(self._farewell()) from None
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of one request. What the server asks or says meanwhile is answered or dropped."""
         self._last_id += 1
-        self._send({"id": self._last_id, "method": method, "params": params})
         end = time.monotonic() + self._seconds
+        self._send({"id": self._last_id, "method": method, "params": params}, end)
         while True:
             message = self._receive(end)
             if "method" in message and "id" in message:
                 known = {"result": {}} if message["method"] == "ping" else {"error": {"code": -32601, "message": "no"}}
-                self._send({"id": message["id"], **known})
+                self._send({"id": message["id"], **known}, end)
             elif message.get("id") == self._last_id:
                 if "error" in message:
                     raise ValueError(str(message["error"].get("message", message["error"])))
@@ -114,20 +123,55 @@ class McpClient:
     def _receive(self, end: float) -> dict[str, Any]:
         """Return the server's next message, past lines that are none."""
         while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError(f"the MCP server {self._command[0]} gave no reply in time") from None
-            if line is None:
-                raise ConnectionError(f"the MCP server {self._command[0]} has ended")
-            with contextlib.suppress(ValueError):
-                if isinstance(message := json.loads(line), dict):
-                    return message
+            if (length := self._said.find(b"\n")) >= 0:
+                line = bytes(self._said[:length])
+                del self._said[: length + 1]
+                with contextlib.suppress(ValueError, RecursionError):
+                    if isinstance(message := json.loads(line), dict):
+                        return message
+            else:
+                self._transfer(end)
 
+    def _transfer(self, end: float, sending: bool = False) -> None:
+        """Read what is there to be read of both streams, or wait until there is, or until the server can read.
 
-def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
-    """Pass on what the server says, then None."""
-    with contextlib.suppress(ValueError):
-        for line in stream:
-            lines.put(line)
-    lines.put(None)
+        Of stdout, no more than a line may have. TimeoutError at the end of the time, ConnectionError at the server's.
+        """
+        process, wanted = self._process, {self._process.stdin} if sending else set()
+        wanted |= {process.stdout} if len(self._said) <= MAX_LINE_BYTES else set()
+        wanted |= {process.stderr} if not process.stderr.closed else set()
+        with selectors.DefaultSelector() as selector:
+            for stream in wanted:
+                selector.register(stream, selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(max(0.0, end - time.monotonic()))]
+        if time.monotonic() >= end:
+            raise TimeoutError(f"{self._name} gave no reply in time{self._quoted()}")
+        if process.stderr in ready and self._hear() == b"":
+            process.stderr.close()
+        if process.stdout in ready:
+            chunk = process.stdout.read(PIPE_BYTES)
+            if chunk == b"":
+                raise ConnectionError(self._farewell())
+            self._said += chunk or b""
+        if len(self._said) > MAX_LINE_BYTES and b"\n" not in self._said:
+            raise ConnectionError(f"{self._name} sent a line of over {MAX_LINE_BYTES} bytes")
+
+    def _hear(self) -> bytes | None:
+        """Read from stderr: empty at its end, None where there is nothing yet."""
+        heard = self._process.stderr.read(PIPE_BYTES)
+        self._last_words = (self._last_words + (heard or b""))[-LAST_WORDS_BYTES:]
+        return heard
+
+    def _farewell(self) -> str:
+        """Say that the server has ended, with its last words."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # by then it has said them
+        while not self._process.stderr.closed and len(self._hear() or b"") == PIPE_BYTES:
+            pass
+        code = self._process.returncode
+        return f"{self._name} has ended{'' if code is None else f' with code {code}'}{self._quoted()}"
+
+    def _quoted(self) -> str:
+        """The end of the server's stderr, its last line first: that is the one which a message of one line shows."""
+        *before, last = self._last_words.decode(errors="replace").strip().split("\n")
+        return (f": {last}" if last else "") + "".join(f"\n{line}" for line in ["its last words:", *before] if before)

@@ -7,7 +7,6 @@ Existing keys are kept, and only the owner can read them. `DIR/allowed` lists th
 line to revoke one. Hosts read it when they start. `spmd_rl/curve_keys.py` says which file is whose.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import zmq
 
+from spmd_rl.command_line import Parser
 from spmd_rl.curve_keys import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 
 
 def make(directory: Path, node: str | None = None) -> Path:
@@ -65,14 +65,14 @@ def _write(path: Path, line: bytes, how: int = os.O_EXCL) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser("python -m spmd_rl sidecar_keys", description=__doc__.partition("\n")[0])
+    parser = Parser("python -m spmd_rl sidecar_keys", description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--node", metavar="NAME", help="a worker node that will join")
     asked = parser.parse_args(argv)
     try:
         place = make(asked.directory, asked.node)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 2
     if asked.node:
         print(

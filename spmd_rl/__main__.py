@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from spmd_rl.bundled import HOME
+from spmd_rl.errors import tell
 
 PLAIN = ("rlvr", "agentic", "doctor", "audit", "play", "view", "compare", "simulate", "simulate.split", "sidecar")
 MODULES = {name: name for name in PLAIN} | {
@@ -32,7 +33,7 @@ def main() -> int:
         return 0
     if name not in MODULES:
         near = " or ".join(get_close_matches(name, MODULES, n=1)) or f"one of {', '.join(MODULES)}"
-        print(f"error: {name}: no pipeline or tool; did you mean {near}?", file=sys.stderr)
+        tell(f"error: {name}: no pipeline or tool; did you mean {near}?")
         return 2
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()  # for a script it is the folder of that

@@ -21,7 +21,7 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.errors import RunFailed, UserError, printable
 from spmd_rl.reward_audit import ASKED, GOLD, audit, build_rewarder, describe, paid_cheats, unjudged, unpaid
 
 ROWS = 4
@@ -37,21 +37,21 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
     """
     prompts, template = Prompts.load(cfg.data).train, with_line_breaks(cfg.data.format)
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     paid, failed, unheeded, not_asked = [], [], [], []
     for domain in sorted({prompt.domain for prompt in prompts}):
         own, reward = [prompt for prompt in prompts if prompt.domain == domain], cfg.reward.domains[domain]
         rewarder = build_rewarder(domain, reward)
-        console.print(Text(f"\n{domain}: {reward.target}, {min(rows, len(own))} rows", "bold"))
+        console.print(Text(f"\n{printable(domain)}: {reward.target}, {min(rows, len(own))} rows", "bold"))
         if isinstance(rewarder, str):
-            console.print(f"  The rewarder {rewarder}.")
+            console.print(printable(f"  The rewarder {rewarder}.", lines=False))
             not_asked.append(domain)
             continue
         with phase(f"asking reward.{domain}"):
             kinds = audit(rewarder, own, rows, template, reward.timeout)
         table = Table(box=None, show_header=False, padding=(0, 2))
         for name, text in describe(kinds):
-            table.add_row(Text(name), Text(text, "bold yellow" if "!" in text else ""))
+            table.add_row(Text(name), Text(printable(text), "bold yellow" if "!" in text else ""))
         console.print(table)
         if GOLD not in kinds:
             console.print("  Neither the rows nor the reward know a gold answer.")

@@ -7,7 +7,6 @@ The page needs no network. Runs whose settings differ in the seed alone are draw
 from the least to the greatest; it ends where the shortest of them does.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -19,8 +18,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from spmd_rl.command_line import Parser
 from spmd_rl.config.run_identity import identity
+from spmd_rl.errors import printable, reason, tell
 from spmd_rl.track import html_page as page
 from spmd_rl.track.render import CHARTS, SCORES
 from spmd_rl.track.run_reader import RunData, read_run
@@ -147,7 +149,7 @@ def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
     shown.add_column("run", overflow="fold")
     shown.add_column("steps", justify="right")
     for key in keys:
-        shown.add_column(f"{key}\nlast", justify="right")
+        shown.add_column(Text(f"{printable(key, lines=False)}\nlast"), justify="right")
         shown.add_column("\nbest (step)", justify="right")
     shown.add_column("settings that differ", overflow="fold")
     for lane, told in zip(found, differences(found), strict=True):
@@ -157,7 +159,7 @@ def table(found: Sequence[Lane], keys: Sequence[str]) -> Table:
             best = min if any(word in key for word in LESS_IS_BETTER) else max
             cells += [_value(mean[-1], low[-1], high[-1]), _best(best(mean, key=lambda p: p[1]))] if mean else ["", ""]
         steps = min(run.lines[-1]["step"] if run.lines else 0 for run in lane.runs)
-        shown.add_row(lane.name, str(steps), *cells, told)
+        shown.add_row(*(Text(printable(cell, lines=False)) for cell in (lane.name, str(steps), *cells, told)))
     return shown
 
 
@@ -172,7 +174,7 @@ def _best(point: Point) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_rl.compare", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m spmd_rl.compare", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's")
     parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="*.html or *.svg")
@@ -184,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"none of the runs has {', '.join(keys)}")
         asked.out.write_text((drawing if asked.out.suffix == ".svg" else html)(found, keys), encoding="utf-8")
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {reason(error)}")
         return 2
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     drawn = [key for key in TABLE_KEYS if any(lane.points(key)[0] for lane in found)]

@@ -34,7 +34,7 @@ def check_bind(bind: str, keyed: bool) -> None:
     if bind == "ipc":
         return
     match = _TCP.fullmatch(bind)
-    if match is None or not (match[1] == "*" or _is_address(match[1])):
+    if match is None or not (match[1] == "*" or is_address(match[1])):
         raise UserError(f"bind: must be ipc or tcp://ADDRESS:PORT, ADDRESS in digits or *, not {bind!r}")
     if match[2] is None or not 0 < int(match[2]) < 65536:
         raise UserError(f"bind: {bind} needs a port: tcp://{match[1]}:5555")
@@ -45,10 +45,19 @@ def check_bind(bind: str, keyed: bool) -> None:
         )
 
 
+def check_connect(key: str, address: str) -> None:
+    """UserError, which names `key`, unless `address` is one to connect to: `tcp://HOST:PORT`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    named = re.fullmatch(r"[\w.-]+", host, re.ASCII) or is_address(host)
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536
+    if not (address.startswith("tcp://") and named and is_port):
+        raise UserError(f"{key}: must be tcp://HOST:PORT, not {address!r}")
+
+
 def on_loopback(address: str) -> bool:
     """Return whether a TCP address can be reached from this machine alone."""
     match = _TCP.fullmatch(address)
-    return match is not None and _is_address(match[1]) and ipaddress.ip_address(match[1].strip("[]")).is_loopback
+    return match is not None and is_address(match[1]) and ipaddress.ip_address(match[1].strip("[]")).is_loopback
 
 
 def local_address(bind: str) -> str:
@@ -56,7 +65,8 @@ def local_address(bind: str) -> str:
     return bind.replace("//*:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Return whether a text is an IP address, in brackets or not."""
     try:
         ipaddress.ip_address(text.strip("[]"))
     except ValueError:

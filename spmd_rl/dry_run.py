@@ -28,7 +28,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import PipelineConfig, RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, printable
 from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.reward_audit import BARE, GOLD, GOLDEN, Kind, Trial
@@ -182,13 +182,13 @@ def _show_prompt(
     if len(answer_ids) > limit:
         lines.append(f"! this answer has {len(answer_ids)} tokens, more than rollout.max_new_tokens={limit}")
     console.print()
-    console.print(Text(f"Prompt {prompt.id}, domain {prompt.domain}", "bold"))
+    console.print(Text(printable(f"Prompt {prompt.id}, domain {prompt.domain}", lines=False), "bold"))
     console.print(Text(f"[{len(ids)} tokens, no loss]", "bold"))
     console.print(Text(short(tokenizer.visible(ids)), "bright_black"))
     console.print(Text(f"[{len(answer_ids)} tokens, trained: the ground truth, as an example]", "bold"))
     console.print(Text(short(tokenizer.visible(answer_ids)), "green"))
     for line in lines:
-        console.print(Text(line, "bold yellow" if line.startswith("!") else ""))
+        console.print(Text(printable(line), "bold yellow" if line.startswith("!") else ""))
 
 
 def _rewards(rewarder: Rewarder | str, prompt: Prompt, gold: Kind | None) -> tuple[list[str], str]:
@@ -245,7 +245,7 @@ def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None) -> str:
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     """Return what the run would write, and where."""
     folder, c = Path(cfg.run.dir), cfg.checkpoint
-    steps = sorted({*(range(c.every, cfg.steps + 1, c.every) if c.every else ()), cfg.steps})
+    steps = [*range(c.every, cfg.steps, c.every)[:4], cfg.steps] if c.every else [cfg.steps]
     held = sorted(path.name for path in folder.glob("checkpoints/step-*"))
     trackers = [name for name in ("wandb", "tensorboard", "swanlab") if getattr(cfg.track, name) not in ("off", False)]
     listed = ", ".join(map(str, steps[:4])) + (f" ... {steps[-1]}" if len(steps) > 4 else "")
@@ -258,7 +258,8 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
 
 
 def short(text: str) -> str:
-    """Cut the middle out of a long text."""
+    """Cut the middle out of a long text, which becomes printable."""
+    text = printable(text)
     half, cut = MAX_CHARACTERS // 2, len(text) - MAX_CHARACTERS
     return text if cut <= 0 else f"{text[:half]}\n... {cut} characters ...\n{text[-half:]}"
 
@@ -269,4 +270,4 @@ def table(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> Non
     console.print(Text(title, "bold"))
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
-        console.print(f"  {name:{width}}  {text}")
+        console.print(printable(f"  {name:{width}}  {text}", lines=False))

@@ -20,7 +20,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.data import EnvTasks
 from spmd_rl.dry_run import outputs, roles_and_ranks, short, table, without_torch
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.errors import RunFailed, UserError, printable
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import demonstrate
 from spmd_rl.rollout.prompt_text import first_messages
@@ -91,7 +91,7 @@ def _show_episode(
         numbers = {"turn": 1, "max_tokens": cfg.rollout.max_new_tokens, "turns_left": cfg.rollout.max_turns or 0}
         ids = tokenizer.render(first_messages(cfg.env.tags[task.domain], start, numbers))
         console.print(Text(short(tokenizer.visible(ids)), "bright_black"))
-        console.print(f"[not played: {_reason(verdict)}]")
+        console.print(f"[not played: {printable(_reason(verdict), lines=False)}]")
         return
     for sample in group.samples:
         for turn in sample.turns:

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 MAX_CHARACTERS = 300
 MAX_TRACEBACK = 8_000
@@ -38,15 +39,31 @@ class RunFailed(_Reported, RuntimeError):
 
 
 def one_line(error: BaseException | str) -> str:
-    """An exception's type and message, or a text, on one line of at most 300 characters."""
+    """An exception's type and message, or a text, on one printable line of at most 300 characters."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    text = " ".join(text.encode("utf-8", "replace").decode().split())
+    text = printable(" ".join(text.encode("utf-8", "replace").decode().split()))
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."
 
 
-def printable(text: str) -> str:
-    """A text in which what a terminal would act on, or cannot show, is written as an escape; lines stay lines."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, lines: bool = True) -> str:
+    """A text in which what a terminal would act on, or cannot show, is written as an escape.
+
+    lines: a line break stays one. Where it does not, a text from outside cannot pass for a line of ours.
+    """
+    kept = "\n" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def tell(text: str, lines: bool = False, file: TextIO | None = None) -> None:
+    """Print a text at once, made printable, on stderr or another stream: a single line unless it may have several."""
+    print(printable(text, lines), file=file or sys.stderr, flush=True)
+
+
+def reason(error: Exception) -> str:
+    """What a user's mistake is: of an `OSError` the file and why, without a number, else the message."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__
 
 
 def located(error: BaseException) -> str:
@@ -58,7 +75,7 @@ def located(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in (users or frames)[-1:])
-    return where + one_line(error)
+    return printable(where, lines=False) + one_line(error)
 
 
 def traceback_of(error: BaseException) -> str:

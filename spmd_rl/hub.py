@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.errors import UserError, one_line, tell
 
 PREFIX = "hf:"
 """Says that a name is one of the hub even where it looks like a path"""
@@ -172,9 +172,9 @@ def _heartbeat(line: str) -> Iterator[None]:
 
     def beat() -> None:
         while not done.wait(HEARTBEAT_SECONDS):
-            print(f"{line}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            tell(f"{line}: {time.monotonic() - began:.0f} s")
 
-    print(line, file=sys.stderr, flush=True)
+    tell(line)
     threading.Thread(target=beat, daemon=True).start()
     try:
         yield

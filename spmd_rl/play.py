@@ -20,7 +20,7 @@ from spmd_rl.config.checks import NO_ENVIRONMENT, check, fetch_models
 from spmd_rl.config.load import load
 from spmd_rl.config.main import parse
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.errors import UserError, one_line, printable
+from spmd_rl.errors import UserError, one_line, printable, tell
 from spmd_rl.rollout.prompt_text import first_messages, next_messages
 from spmd_rl.sidecar.local import LocalEnvironments, LocalScorer
 from spmd_rl.types import AgentStep, Environments, EnvReply, Message, Prompt, Sample, SessionLost
@@ -174,10 +174,10 @@ def run(argv: Sequence[str]) -> int:
                 asyncio.run(person(cfg, tag, environments, _ask, console))
         return 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 2
     except SessionLost as lost:
-        print(f"error: {one_line(str(lost))}", file=sys.stderr)
+        tell(f"error: {one_line(str(lost))}")
         return 1
     except KeyboardInterrupt:
         return 130

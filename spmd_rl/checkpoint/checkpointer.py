@@ -7,7 +7,6 @@ it, so that all ranks save, resume or stop together.
 import hashlib
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.train.base import Role
 
 STATE = "state.json"
@@ -87,7 +86,10 @@ class Checkpointer:
                 return 0
             for role in self._roles.values():
                 awake.enter_context(role.awake())
-            return self._load(chosen)
+            step = self._load(chosen)
+            if self._world.rank == 0:
+                tell(f"resumed from step {step}: {chosen}")
+            return step
 
     # Saving
 
@@ -175,7 +177,7 @@ class Checkpointer:
             problem = self._problem(path)  # [all]
             if problem is None:
                 if self._world.rank == 0 and problems:
-                    print(f"warning: resuming from {path.name}: {'; '.join(problems)}", file=sys.stderr, flush=True)
+                    tell(f"warning: resuming from {path.name}: {'; '.join(problems)}")
                 return path
             problems.append(f"{path.name} is torn ({problem})")
         if problems:

@@ -9,7 +9,6 @@ process, no device, and no more memory than a few times the largest parameter: t
 written one after the other. A checkpoint's content is verified before anything of it is read.
 """
 
-import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,9 @@ from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.export import MAX_SHARD_BYTES, copy_side_files
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
 from spmd_rl.checkpoint.streamed import Shape, write_streamed
+from spmd_rl.command_line import Parser, at_least
 from spmd_rl.config.run_identity import saved_config
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, checked_weights, read_whole
 from spmd_rl.model.stored import stored_parts
@@ -142,7 +142,7 @@ def _new(out: Path) -> Iterator[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code: 2, after one line, for whatever cannot be converted."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_rl.checkpoint.convert", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m spmd_rl.checkpoint.convert", description=__doc__.splitlines()[0])
     ways = parser.add_subparsers(dest="way", required=True)
     to, back = ways.add_parser("to-hf"), ways.add_parser("from-hf")
     back.add_argument("weights", type=Path, metavar="HF_DIR")
@@ -152,7 +152,9 @@ def main(arguments: Sequence[str]) -> int:
         way.add_argument("--model", help="where config and tokenizer lie; by default the run's policy.model")
         way.add_argument("--trust-remote-code", action="store_true", help="run the Python code that the model brings")
     to.add_argument("--dtype", choices=DTYPES, help="by default the run's policy.dtype, or float32")
-    to.add_argument("--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, metavar="N", help="of a safetensors file")
+    to.add_argument(
+        "--max-shard-bytes", type=at_least(1), default=MAX_SHARD_BYTES, metavar="N", help="of a safetensors file"
+    )
     asked = parser.parse_args(arguments)
     try:
         run = saved_config(asked.checkpoint.absolute().parent.parent) or {}
@@ -163,10 +165,10 @@ def main(arguments: Sequence[str]) -> int:
             dtype = asked.dtype or run.get("policy", {}).get("dtype", "float32")
             to_hf(found, asked.out, getattr(torch, dtype), asked.max_shard_bytes)
     except UserError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        tell(f"error: {one_line(str(error))}")
         return 2
     except OSError as error:
-        print(f"error: {asked.out} could not be written: {error.strerror or one_line(error)}", file=sys.stderr)
+        tell(f"error: {asked.out} could not be written: {error.strerror or one_line(error)}")
         return 2
     print(asked.out)
     return 0

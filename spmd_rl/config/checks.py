@@ -212,8 +212,9 @@ def check_replicas(cfg: Any) -> None:
     placement = Placement.of(cfg.placement, world_size())
     if (num_ranks := len(placement.generate)) % engine.tp:
         raise UserError(f"engine.tp: {engine.tp} does not divide {num_ranks} ranks")
+    train = set(placement.train)
     for replica in zip(*[iter(placement.generate)] * engine.tp, strict=True):
-        if 0 < len(set(replica) & set(placement.train)) < engine.tp:
+        if 0 < len(train.intersection(replica)) < engine.tp:
             raise UserError(f"placement.train: of the replica on ranks {replica} (engine.tp) all must train, or none")
     if engine.tp > 1:
         check_heads("engine.tp", engine.tp, model_folder(cfg.policy.model) / "config.json", engine=True)

@@ -63,22 +63,39 @@ def leaves(section: type, given: Mapping[str, Any] = PLACEHOLDERS, prefix: str =
             yield Leaf(prefix + name, kind, section, by_name[name])
 
 
-def check_keys(values: Mapping[str, Any], schema: type) -> None:
-    """Raise a `UserError` for the first key of the tree `values` that `schema` lacks, naming the nearest known key."""
+def check_keys(values: Mapping[str, Any], schema: type, pipelines: Mapping[str, type]) -> None:
+    """Raise a `UserError` for the keys of the tree `values` that `schema` lacks, naming for each the nearest known one.
+
+    pipelines: all pipelines by name; of a key that another one has it says so.
+    """
+    unknown: list[str] = []
 
     def check(tree: Mapping[str, Any], section: type, prefix: str) -> None:
         known = key_types(section, [name for name, value in tree.items() if isinstance(value, Mapping)])
         for name, value in tree.items():
             key, kind = f"{prefix}{name}", known.get(name)
             if kind is None:
-                key = next(flatten({key: value}), (key, value))[0]
-                raise UserError(f"{key}: unknown key; {_hint(key, [leaf.key for leaf in leaves(schema, values)])}")
-            if is_dataclass(kind):
+                unknown.extend([below for below, _ in flatten({key: value})] or [key])
+            elif is_dataclass(kind):
                 if not isinstance(value, Mapping):
                     raise UserError(f"{key}: is a section, not a value; say {key}.<key>=value")
                 check(value, kind, f"{key}.")
 
     check(values, schema, "")
+    if unknown:
+        own = [leaf.key for leaf in leaves(schema, values)]
+        others = {leaf.key: name for name, other in pipelines.items() for leaf in leaves(other, values)}
+        hints = {
+            key: f"python -m spmd_rl.{others[key]} has it" if key in others else _hint(key, own) for key in unknown
+        }
+        raise UserError(" | ".join(f"{key}: unknown key; {told}" for key, told in hints.items()))
+
+
+def suggestion(key: str, value: str, schema: type) -> str:
+    """Return how to say on a command line what somebody said as an option `key`, in their words: `steps=5`."""
+    name, known = key.replace("-", "_"), [leaf.key for leaf in leaves(schema)]
+    near = difflib.get_close_matches(name, known, 1, 0.8)
+    return f"{near[0]}={value or '...'}" if near else hint(name) or "--help lists all"
 
 
 def _hint(key: str, known: Sequence[str]) -> str:

@@ -38,6 +38,8 @@ RENAMED: Mapping[str, str] = {
     "torch_dtype": "policy.dtype",
     "dtype": "policy.dtype",
     "eval_strategy": "eval.every",
+    "val_before_train": "eval.every, which evaluates before the first step too; 0 never does",
+    "eval_on_start": "eval.every, which evaluates before the first step too; 0 never does",
     # steps and batches
     "max_steps": "steps",
     "total_training_steps": "steps",
@@ -145,6 +147,8 @@ RENAMED: Mapping[str, str] = {
     "eval_dataset": "data.eval",
     "val_files": "data.eval",
     "system_prompt": "data.system",
+    "data.truncation": "data.overlong, drop or error: prompts are never cut",
+    "filter_overlong_prompts": "data.overlong, drop or error: prompts are never cut",
     "reward_funcs": "reward.<domain>.target",
     "function": "reward.<domain>.target",
     "reward_fn": "reward.<domain>.target",
@@ -178,6 +182,7 @@ PENALTIES = (
     "answers are sampled without penalties, which would have to be part of the trained distribution; "
     "algorithm.repetition_coef takes score away from answers that repeat themselves"
 )
+PROJECT = "track.wandb and track.swanlab log to the project spmd_rl, under the name of run.dir"
 ABSENT: Mapping[str, str] = {
     "gradient_accumulation_steps": "gradient accumulation follows from train.tokens_per_microbatch",
     "per_device_train_batch_size": "a step trains on rollout.prompts_per_step x rollout.answers_per_prompt samples on "
@@ -217,6 +222,8 @@ ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("length_penalty", "no_repeat_ngram_size"), PENALTIES),
     "load_in_4bit": "weights are not quantised: policy.dtype is bfloat16 or float32",
     "load_in_8bit": "weights are not quantised: policy.dtype is bfloat16 or float32",
+    **dict.fromkeys(("project_name", "wandb_project", "project"), PROJECT),
+    "reward_weights": "a domain has one rewarder (reward.<domain>.target); one of your own can weigh several",
     "logging_steps": "metrics.jsonl has a line for each step",
     "logging_dir": "all files of a run are in run.dir",
     "push_to_hub": "nothing is uploaded; the last checkpoint has a Hugging Face model: checkpoint.export_hf",

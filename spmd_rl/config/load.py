@@ -51,6 +51,7 @@ def load(
 ) -> T:
     """Load the settings of a run, check each value, and fill in `run.name` and `run.dir`."""
     check_experiment(pipeline, overrides)
+    check_recipe(overrides)
     values = compose(config_name or pipeline, overrides, config_dir)
     return fill_run(build(schema, values), pipeline)
 
@@ -64,6 +65,15 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
             doors = experiment_doors(path)
             if pipeline not in doors:
                 raise UserError(f"{key}={name}: it is one of python -m spmd_rl.{doors[0]}")
+
+
+def check_recipe(overrides: Sequence[str]) -> None:
+    """Raise a `UserError` for a recipe that is named and not chosen: of its settings, the run would have none."""
+    recipes = {f"algorithm.name={name}": f"algorithm={name}" for name in _groups(CONFIGS)["algorithm"]}
+    for line in overrides:
+        recipe = recipes.get(line.lstrip("+"))
+        if recipe and recipe not in overrides:
+            raise UserError(f"algorithm.name: is a name alone and sets nothing; the recipe is {recipe}")
 
 
 def experiment_doors(path: Path) -> list[str]:
@@ -191,7 +201,7 @@ def build(schema: type[T], values: DictConfig) -> T:
     """Build a `schema` from its defaults and `values`, checking unknown keys, types and values in this order."""
     sparse = OmegaConf.to_container(values)
     assert isinstance(sparse, dict)
-    check_keys(sparse, schema)
+    check_keys(sparse, schema, PIPELINES)
     try:
         merged = OmegaConf.merge(_typed(schema, sparse), values)
         tree = OmegaConf.to_container(merged, resolve=True)

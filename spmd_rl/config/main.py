@@ -28,17 +28,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from spmd_rl.command_line import Parser
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
-from spmd_rl.config.keys import to_dict
+from spmd_rl.config.keys import suggestion, to_dict
 from spmd_rl.config.load import CONFIGS, build, chosen, compose, load
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
 from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
+from spmd_rl.config.schema import PIPELINES
 from spmd_rl.config.sections.run import is_name
 from spmd_rl.config.unused import unused_settings
-from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line
+from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line, printable, tell
 from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
@@ -85,7 +87,7 @@ def main(
         if rank() == 0:
             warnings = unused_settings(cfg, load(pipeline, schema), chosen(pipeline, asked.overrides))
             for line in (*(f"notice: {line}" for line in notices), *(f"warning: {line}" for line in warnings)):
-                print(line, file=sys.stderr)
+                tell(line)
         if asked.dry_run:
             return (imported(preview, "transformers") if isinstance(preview, str) else preview)(cfg)
         exit_.start()
@@ -105,7 +107,7 @@ def main(
             exit_.fail(2, f"disk full: {full.filename or exit_.folder}")
         if lost := lost_file(error, exit_.folder):
             exit_.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
-        traceback.print_exc()
+        tell(traceback.format_exc().rstrip(), lines=True)
         exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
 
 
@@ -136,7 +138,7 @@ class Exit:
 
         `report`: what torchrun shows, and `error.txt` below the line.
         """
-        line = " ".join(line.split())
+        line, report = printable(" ".join(line.split())), printable(report)
         if not self.started and local_rank() != 0:
             time.sleep(GRACE_SECONDS)
         tell_torchrun(report if printed else f"error: {line}")
@@ -149,7 +151,7 @@ class Exit:
         """Print `line`, if any, and end the process."""
         sys.stdout.flush()
         if line:
-            print(line, file=sys.stderr)
+            tell(line)
         sys.stderr.flush()
         if code == 2:
             forgo_restarts()
@@ -219,14 +221,22 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
     return attached_dir(found) if found and given.get("placement.attach", "null") != "null" else found
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
+    def __init__(self, pipeline: str) -> None:
+        super().__init__(f"python -m spmd_rl.{pipeline}", add_help=False)
+        self._schema = PIPELINES[pipeline]
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        raise UserError(self.told(message))
+
+    def unknown(self, name: str, value: str) -> str:
+        key = name.lstrip("-")
+        return f"{name}: unknown option; settings are key=value: {suggestion(key, value, self._schema)}"
 
 
 def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
     """Hydra's options that make sense here, and `overrides`."""
-    parser = _Parser(f"python -m spmd_rl.{pipeline}", add_help=False, allow_abbrev=False)
+    parser = _Parser(pipeline)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])

@@ -4,13 +4,13 @@ with phase("reading the prompts"):  # "reading the prompts ..."
     prompts = Prompts.load(cfg.data)
 """
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from spmd_rl.config.ranks import rank
+from spmd_rl.errors import tell
 
 QUIET_SECONDS, LEAST_SECONDS = 2.0, 0.2
 """The age of the command, and of the phase, before its line."""
@@ -24,7 +24,7 @@ def phase(text: str, speaks: bool | None = None) -> Iterator[None]:
     speaks: whether this process is the one that prints; by default, rank 0.
     """
     wait = max(LEAST_SECONDS, BEGAN + QUIET_SECONDS - time.monotonic())
-    timer = threading.Timer(wait, print, (f"{text} ...",), {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(wait, tell, (f"{text} ...",))
     timer.daemon = True
     if rank() == 0 if speaks is None else speaks:
         timer.start()

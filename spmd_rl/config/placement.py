@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass
 
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.values import numbers_in
 from spmd_rl.errors import UserError
 
-_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
+_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]+)?)%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,8 @@ def _ranks(key: str, text: str | None, num_ranks: int) -> tuple[int, ...] | None
         if not 0 < count < num_ranks:
             raise UserError(f"placement.{key}: {text} of {num_ranks} ranks is {count}; each side needs one")
         return tuple(range(count) if key == "train" else range(num_ranks - count, num_ranks))
-    if not _RANGES.fullmatch(text):
-        raise UserError(f"placement.{key}: must be ranks as 0-3 or 0,2,4-7, or a share as 25%, not {text!r}")
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    if found and max(found) >= num_ranks:
-        raise UserError(f"placement.{key}: there is no rank {max(found)} among {num_ranks} ranks")
-    return tuple(sorted(found))
+    like = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
+    return tuple(numbers_in(f"placement.{key}", text, num_ranks, "rank", like))
 
 
 def ranks_do(ranks: tuple[int, ...], what: str) -> str:

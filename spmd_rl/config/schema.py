@@ -4,9 +4,10 @@ A section (`sections/`) checks its values when it is built (`__post_init__`); `c
 imports or the number of ranks. YAML files under `configs/` hold only what differs from these defaults.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 
-from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, AlgorithmConfig
+from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
 from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
@@ -25,6 +26,7 @@ from spmd_rl.config.sections.run import (
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
 from spmd_rl.config.values import at_least, require
+from spmd_rl.errors import UserError
 
 
 @dataclass
@@ -93,7 +95,21 @@ class RlvrConfig(PipelineConfig):
             self.algorithm.advantage not in AGENTIC_ADVANTAGES,
             f"algorithm.advantage: {self.algorithm.advantage} compares the steps of an agent, and rlvr has none",
         )
+        own = self.rollout.target or OWN.fullmatch(self.algorithm.advantage) or OWN.fullmatch(self.algorithm.loss)
+        for key in () if own else _keys_of_agents(self):
+            raise UserError(f"{key}: unknown key; rlvr's answers have one turn, python -m spmd_rl.agentic has it")
         require(not self.rollout.redundancy, "rollout.redundancy: is for environments; rlvr has none")
+
+
+def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
+    """Yield the changed keys that only turns give a meaning to, which an episode or an estimator of one's own may have.
+
+    These are the fields with `metadata={"agents": True}`.
+    """
+    for name in (section.name for section in fields(cfg) if is_dataclass(getattr(cfg, section.name))):
+        section = getattr(cfg, name)
+        marked = [field for field in fields(section) if "agents" in field.metadata]
+        yield from (f"{name}.{field.name}" for field in marked if getattr(section, field.name) != field.default)
 
 
 @dataclass
@@ -110,6 +126,9 @@ class AgenticConfig(PipelineConfig):
         require(whole, "rollout.redundancy: needs whole groups; leave rollout.answers_per_claim out")
         greedy = r.redundancy and self.algorithm.uses_greedy
         require(not greedy, f"rollout.redundancy: {self.algorithm.advantage} needs its greedy answer; 0 spares none")
+        for tag, env in self.env.tags.items():
+            shown = r.max_turns or "{turns_left}" not in env.template + env.next_template
+            require(bool(shown), f"env.{tag}.template: {{turns_left}} needs a limit of turns, rollout.max_turns")
 
 
 PIPELINES: dict[str, type] = {"rlvr": RlvrConfig, "agentic": AgenticConfig}

@@ -5,10 +5,14 @@ message begins with the key; the loader puts the name of the section before it.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from spmd_rl.errors import UserError
+from spmd_rl.types import unknown_fields
+
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def one_of(section: Any, **known: Sequence[str]) -> None:
@@ -52,3 +56,27 @@ def require(holds: bool, message: str) -> None:
     """Raise a `UserError` with `message`, which begins with the key, unless `holds`."""
     if not holds:
         raise UserError(message)
+
+
+def check_fields(section: Any, **known: Sequence[str]) -> None:
+    """Check that each key holds a template whose `{fields}` are all among the known ones."""
+    for key, names in known.items():
+        if unknown := unknown_fields(getattr(section, key), names):
+            told = ", ".join(f"{{{name}}}" for name in names)
+            raise UserError(f"{key}: unknown {', '.join(unknown)}; known: {told}")
+
+
+def numbers_in(key: str, text: str, count: int, what: str, like: str) -> list[int]:
+    """Return the numbers that a text such as `0-3,8` names, ascending.
+
+    UserError, before any is counted out, unless all ranges rise and lie below `count`. what: a singular for the error.
+    like: how it says the text must be.
+    """
+    found: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        require((ends := _RANGE.fullmatch(part)) is not None, f"{key}: must be {like}, not {text!r}")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        require(first <= last, f"{key}: {part} runs backwards; say {last}-{first}")
+        require(last < count, f"{key}: there is no {what} {last} among {count} {what}s")
+        found.update(range(first, last + 1))
+    return sorted(found)

@@ -9,7 +9,6 @@ prompt format (see docs/DATA.md). The dataset has no state: the rollout knows wh
 
 import json
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -27,7 +26,7 @@ from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
 from spmd_rl.data.rows import Row
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.hub import hub_dataset
 from spmd_rl.types import Message, Prompt
 
@@ -65,7 +64,7 @@ class Prompts:
         """
         for key in ("format", "system"):
             if LINE_BREAK.search(getattr(cfg, key) or "") and rank() == 0:
-                print(f"data.{key}: \\n is read as a line break", file=sys.stderr, flush=True)
+                tell(f"data.{key}: \\n is read as a line break")
         rows = list(_read(cfg.train, "data.train", cfg))
         train = _distinct(rows)
         if cfg.eval:

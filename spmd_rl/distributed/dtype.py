@@ -5,13 +5,13 @@ A CPU without such instructions multiplies bfloat16 matrices at about a quarter 
 
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spmd_rl.distributed.world import World
+from spmd_rl.errors import tell
 
 CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Flags in /proc/cpuinfo of instructions that multiply bfloat16; the last is that of ARM."""
@@ -30,7 +30,7 @@ def agree_on_dtype(world: World, cfg: Any) -> None:
     if slow and len(slow) < world.size:
         reason = f"on ranks {slow} {reason}, and all ranks compute in one dtype"
     if world.rank == 0:
-        print(f"policy.dtype=auto: {cfg.policy.dtype}, because {reason}", file=sys.stderr, flush=True)
+        tell(f"policy.dtype=auto: {cfg.policy.dtype}, because {reason}")
 
 
 def choose_dtype(device: torch.device) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
+from spmd_rl.errors import printable
 from spmd_rl.process import tell_torchrun
 
 _CALLBACK_SECONDS = 3.0
@@ -116,7 +117,7 @@ def _call_with_limit(call: Callable[[], object], seconds: float) -> None:
 def print_error(text: str) -> None:
     """Write straight to stderr: a thread that hangs may hold the lock of `sys.stderr`."""
     with contextlib.suppress(OSError):
-        os.write(2, (text + "\n").encode())
+        os.write(2, (printable(text) + "\n").encode())
 
 
 def _kill_at(pids: list[int], deadline: float) -> None:

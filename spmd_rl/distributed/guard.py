@@ -9,12 +9,14 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
+from spmd_rl.config.main import record
 from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.ending import End, Ending, print_error, running
 from spmd_rl.distributed.heartbeat import Heartbeats
@@ -46,7 +48,7 @@ class Guard:
         collectives.barrier("start: clocks")
         mine = Peer(me.rank, me.node, socket.gethostname(), os.getpid(), time.monotonic())
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
-        self._journal, self._announced = journal, False
+        self._journal, self._announced, self._run_dir = journal, False, run_dir
         self._heartbeats = Heartbeats(store, mine, peers, journal)
         self.ending = Ending(store, self._heartbeats, journal, run_dir)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -72,7 +74,8 @@ class Guard:
         Only the first call does anything.
 
         What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
-        here with one line that names that rank. A mistake that all ranks make alike propagates on all of them.
+        here with one line that names that rank. A mistake that all ranks make alike propagates on all of them. Where a
+        rank was killed, `RunFailed` says so.
         """
         if kind is None or self._announced:
             return
@@ -80,8 +83,8 @@ class Guard:
         if not self.ending.claim():
             _wait_for_the_end()
         text = f"rank {self._me.rank} failed: {kind.__name__}: {error}".splitlines()[0]
-        if not (all_alike := issubclass(kind, UserError | RunFailed)):
-            text += self._killed_ranks()
+        gone = "" if (all_alike := issubclass(kind, UserError | RunFailed)) else self._killed_ranks()
+        text += gone
         first = self.ending.announce(End("error", self._me.rank, text))
         if first.rank != self._me.rank and not all_alike:
             self.ending.end_with(first)
@@ -90,11 +93,13 @@ class Guard:
             self._stop()
         else:  # nothing that hangs while the interpreter ends may keep the others waiting
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
+        if gone and isinstance(error, Exception):  # which says more than where we noticed
+            raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
-    def _killed_ranks(self) -> str:
+    def _killed_ranks(self, seconds: float = 0.1) -> str:
         """Name the ranks of this node that were killed: why we failed, where the kernel ran out of memory."""
         peers = self._heartbeats.local_peers()
-        time.sleep(0.1 * bool(peers))  # its connections break just before it is gone
+        time.sleep(seconds * bool(peers))  # its connections break just before it is gone
         gone = [str(peer.rank) for peer in peers if not running(peer.pid)]
         return f" (rank {', '.join(gone)} is gone: killed?)" if gone else ""
 
@@ -106,8 +111,13 @@ class Guard:
     def _signalled(self, signum: signal.Signals) -> None:
         if self.ending.claim():
             text = f"rank {self._me.rank} received {signum.name}"
-            self.ending.announce(End("signal", self._me.rank, text))
-            if self._me.rank == 0:
+            gone = self._killed_ranks(0.0)
+            first = self.ending.announce(End("signal", self._me.rank, text))
+            if gone and first.rank == self._me.rank:  # who is gone by now, and has announced nothing, was killed
+                text += gone
+                record(self._run_dir, text)
+                print_error(f"error: {text}")
+            elif self._me.rank == 0:
                 print_error(f"{text}: ending")
             self.ending.exit(128 + signum, text)
 

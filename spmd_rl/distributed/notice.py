@@ -6,12 +6,13 @@ while not done():
 notice.over()
 """
 
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
+
+from spmd_rl.errors import tell
 
 FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
 """The wait before the first line, and the pause between two lines."""
@@ -36,7 +37,7 @@ class Notice:
             Notice.is_open = True
         if now >= self._next and not self._silent:
             self._next = now + self._every
-            print(f"{text}, for {now - self._since:.0f} s", file=sys.stderr, flush=True)
+            tell(f"{text}, for {now - self._since:.0f} s")
 
     def over(self) -> None:
         """End the wait."""

@@ -4,7 +4,6 @@ Settings of a run (key=value) may follow: the doctor then checks that run's dire
 Exit code 0 if nothing failed, 1 if something did, 2 for a setting that is none.
 """
 
-import argparse
 import shutil
 import signal
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NoReturn
 
+from spmd_rl.command_line import Parser, at_least
 from spmd_rl.config.load import load
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
@@ -22,7 +22,7 @@ from spmd_rl.doctor.checks import CHECKS, Check, Failed, Options, Result
 from spmd_rl.doctor.ranks import Ranks, names
 from spmd_rl.doctor.runner import run_checks
 from spmd_rl.doctor.table import merge, show
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 
 ARRIVE_SECONDS = 40.0
 NODE_SECONDS = 120.0
@@ -37,11 +37,10 @@ class Terminated(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line on this rank, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_rl.doctor", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m spmd_rl.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run, as for spmd_rl.rlvr")
-    parser.add_argument(
-        "--wait", type=float, default=ARRIVE_SECONDS, metavar="SECONDS", help="for ranks to arrive (%(default)g)"
-    )
+    seconds = {"type": at_least(0, float), "default": ARRIVE_SECONDS, "metavar": "SECONDS"}
+    parser.add_argument("--wait", **seconds, help="for ranks to arrive (%(default)g)")
     parser.add_argument(
         "--only", default="", metavar="CHECK,...", help="the checks whose names begin so: --only devices,dtype,vllm"
     )
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         cfg = load("rlvr", RlvrConfig, asked.settings)
     except UserError as error:
         if rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
         return 2
     if not (todo := chosen(asked.only)):
         parser.error(f"--only: no check begins with {asked.only}; there are {', '.join(c.name for c in CHECKS)}")

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.doctor.checks import CHECKS, Result
+from spmd_rl.errors import printable
 
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 SAME = "versions"
@@ -47,7 +48,7 @@ def show(results: Sequence[Result]) -> None:
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("what was found, and the cure", overflow="fold")
     for result in results:
-        text = Text(result.detail)
+        text = Text(printable(result.detail))
         if result.cure:
             text.append(f"\ncure: {result.cure}", style="bold")
         table.add_row(result.name, Text(result.verdict, STYLES[result.verdict]), f"{result.seconds:.1f}", text)

@@ -1,6 +1,5 @@
 """`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
 
-import sys
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed
+from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import mismatch, prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.logprobs import RoleShards, fill_in
@@ -137,7 +136,7 @@ class Learner:
             raise RunFailed(f"algorithm.variance_top_p: in {count} steps in a row no group's scores varied enough")
         if count and count % FLAT_STEPS == 0 and self._world.rank == 0:
             line = f"nothing to learn from in {count} steps in a row: the scores of each group are equal"
-            print(f"warning: step {plan.step}: {line}", file=sys.stderr, flush=True)
+            tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""

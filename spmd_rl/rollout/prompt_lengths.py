@@ -1,11 +1,9 @@
 """Prompts that are longer than `rollout.max_prompt_tokens` are left out, or refused, before the first step."""
 
-import sys
-
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.model.tokenizer import Tokenizer
 
 
@@ -37,12 +35,10 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
             f"{min(length for length, index in overlong if index < num_train)} tokens"
         )
     if world.rank == 0:
-        print(
+        tell(
             f"data.overlong=drop: left out {num_train} of {len(prompts.train)} training prompts and "
             f"{len(indices) - num_train} of {len(prompts.eval)} held-out ones, which are longer than "
-            f"rollout.max_prompt_tokens={limit} (the longest has {most} tokens)",
-            file=sys.stderr,
-            flush=True,
+            f"rollout.max_prompt_tokens={limit} (the longest has {most} tokens)"
         )
     return prompts.without(indices), longest, prompt_id
 

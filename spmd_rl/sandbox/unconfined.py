@@ -7,11 +7,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from spmd_rl.errors import tell
 from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
 from spmd_rl.sandbox.forkserver import BOOT, ENVIRONMENT, PACKAGE, PYTHON
 from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
@@ -35,7 +35,7 @@ class Unconfined(BaseSandbox):
             "PYTHONPATH": self._links.name,
         }
         self.own_bytes = PACKAGES_BYTES if packages else 0
-        print("warning: sandbox: none runs code from answers with all that you may do yourself", file=sys.stderr)
+        tell("warning: sandbox: none runs code from answers with all that you may do yourself")
         self._directory = tempfile.TemporaryDirectory(prefix="spmd-box-", ignore_cleanup_errors=True)
 
     def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> "Spawned":

@@ -12,11 +12,11 @@ import os
 import signal
 import socket
 import sys
-from typing import NoReturn
 
 from spmd_rl import wire
-from spmd_rl.curve_keys import ClientKeys
-from spmd_rl.errors import UserError
+from spmd_rl.command_line import Parser, at_least
+from spmd_rl.curve_keys import ClientKeys, check_connect
+from spmd_rl.errors import UserError, tell
 from spmd_rl.process import die_with_parent
 from spmd_rl.sandbox import SANDBOXES
 from spmd_rl.sidecar.frames import receive_frame, send_frame
@@ -47,8 +47,7 @@ def run_worker_node(options: argparse.Namespace) -> None:
     """Serve a host elsewhere until the run is over or a signal asks the node to drain."""
     if not options.keys or not options.allow:
         raise UserError("--connect: needs --keys DIR and --allow DOMAIN=MODULE:CLASS")
-    if options.workers is not None and options.workers < 1:
-        raise UserError(f"--workers: must be at least 1, not {options.workers}")
+    check_connect("--connect", options.connect)
     allowed = AllowList(options.allow)
     workers = options.workers or max(1, len(os.sched_getaffinity(0)) // len(allowed.domains))
     # what can be imported here can be imported by the workers
@@ -62,17 +61,12 @@ def run_worker_node(options: argparse.Namespace) -> None:
 def print_status(options: argparse.Namespace) -> None:
     """Print the status of a host."""
     status = fetch_status(options.status, ClientKeys.load(options.keys, "--keys") if options.keys else None)
-    print(to_json(status) if options.json else to_table(status))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+    tell(to_json(status) if options.json else to_table(status), lines=True, file=sys.stdout)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options, of which one of `fd`, `status` and `connect` is set. UserError for a line that cannot be."""
-    parser = _Parser("python -m spmd_rl.sidecar", description=__doc__.partition("\n")[0])
+    """Return the options, of which one of `fd`, `status` and `connect` is set."""
+    parser = Parser("python -m spmd_rl.sidecar", description=__doc__.partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("fd", nargs="?", type=int, help=argparse.SUPPRESS)
     what.add_argument("--status", metavar="ADDRESS", help="show the pools, workers and worker nodes of that host")
@@ -81,7 +75,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="with --status: one JSON object")
     targets = "DOMAIN=MODULE:CLASS[,MODULE:CLASS...]"
     parser.add_argument("--allow", metavar=targets, action="append", help="classes that the host may have imported")
-    parser.add_argument("--workers", type=int, metavar="N", help="per domain; default: a share of the processors")
+    parser.add_argument(
+        "--workers", type=at_least(1), metavar="N", help="per domain; default: a share of the processors"
+    )
     parser.add_argument("--sandbox", choices=("auto", *SANDBOXES), default="auto", help="of this machine")
     return parser.parse_args(argv)
 
@@ -97,7 +93,7 @@ def main(argv: list[str]) -> int:
         else:
             run_worker_node(options)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}")
         return 2
     return 0
 

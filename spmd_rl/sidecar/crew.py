@@ -9,13 +9,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from spmd_rl import wire
+from spmd_rl.errors import tell
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
@@ -212,7 +212,7 @@ class Crew(Generic[W]):
 
     def _say_short(self, error: OSError) -> None:
         if not self._is_short:
-            print(f"sidecar: {self.section}: no worker can start: {error.strerror}; trying on", file=sys.stderr)
+            tell(f"sidecar: {self.section}: no worker can start: {error.strerror}; trying on")
         self._is_short = True
 
     def _end_forkserver(self) -> None:

@@ -96,7 +96,7 @@ class Slot:
 
 def failure(session: int, number: int, error: BaseException) -> wire.SessionFailure:
     """Return the failure that an exception of an environment is."""
-    return wire.SessionFailure(session, number, "error", printable(located(error)), printable(traceback_of(error)))
+    return wire.SessionFailure(session, number, "error", located(error), printable(traceback_of(error)))
 
 
 class _Player:

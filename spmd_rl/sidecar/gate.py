@@ -11,7 +11,6 @@ direction and waits until the ROUTER closes.
 import errno
 import resource
 import socket
-import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from contextlib import suppress
 import zmq
 
 from spmd_rl.curve_keys import LOST_MS
+from spmd_rl.errors import tell
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frame_counter import FrameCounter, Malformed
 from spmd_rl.sidecar.sockets import listen
@@ -233,7 +233,7 @@ class Gate:
         if self._loop.now >= self._say_at:
             self._say_at = self._loop.now + SAY_SECONDS
             text = f"a connection is cut off: it {why} ({self.num_cut} so far)"
-            print(f"sidecar: {text}", file=sys.stderr, flush=True)
+            tell(f"sidecar: {text}")
         self._end(connection)
 
     def _end(self, connection: Connection) -> None:

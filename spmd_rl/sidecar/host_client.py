@@ -18,6 +18,7 @@ import zmq
 
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.errors import tell
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 
@@ -292,4 +293,4 @@ class HostClient:
 
 
 def _warn(text: str) -> None:
-    print(f"sidecar: {text}", file=sys.stderr, flush=True)
+    tell(f"sidecar: {text}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.errors import RunFailed, UserError, tell
 from spmd_rl.sidecar.frames import receive_frame, start_child
 from spmd_rl.sidecar.sockets import remove_socket
 
@@ -146,7 +146,7 @@ class HostProcess:
                 if not self._stopping:
                     code = self._process.returncode
                     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-                    print(f"sidecar: the host died {how}; starting a new one", file=sys.stderr, flush=True)
+                    tell(f"sidecar: the host died {how}; starting a new one")
                     self.deaths += 1
                     self._socket.close()
                     self._launch()

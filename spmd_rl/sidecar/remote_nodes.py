@@ -6,14 +6,13 @@ nodes were lost or late is a suspect and stays on this host. A node whose verdic
 the run. The node's side is `worker_node.py`.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.errors import one_line, printable
+from spmd_rl.errors import one_line, tell
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.pool import Job, Pool
 from spmd_rl.sidecar.verdicts import checked_reply
@@ -111,7 +110,7 @@ class RemoteNodes:
             return
         jobs = [job for job, _ in node.running.values() if not job.cancelled]
         text = f"worker node {node.name} {'is lost' if blame else 'has left'}; {len(jobs)} requests go to others"
-        print(f"sidecar: {text}", file=sys.stderr, flush=True)
+        tell(f"sidecar: {text}")
         for job in reversed(jobs):
             job.lost_nodes += blame
             self._pools[job.domain].put_back([job], suspect=job.lost_nodes >= MAX_LOST)
@@ -130,7 +129,7 @@ class RemoteNodes:
 
     def _on_join(self, peer: bytes, message: wire.Join) -> None:
         self.lose(peer, blame=False)
-        name = printable(message.name)
+        name = one_line(message.name)
         if name in self._dismissed:
             raise wire.WireError(f"worker node {name} was dismissed for a verdict that is none")
         if len(self._nodes) >= MAX_NODES:
@@ -174,7 +173,7 @@ class RemoteNodes:
     def _dismiss(self, peer: bytes, node: _RemoteNode, why: str) -> None:
         if len(self._dismissed) < MAX_DISMISSED:
             self._dismissed.add(node.name)
-        print(f"sidecar: worker node {node.name} is dismissed: its verdict is none: {why}", file=sys.stderr, flush=True)
+        tell(f"sidecar: worker node {node.name} is dismissed: its verdict is none: {why}")
         self._send(peer, wire.Error(f"a verdict is none: {why}"))
         self.lose(peer)
 
@@ -185,7 +184,7 @@ class RemoteNodes:
         if late and not node.is_slow:
             node.is_slow = True
             text = f"worker node {node.name} is late with {len(late)} requests; they go to others too"
-            print(f"sidecar: {text}", file=sys.stderr, flush=True)
+            tell(f"sidecar: {text}")
         for job in reversed(late):
             del node.running[job.number]
             if not job.cancelled:

@@ -19,6 +19,7 @@ from collections import deque
 from pathlib import Path
 
 from spmd_rl import wire
+from spmd_rl.errors import tell
 from spmd_rl.process import adopt_orphans, die_with_parent, kill_children
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 
@@ -80,7 +81,7 @@ class Supervisor:
             failure = await self._watch()
             pause = PAUSE_SECONDS if time.monotonic() - since > MAX_PAUSE_SECONDS else pause
             while failure:
-                print(f"sidecar: {self._name} {failure}; restart in {pause:g} s", file=sys.stderr, flush=True)
+                tell(f"sidecar: {self._name} {failure}; restart in {pause:g} s")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 failure = await self._start()
@@ -140,7 +141,7 @@ class Supervisor:
         self._process.stdout.close()
         lines = [line.decode(errors="replace").strip()[-300:] for line in self._tail if line.strip()]
         for line in lines:
-            print(f"{self._name} | {line}", file=sys.stderr)
+            tell(f"{self._name} | {line}")
         last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
         return f"{failure}: {last}" if last else failure
 

@@ -27,7 +27,7 @@ def checked(verdict: Any) -> Verdict:
     for name, value in {"score": float(verdict.score), **parts}.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-    detail, traceback = printable(one_line(verdict.detail)), printable(verdict.traceback[:MAX_TRACEBACK])
+    detail, traceback = one_line(verdict.detail), printable(verdict.traceback[:MAX_TRACEBACK])
     return Verdict(verdict.status, float(verdict.score), parts, detail, traceback)
 
 

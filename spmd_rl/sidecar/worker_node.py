@@ -10,7 +10,6 @@ node keeps nothing: what it had when it is lost, the host gives to others (`remo
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ import zmq
 
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.pool import Job, Pool
 from spmd_rl.sidecar.sockets import open_dealer, received, send
@@ -228,4 +227,4 @@ class WorkerNode:
 
 
 def _log(text: str) -> None:
-    print(f"sidecar: {text}", file=sys.stderr, flush=True)
+    tell(f"sidecar: {text}")

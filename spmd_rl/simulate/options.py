@@ -1,8 +1,10 @@
 """The options that the fronts of the simulator share: the work, its lengths and its speeds."""
 
 import argparse
+from math import inf
 from pathlib import Path
 
+from spmd_rl.command_line import Parser
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.config.values import require
 from spmd_rl.simulate.engine import Speed
@@ -10,10 +12,10 @@ from spmd_rl.simulate.lengths import Lengths, long_tail, recorded
 from spmd_rl.simulate.scene import Scene
 
 
-def work(program: str, about: str) -> argparse.ArgumentParser:
+def work(program: str, about: str) -> Parser:
     """Return a parser of these. Defaults: 7B parameters, one GPU a replica; the longest answer is 20 times the median
     (arXiv 2509.21009)."""
-    made = argparse.ArgumentParser(program, description=about)
+    made = Parser(program, description=about)
     made.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add, speed = made.add_argument, Speed()
     add("--replicas", type=int, nargs="+", default=[8, 64], metavar="N", help="engines that share a store")
@@ -44,9 +46,11 @@ def check(options: argparse.Namespace) -> argparse.Namespace:
         require(0 <= getattr(o, name) <= 1, f"--{name}: must lie between 0 and 1, not {getattr(o, name):g}")
     require(o.qualify > 0, "--qualify: no group trains")
     for name in ("steps", "prompts", "answers", "median", "max_new_tokens", "max_running", "step_seconds"):
-        require(getattr(o, name) > 0, f"--{name.replace('_', '-')}: must be positive, not {getattr(o, name):g}")
+        require(0 < getattr(o, name) < inf, f"--{name.replace('_', '-')}: must be positive, not {getattr(o, name):g}")
     for name in ("extra", "sigma", "request_seconds", "verdict_seconds", "train_seconds"):
-        require(getattr(o, name) >= 0, f"--{name.replace('_', '-')}: must not be negative, not {getattr(o, name):g}")
+        require(
+            0 <= getattr(o, name) < inf, f"--{name.replace('_', '-')}: must not be negative, not {getattr(o, name):g}"
+        )
     require(min(o.replicas) > 0, "--replicas: must be positive")
     return options
 

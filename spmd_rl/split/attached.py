@@ -6,6 +6,7 @@ CrewPublisher: announces versions to them
 """
 
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import common_values
 from spmd_rl.distributed.notice import Notice
+from spmd_rl.errors import tell
 from spmd_rl.learn import questions
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, review
@@ -82,11 +84,11 @@ def serve_attached(cfg: PipelineConfig, data: dict[str, str], world: World) -> I
 def _teller(world: World):
     """Prints and writes down who comes and goes."""
 
-    def tell(line: str) -> None:
+    def told(line: str) -> None:
         world.journal.note("attached", text=line)
-        print(line, flush=True)
+        tell(line, file=sys.stdout)
 
-    return tell
+    return told
 
 
 class HandedIn(HandedOver):

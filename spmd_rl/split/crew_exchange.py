@@ -4,7 +4,6 @@ All training ranks keep weights for their ranks and hold what these have generat
 is not understood is dropped and costs nothing but a line: an attached job never ends the training job.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,6 +13,7 @@ import zmq
 
 from spmd_rl import wire
 from spmd_rl.curve_keys import HostKeys
+from spmd_rl.errors import tell
 from spmd_rl.sidecar.sockets import received
 from spmd_rl.split import crew_messages, messages
 from spmd_rl.split.desk import Desk
@@ -120,7 +120,7 @@ class CrewExchange(Exchange):
                 header, *payload = frames
                 self._answer(peer.bytes, self.codec.decode(header.bytes), payload)
             except (wire.WireError, msgspec.MsgspecError, ValueError, LookupError) as error:
-                print(f"attached: a message that makes no sense: {error}", file=sys.stderr, flush=True)
+                tell(f"attached: a message that makes no sense: {error}")
 
     def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
         with self._lock:

@@ -3,12 +3,13 @@
 python -m spmd_rl.track.curve RUN_DIR [RUN_DIR...] --out docs/curve.svg
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from spmd_rl.command_line import Parser
+from spmd_rl.errors import reason, tell
 from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.svg import Series, axes, frame_around, polyline
 
@@ -60,7 +61,7 @@ def _legend(lines: Sequence[Series]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_rl.track.curve", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m spmd_rl.track.curve", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--title", default="Score by training step")
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         drawing = draw([read_run(directory) for directory in options.runs], options.title)
         options.out.write_text(drawing, encoding="utf-8")
     except (OSError, ValueError) as error:
-        print(f"curve: {error}", file=sys.stderr)
+        tell(f"error: {reason(error)}")
         return 2
     return 0
 

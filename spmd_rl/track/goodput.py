@@ -6,11 +6,12 @@ kill at any moment takes at most the stretch that was under way, which is lost w
     {"t": 1731.2, "event": "start"}             the job has started
     {"t": 1740.8, "event": "resume", "step": 0} it goes on after step 0: whatever was done of later steps is done again
     {"t": 1752.4, "event": "step", "step": 1}   so far it worked on step 1: written at its end, and where it is saved
-    {"t": 1790.0, "event": "end"}               the run has come to its end; until it is continued, no time counts
+    {"t": 1790.0, "event": "end"}               the run has come to its end
 
 A stretch is useful if it ends in a `step` that counts. All others are not: starting, restoring, what had been done of a
-step when the job died, what is done again, and waiting for the scheduler. Evaluations and checkpoints belong to their
-step. Times are those of one clock (`time.time`), of which only steps forward are believed.
+step when the job died, what is done again, and waiting to be started again, be it after a kill or after the steps that
+were asked for. Evaluations and checkpoints belong to their step. Times are those of one clock (`time.time`), of which
+only steps forward are believed.
 """
 
 import os
@@ -39,7 +40,7 @@ class Account:
     """The time of a run, by what it was good for. Pure arithmetic over lines."""
 
     wall: float = 0.0
-    """Seconds from the first start to the last line, without those between an end and the start that follows."""
+    """Seconds from the first start to the last line."""
     starts: int = 0
     _steps: dict[int, float] = field(default_factory=dict)
     """Step -> seconds, of those that count."""
@@ -58,7 +59,7 @@ class Account:
     def add(self, line: Line) -> None:
         """Count the time from the line before to this one."""
         before, self._last = self._last, line
-        seconds = max(0.0, line.t - before.t) if before is not None and before.event != "end" else 0.0
+        seconds = max(0.0, line.t - before.t) if before is not None else 0.0
         self.wall += seconds
         if line.event == "start":
             self.starts += 1

@@ -31,7 +31,7 @@ dl.facts div{display:flex;gap:8px}dt{color:var(--soft)}dd{margin:0;overflow-wrap
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(178px,1fr));gap:14px;margin:26px 0 0}
 .tile,.card,.sample{background:var(--card);border:1px solid var(--rule);border-radius:10px}
 .tile{padding:14px 16px}.tile b{display:block;font-size:22px;font-weight:620;letter-spacing:-.02em;line-height:1.3;
-white-space:nowrap;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
+overflow-wrap:anywhere;font-variant-numeric:tabular-nums}.tile span{color:var(--soft);font-size:13px}
 .grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(460px,100%),1fr));gap:16px}
 .card{padding:14px 16px 8px;margin:0;min-width:0}
 figcaption{display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 16px;margin-bottom:8px}
@@ -52,7 +52,7 @@ svg rect:hover,svg .striped:hover{opacity:.75}
 .sample{padding:14px 16px;min-width:0}.sample header{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12.5px;
 color:var(--soft);margin-bottom:8px}.sample header b{color:var(--ink);font-variant-numeric:tabular-nums}
 .sample pre{border-left:3px solid var(--rule);padding-left:12px;max-height:220px;overflow:auto}
-.sample pre+pre{margin-top:10px;border-color:var(--c)}
+.sample pre.marked{border-color:var(--c)}.sample h4{font-size:12px;font-weight:400;color:var(--soft);margin:10px 0 2px}
 table{border-collapse:collapse;margin:14px 0 8px;font-size:12.5px;font-variant-numeric:tabular-nums}
 th,td{padding:3px 0 3px 40px;text-align:right;font-weight:400}th{color:var(--soft)}tr>:first-child{padding-left:0;
 color:var(--soft);text-align:left}tr+tr{border-top:1px solid var(--rule)}
@@ -109,6 +109,12 @@ def figure(title: str, note: str, keys: str, drawing: str) -> str:
         return ""
     caption = f'<h3>{escape(title)}</h3><span class="note">{escape(note)}</span><span class="keys">{keys}</span>'
     return f'<figure class="card"><figcaption>{caption}</figcaption>{drawing}</figure>\n'
+
+
+def box(name: str, text: str, marked: bool = False) -> str:
+    """Return a text in a box under its name; a `marked` one has the colour of what is around it."""
+    look = ' class="marked"' if marked else ""
+    return f"<h4>{escape(name)}</h4><pre{look}>{escape(text)}</pre>"
 
 
 def section(title: str, content: str) -> str:

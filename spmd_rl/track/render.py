@@ -7,16 +7,17 @@ and journals read from their ends, so ten thousand steps take about a second.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.track import goodput, timeline
 from spmd_rl.track import html_page as page
-from spmd_rl.track.run_reader import RunData, best_and_worst, read_run
+from spmd_rl.track.run_reader import RunData, best_and_worst, plain_text, read_run
 from spmd_rl.track.samples import merged_files
 from spmd_rl.track.svg import Series, duration, label, line_chart, stacked_bars, thin
+from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.types import SUSPECT
 
 PHASES = ("generate", "score", "eval", "logprobs", "prepare", "train", "publish", "checkpoint", "coordination", "track")
@@ -40,6 +41,8 @@ CHARTS = (
     ("Idle share of generation", "rollout/bubble", "rollout/bubble", "var(--c8)"),
     ("Throughput", "tokens per second, all ranks", "system/tokens_per_s", "var(--c6)"),
 )
+BEST = "var(--c3)"
+"""The colour of the best samples, where their score is above 0."""
 _MAX_BARS = 120
 _TIMELINE_STEPS = 3
 _SAMPLES, _SAMPLE_STEPS = 3, 8
@@ -184,7 +187,7 @@ def _kinds(ranks: dict[int, list[timeline.Span]]) -> str:
 
 def _samples(run: RunData, kind: str, steps: Sequence[int] | None) -> str:
     """Return the best and worst samples of some steps, the last one unfolded. `kind`: see `SampleLog`."""
-    files = dict(merged_files(run.directory / "samples", kind))
+    files, model = dict(merged_files(run.directory / "samples", kind)), run.setting("policy.model")
     chosen = spread(list(files), _SAMPLE_STEPS) if steps is None else [step for step in files if step in steps]
     blocks = []
     for step in chosen:
@@ -194,8 +197,8 @@ def _samples(run: RunData, kind: str, steps: Sequence[int] | None) -> str:
         titles = ("Best", "Worst", "Suspect") if found.worst else ("Some", "", "Suspect")
         columns = [
             f'<div><h3>{title} of step {step}</h3><div class="samples">'
-            f"{''.join(_sample(row, color) for row in rows)}</div></div>"
-            for title, rows, color in zip(titles, found[1:], ("var(--c3)", "var(--c5)", "var(--c8)"), strict=True)
+            f"{''.join(_sample(row, color, model) for row in rows)}</div></div>"
+            for title, rows, color in zip(titles, found[1:], (BEST, "var(--c5)", "var(--c8)"), strict=True)
             if rows
         ]
         summary = f"step {step}: mean score {found.mean:.3g}{'' if found.worst else ', all scores are equal'}"
@@ -212,7 +215,7 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
 
 
-def _sample(row: dict[str, Any], color: str) -> str:
+def _sample(row: dict[str, Any], color: str, model: str) -> str:
     verdict, turns = row["verdict"], row["turns"]
     facts = [f"ticket {row['ticket']}.{row['answer']}", f"{sum(len(turn['token_ids']) for turn in turns)} tokens"]
     if row.get("greedy"):
@@ -225,13 +228,30 @@ def _sample(row: dict[str, Any], color: str) -> str:
         facts.append(verdict["status"])
     if SUSPECT in verdict["parts"]:
         facts.append(f"suspect: {verdict['detail']}")
-    prompt = "\n".join(message["content"] for message in row["messages"])
-    answer = "\n---\n".join(turn["text"] for turn in turns)
+    color = "var(--other)" if color == BEST and verdict["score"] <= 0 else color
+    boxes = "".join(page.box(name, text, name == "answer") for name, text in _told(row, model))
     return (
         f'<article class="sample" style="--c:{color}"><header><b>score {verdict["score"]:g}</b>'
         f"{''.join(f'<span>{escape(fact)}</span>' for fact in facts)}</header>"
-        f"<pre>{escape(prompt)}</pre><pre>{escape(answer) or '(empty)'}</pre></article>"
+        f"{boxes}</article>"
     )
+
+
+def _told(row: dict[str, Any], model: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a sample by their names. A task of an environment has no messages, but tokens."""
+    if row["messages"]:
+        yield "prompt", "\n".join(plain_text(message["content"]) for message in row["messages"])
+    else:
+        texts, first = TokenTexts(model), row["turns"][0]["prompt_ids"] if row["turns"] else []
+        yield "prompt", "".join(texts.texts(first) or [f"{len(first)} tokens ({texts.missing})"])
+    for turn in row["turns"]:
+        yield "answer", turn["text"] or "(empty)"
+        if step := turn.get("step"):
+            action = "no action" if step["action"] is None else step["action"]
+            yield f"action, reward {step['reward']:+.3g}", action
+            yield "observation", step["observation"]
+    if row["ground_truth"]:
+        yield "ground truth", row["ground_truth"]
 
 
 def _settings(run: RunData) -> str:

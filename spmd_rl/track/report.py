@@ -3,24 +3,25 @@
 python -m spmd_rl.track.report RUN_DIR [--steps 3 7 12]
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmd_rl.command_line import Parser, at_least
+from spmd_rl.errors import UserError, reason, tell
 from spmd_rl.track.render import write_report
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_rl.track.report", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m spmd_rl.track.report", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="show the samples of these steps")
+    parser.add_argument("--steps", type=at_least(0), nargs="+", metavar="N", help="show the samples of these steps")
     asked = parser.parse_args(arguments)
     try:
         print(write_report(asked.run, asked.steps))
-    except OSError as error:
-        print(f"{asked.run}: {error.strerror}", file=sys.stderr)
+    except (OSError, UserError) as error:
+        tell(f"error: {reason(error)}")
         return 2
     return 0
 

@@ -22,10 +22,11 @@ import torch
 import yaml
 
 from spmd_rl.config.main import BEGAN
+from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.errors import UserError
+from spmd_rl.errors import UserError, tell
 from spmd_rl.track import launch_info, messages, render
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
@@ -95,7 +96,7 @@ class Run:
     def announce(self, num_train: int, num_eval: int) -> None:
         """Describe the run on rank 0's terminal, with the numbers of its prompts for training and evaluation."""
         if self._world.rank == 0:
-            print(messages.header(self._cfg, self._world, num_train, num_eval), file=sys.stderr, flush=True)
+            tell(messages.header(self._cfg, self._world, num_train, num_eval), lines=True)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -207,7 +208,7 @@ class Run:
                     for log in (self._samples, self._held_out):
                         log.merge(step)
                 self._metrics.append(step, self._line)
-                print(describe(step, self._cfg.steps, self._line), file=sys.stderr, flush=True)
+                tell(describe(step, self._cfg.steps, self._line))
                 for tracker in self._trackers:
                     tracker.log(step, self._line)
         self._step = None
@@ -260,7 +261,7 @@ class Run:
                 thread.join(_CLOSE_TIMEOUT)
         if clean and self._goodput:
             self._goodput.end()
-            print(messages.footer(self.directory, self._cfg.steps), file=sys.stderr, flush=True)
+            tell(messages.footer(self.directory, self._cfg.steps), lines=True)
 
     def _close_trackers(self) -> None:
         for tracker in self._trackers:
@@ -277,7 +278,12 @@ def _prepare(cfg: RlvrConfig, world: World, stack: ExitStack) -> dict[str, str |
         write_config(cfg, directory, type(cfg).__name__.removesuffix("Config").lower())
         for log in _sample_logs(directory, world):
             log.recover()
-        world.journal.note("run", command=launch_info.command_line(), machine=launch_info.machine(), ranks=world.size)
+        world.journal.note(
+            "run",
+            command=launch_info.command_line(),
+            machine=launch_info.machine(),
+            ranks=max(world.size, world_size()),
+        )
     except UserError as error:
         return {"error": str(error), "id": None}
     except OSError as error:

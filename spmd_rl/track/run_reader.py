@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import yaml
 
+from spmd_rl.config.run_identity import saved_config
+from spmd_rl.errors import UserError
 from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.svg import Point
 from spmd_rl.types import SCORED, SUSPECT
@@ -42,8 +43,13 @@ class RunData:
 
 
 def read_run(directory: Path) -> RunData:
-    """Read a run directory. Raises FileNotFoundError if it is none."""
-    settings = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+    """Read a run directory. UserError, in one line, if it is none or cannot be read."""
+    try:
+        settings = saved_config(directory)
+    except OSError as error:
+        raise UserError(f"{directory}: {error.strerror}") from None
+    if settings is None:
+        raise UserError(f"{directory}: no run is there, it has no config.yaml")
     about = settings.pop("about", None) or {}
     lines = list(read_lines(directory / "metrics.jsonl"))
     return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
@@ -79,6 +85,11 @@ def best_and_worst(path: Path, count: int) -> Extremes | None:
     suspect = [row for row in verdicts if SUSPECT in row[0].parts][:count]
     rows = [[msgspec.json.decode(row[2]) for row in chosen] for chosen in (best, worst, suspect)]
     return Extremes(sum(scores) / len(scores), *rows)
+
+
+def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
+    """Return the content of a logged message as text, with a word for each image."""
+    return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
 
 
 class _Verdict(msgspec.Struct):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from spmd_rl.errors import printable
+
 MAX_POINTS = 300
 """A longer series is drawn as the means of this many equal slices."""
 MAX_DOTS = 60
@@ -155,7 +157,13 @@ def frame_around(all_series: Sequence[Series], width: float, height: float, **ma
     xs = [x for series in all_series for x, _ in series.points]
     ys = [y for series in all_series for _, y in series.points]
     last = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    return Frame(width, height, (min(xs), last), padded(ys), **margins)
+    y_range = padded(ys)
+    return Frame(width, height, (min(xs), last), y_range, **({"left": _room(y_range)} | margins))
+
+
+def _room(y_range: Point) -> float:
+    """The width that the numbers of a vertical axis need."""
+    return max(46.0, 12 + 6.8 * max((len(words) for words in labels(ticks(*y_range, 4))), default=0))
 
 
 def line_chart(
@@ -179,7 +187,8 @@ def _area(frame: Frame, band: Band) -> str:
 def stacked_bars(steps: Sequence[float], columns: Sequence[Series], width: float = 1150, height: float = 230) -> str:
     """Draw one bar a step with the values of all `columns` stacked; each has one point per step of `steps`."""
     totals = [sum(column.points[i][1] for column in columns) for i in range(len(steps))]
-    frame = Frame(width, height, (-0.5, len(steps) - 0.5), (0, max(totals) * 1.05 or 1))
+    y_range = (0.0, max(totals) * 1.05 or 1.0)
+    frame = Frame(width, height, (-0.5, len(steps) - 0.5), y_range, _room(y_range))
     wide = (frame.x(1) - frame.x(0)) * (0.78 if len(steps) > 1 else 0.2)
     parts = []
     for i, step in enumerate(steps):
@@ -209,7 +218,8 @@ def duration(seconds: float) -> str:
 
 def text(x: float, y: float, words: str, anchor: str = "middle") -> str:
     """Draw a number or a short name."""
-    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    words = escape(printable(words, lines=False))
+    return f'<text class="num" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{words}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, color: str, tip: str, look: str = "solid") -> str:

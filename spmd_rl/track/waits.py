@@ -4,12 +4,12 @@ A thread looks at the phase that the main thread is in; it meets no other rank, 
 nothing while a `Notice` has more to say: for which verdicts a rank waits.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 
 from spmd_rl.distributed.notice import EVERY_SECONDS, FIRST_SECONDS, Notice
+from spmd_rl.errors import tell
 
 WAITS = {
     "start": "loading the models, starting the sidecars and the engine",
@@ -44,7 +44,7 @@ class Waits:
         def look() -> None:
             while not self._closed.wait(1.0):
                 if line := self.due(where()):
-                    print(line, file=sys.stderr, flush=True)
+                    tell(line)
 
         threading.Thread(target=look, name="waits", daemon=True).start()
 

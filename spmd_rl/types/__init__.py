@@ -41,6 +41,7 @@ from spmd_rl.types.plugins import (
     Session,
     SessionLost,
 )
+from spmd_rl.types.templates import unknown_fields
 
 __all__ = [
     "AgentStep",
@@ -77,4 +78,5 @@ __all__ = [
     "Verdict",
     "VerdictStatus",
     "concat",
+    "unknown_fields",
 ]

@@ -1,6 +1,5 @@
 """Shows the samples of a run: a page in the browser, or `--text` on the terminal."""
 
-import argparse
 import os
 import sys
 import webbrowser
@@ -10,25 +9,26 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.command_line import Parser, at_least
+from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.view import terminal
 from spmd_rl.view.runs import KINDS, Runs
 from spmd_rl.view.server import Server
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m spmd_rl.view",
         description="Shows the samples of a run: a page of this machine alone, or text on the terminal.",
         epilog="On another machine: ssh -L 8800:127.0.0.1:8800 HOST, there with --port 8800 --no-browser.",
     )
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory, or a folder of them")
-    made.add_argument("--port", type=int, default=0, help="of the page; default: any free one")
+    made.add_argument("--port", type=at_least(0), default=0, help="of the page; default: any free one")
     made.add_argument("--no-browser", action="store_true", help="print the address alone")
     text = made.add_argument_group("on the terminal")
     text.add_argument("--text", action="store_true", help="print steps, the samples of a step, or one of them")
-    text.add_argument("--step", type=int, metavar="N", help="its samples; with --sample, default: the last")
+    text.add_argument("--step", type=at_least(0), metavar="N", help="its samples; with --sample, default: the last")
     text.add_argument("--sample", metavar="TICKET.ANSWER", help="one trajectory; TICKET alone: its whole group")
     text.add_argument("--held-out", action="store_true", help="held-out answers in place of training samples")
     text.add_argument("--color", choices=terminal.COLORS, default="logprob", help="what colours the tokens tell")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         return serve(runs, asked.port, asked.no_browser)
     except (OSError, UserError, ValueError, msgspec.MsgspecError, yaml.YAMLError) as error:
-        print(f"error: {error if isinstance(error, UserError) else one_line(error)}", file=sys.stderr)
+        tell(f"error: {error if isinstance(error, UserError) else one_line(error)}")
         return 2
 
 

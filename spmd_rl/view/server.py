@@ -17,10 +17,10 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 import yaml
 
-from spmd_rl.errors import UserError, one_line
+from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.track.html_page import PALETTE
+from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.view.runs import Runs, files, overview
-from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import listed, rows, whole
 
 HOSTS = {"127.0.0.1", "localhost"}
@@ -95,7 +95,7 @@ class Server(ThreadingHTTPServer):
         """Say nothing where a browser has gone away; else one line."""
         error = sys.exception()
         if error is not None and not isinstance(error, ConnectionError):
-            print(f"view: {one_line(error)}", file=sys.stderr)
+            tell(f"view: {one_line(error)}")
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.errors import UserError, printable
-from spmd_rl.track.run_reader import RunData
+from spmd_rl.track.run_reader import RunData, plain_text
+from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.view.runs import KINDS, Runs, files, title
-from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import Row, rows, whole
 
 COLORS = ("none", "logprob", "mask", "advantage", "version")
@@ -56,7 +56,7 @@ def show(runs: Runs, place: Place) -> None:
     run = runs.read(names[0])
     found = files(run, place.kind)
     if place.step is None and place.sample is None:
-        console.print(Text(printable(title(run)), "bold"), _steps(run), sep="\n")
+        console.print(Text(printable(title(run), lines=False), "bold"), _steps(run), sep="\n")
         return
     step = max(found, default=None) if place.step is None else place.step
     if step not in found:
@@ -64,7 +64,7 @@ def show(runs: Runs, place: Place) -> None:
         raise UserError(f"--step {step}: no {'held-out ' * (place.kind == KINDS[1])}samples of this step; {known}")
     listed = rows(found[step])
     if place.sample is None:
-        console.print(Text(f"{printable(title(run))}, step {step}", "bold"), _samples(listed), sep="\n")
+        console.print(Text(printable(f"{title(run)}, step {step}", lines=False), "bold"), _samples(listed), sep="\n")
         return
     texts = TokenTexts(run.setting("policy.model"))
     for row in _chosen(listed, place.sample):
@@ -119,17 +119,14 @@ def _trajectory(one: Mapping[str, Any], color: str) -> Group:
     facts += [] if one["advantage"] is None else [f"advantage {one['advantage']:+.3g}"]
     facts += [] if one["kept"] else [f"not trained on: {one['reject_reason']}"]
     facts += [one["verdict"]["detail"]] if one["verdict"].get("detail") else []
-    heading = Text(f"{one['ticket']}.{one['answer']} {one['domain']}", "bold").append(
-        printable("   ".join(["", *facts])), "not bold"
-    )
+    name = printable(f"{one['ticket']}.{one['answer']} {one['domain']}", lines=False)
+    heading = Text(name, "bold").append(printable("   ".join(["", *facts]), lines=False), "not bold")
     return Group(Rule(style="dim"), heading, *_task(one), *_turns(one, color))
 
 
 def _task(one: Mapping[str, Any]) -> Iterator[Padding]:
     for message in one["messages"] or ():
-        content = message["content"]
-        text = content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
-        yield _indented(Text(printable(f"{message['role']}: {text}"), "dim"))
+        yield _indented(Text(printable(f"{message['role']}: {plain_text(message['content'])}"), "dim"))
 
 
 def _turns(one: Mapping[str, Any], color: str) -> Iterator[Any]:
@@ -192,7 +189,7 @@ def _table(*columns: str) -> Table:
 
 
 def _cells(*values: object) -> list[Text]:
-    return [Text("" if value is None else printable(str(value))) for value in values]
+    return [Text("" if value is None else printable(str(value), lines=False)) for value in values]
 
 
 def _score(listed: Sequence[Row]) -> str:

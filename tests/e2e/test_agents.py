@@ -54,6 +54,8 @@ def straight(toy: AgentToy) -> Running:
 def test_a_resumed_run_is_bitwise_the_same_whatever_plays_the_environments(toy: AgentToy, straight: Running) -> None:
     toy.run("steps=2", "env.echo.workers=3", "env.echo.mode=process", name="resumed")
     resumed = toy.run("steps=3", "env.echo.workers=2", "env.echo.envs_per_worker=3", name="resumed")
+    assert f"\nresumed from step 2: {resumed.run_dir}/checkpoints/step-000002\n" in resumed.text()
+    assert "resumed" not in straight.text()
     assert [tokens(resumed, step) for step in (1, 2, 3)] == [tokens(straight, step) for step in (1, 2, 3)]
     assert bitwise_equal(resumed.weights(3), straight.weights(3))
     lengths = {len(sample["turns"]) for step in (2, 3) for sample in straight.samples(step)}

@@ -20,7 +20,7 @@ BROAD_EXCEPT = {
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",
     "spmd_rl/sidecar/env_worker.py": "an environment may raise anything: it becomes the end of its session",
     "envs/tool_calls.py": "a tool may raise anything: the model reads it as the tool's reply",
-    "spmd_rl/view/tokens.py": "the tokenizers library raises Exception itself: it becomes a line of the page",
+    "spmd_rl/track/tokens.py": "the tokenizers library raises Exception itself: it becomes a line of the page",
     "spmd_rl/sandbox/guest/program.py": "inside the sandbox: untrusted code may raise anything",
     "spmd_rl/sandbox/guest/exam.py": "inside the sandbox: code and tests may raise anything, and it is reported",
     "spmd_rl/sandbox/guest/main.py": "inside the sandbox: untrusted code, or tests, may raise anything",
@@ -200,6 +200,12 @@ def test_torch_free() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_stderr_is_written_to_by_one_function() -> None:
+    """`errors.tell`, which lets nothing from outside act on a terminal."""
+    found = [rel(path) for path in FILES if re.search(r"print\([^#]*file=sys\.stderr", path.read_text())]
+    assert found == ["spmd_rl/sandbox/guest/program.py"], found  # inside the sandbox, where nothing of ours is
 
 
 def test_floors() -> None:

@@ -83,7 +83,17 @@ def test_the_svg_has_a_chart_for_each_key(four: list[Path], tmp_path: Path) -> N
     assert len(root.findall("{*}svg")) == 2 and len(root.findall(".//{*}polyline")) == 4
 
 
+def test_names_of_runs_are_mere_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    name = "[red]a\x1b[2J\x7f\x9b\u202e\nerror: forged"
+    assert main([str(make(tmp_path / "run", name)), "--out", str(tmp_path / "out.svg")]) == 0
+    out = capsys.readouterr().out
+    assert all(c.isprintable() or c == "\n" for c in out) and "[red]a" in out.replace("\n", "")
+    assert not [line for line in out.splitlines() if line.startswith("error:")]
+    ElementTree.fromstring((tmp_path / "out.svg").read_text())
+
+
 @pytest.mark.parametrize("words", [["nowhere"], ["s0", "--keys", "no/such"]])
 def test_what_cannot_be_compared(four: list[Path], tmp_path: Path, words: list[str], capsys) -> None:
     assert main([str(tmp_path / words[0]), *words[1:], "--out", str(tmp_path / "out.html")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "Errno" not in error

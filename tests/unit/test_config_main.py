@@ -114,8 +114,8 @@ def test_interrupt_and_exit(place):
     [
         (["steps=many"], "steps: expected int, got 'many'"),
         (["reward.reasoning_gym.target=judge:Nobody"], "reward.reasoning_gym.target: judge:Nobody cannot be imported"),
-        (["--cfg", "all"], "argument --cfg/-c: invalid choice: 'all'"),
-        (["--colour"], "unrecognized arguments: --colour"),
+        (["--cfg", "all"], "--cfg/-c: invalid choice: 'all'"),
+        (["--colour"], "--colour: unknown option; settings are key=value: --help lists all"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(place, arguments, line):

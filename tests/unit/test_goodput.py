@@ -96,11 +96,11 @@ def test_each_step_counts_once_and_what_is_lost_does_not() -> None:
     assert (account.useful, account.wall, account.starts) == (20 + 25, 135, 2)
 
 
-def test_time_between_an_end_and_a_continuation_is_nobodys() -> None:
+def test_time_between_an_end_and_a_continuation_counts_as_waiting() -> None:
     account = Account()
     for line in [Line(0, "start"), Line(1, "resume", 0), Line(9, "step", 1), Line(10, "end"), Line(9_999, "start")]:
         account.add(line)
-    assert (account.useful, account.wall) == (8, 10)
+    assert (account.useful, account.wall) == (8, 9_999)
 
 
 def test_a_torn_last_line_costs_its_own_stretch_alone(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.errors import UserError
 from spmd_rl.split.pace import oldest_version
 
+RANKS = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
+
 
 def split(num_ranks: int, **settings: str) -> Placement:
     return Placement.of(PlacementConfig(mode="split", **settings), num_ranks)
@@ -40,6 +42,12 @@ def test_colocated_ranks_do_both() -> None:
         (4, {"train": "0-3"}, "placement.generate: no rank is left for it"),
         (4, {"train": "2-9"}, "placement.train: there is no rank 9 among 4 ranks"),
         (4, {"generate": "a"}, "placement.generate: must be ranks as 0-3 or 0,2,4-7, or a share as 25%, not 'a'"),
+        (4, {"train": "1-0"}, "placement.train: 1-0 runs backwards; say 0-1"),
+        (4, {"generate": "0, 3-2"}, "placement.generate: 3-2 runs backwards; say 2-3"),
+        (4, {"generate": "0-99999999999"}, "placement.generate: there is no rank 99999999999 among 4 ranks"),
+        (4, {"train": 99 * "9"}, f"placement.train: must be {RANKS}, not '{99 * '9'}'"),
+        (4, {"train": 400 * "9" + "%"}, f"placement.train: must be {RANKS}, not '{400 * '9'}%'"),
+        (4, {"train": "0-"}, f"placement.train: must be {RANKS}, not '0-'"),
         (4, {"train": "5%"}, "placement.train: 5% of 4 ranks is 0; each side needs one"),
     ],
 )

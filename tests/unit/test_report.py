@@ -15,6 +15,7 @@ from spmd_rl.track import Run, curve, render, report
 from spmd_rl.track.run_reader import best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
 from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans
+from tests.agent_run import bytes_tokenizer, make_agent_run
 from tests.synthetic import make_run
 
 VOID = {"meta", "br", "hr", "img", "link"}
@@ -131,7 +132,7 @@ def test_ten_thousand_steps_are_drawn_in_time(tmp_path: Path) -> None:
 
 def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(run_dir)]) == 0
-    assert report.main([str(run_dir / "nowhere")]) == 2 and "No such file" in capsys.readouterr().err
+    assert report.main([str(run_dir / "nowhere")]) == 2 and "no run is there" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         report.main([])
 
@@ -161,6 +162,32 @@ def test_equal_scores_have_no_best_and_no_worst(run_dir: Path) -> None:
     page = draw(run_dir)
     assert "Some of step 12" in page.text and "all scores are equal" in page.text
     assert "Best of" not in page.text and "Worst of" not in page.text
+
+
+def test_what_an_agent_saw_and_did_is_shown(tmp_path: Path) -> None:
+    page = draw(make_agent_run(tmp_path / "run", model=bytes_tokenizer(tmp_path / "model")))
+    assert "You are solving the FrozenLake puzzle." in page.text and "<|im_start|>user" in page.text
+    for name in ("prompt", "answer", "action, reward +", "observation"):
+        assert name in page.text
+
+
+def test_a_score_of_nothing_has_no_colour_of_the_good_and_the_truth_is_told(run_dir: Path) -> None:
+    path = run_dir / "samples" / "step-000012.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["verdict"]["score"], row["ground_truth"] = 0.0, "the truth of it"
+        row["messages"][0]["content"] = [{"type": "text", "text": "of parts"}, {"type": "image", "path": "x"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = render.render(read_run(run_dir), [12])
+    assert "--c:var(--c3)" not in shown.partition("Samples</h2>")[2]
+    assert "the truth of it" in shown and "of parts\n[image]" in shown
+
+
+def test_the_numbers_of_an_axis_have_room() -> None:
+    """At 6 units a digit, which is more than the font takes."""
+    drawn = line_chart([Series("", "", [(1, 5.548123401), (2, 5.548123409)])])
+    for x, words in re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="end">([\d.]+)<', drawn):
+        assert float(x) >= 6 * len(words)
 
 
 def test_suspect_passes_are_listed(run_dir: Path) -> None:

@@ -259,14 +259,17 @@ def test_a_node_that_cannot_be_written_to_now_keeps_nothing():
 def test_a_node_whose_verdict_is_none_is_dismissed_by_name_and_others_are_asked(capsys):
     peers = Peers()
     peers.ask(3)
-    peers.heed(b"x", wire.Join("x\x1b[2J", ["toy"]), 0.0)
+    peers.heed(b"x", wire.Join("x\x1b[2J\nerror: forged", ["toy"]), 0.0)
     peers.heed(b"x", wire.Heartbeat("me", {"toy": 3}, []), 0.0)
     peers.tick(0.0)
     peers.heed(b"x", replies({0: Verdict("ok", 1.0), 1: Verdict("ok", float("nan")), 2: Verdict("ok", 1.0)}), 0.1)
     assert peers.verdicts == {0: Verdict("ok", 1.0)}
-    assert "worker node x\\x1b[2J is dismissed: its verdict is none: score is nan" in capsys.readouterr().err
+    name = "x\\x1b[2J error: forged"
+    assert capsys.readouterr().err.startswith(
+        f"sidecar: worker node {name} is dismissed: its verdict is none: score is"
+    )
     with pytest.raises(wire.WireError, match="was dismissed"):
-        peers.heed(b"x2", wire.Join("x\x1b[2J", ["toy"]), 0.2)
+        peers.heed(b"x2", wire.Join("x\x1b[2J\nerror: forged", ["toy"]), 0.2)
     peers.join(b"y", 9)
     peers.tick(0.2)
     assert peers.given(b"y") == [1, 2]

@@ -12,16 +12,17 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 import pytest
+import yaml
 
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.errors import UserError
 from spmd_rl.learn import sample_log
 from spmd_rl.track.samples import SampleLog, SampleRow, StepRow
-from spmd_rl.types import AgentStep, Group, Prompt, Sample, Turn, Verdict
+from spmd_rl.track.tokens import TokenTexts
+from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Turn, Verdict
 from spmd_rl.view import __main__ as command
 from spmd_rl.view.runs import Runs
 from spmd_rl.view.server import Server
-from spmd_rl.view.tokens import TokenTexts
 from spmd_rl.view.trajectories import rows, whole
 from tests import agents
 from tests.agent_run import bytes_tokenizer, encoder, make_agent_run, write_step
@@ -76,9 +77,9 @@ def turn(text: str, state: int = 1, prompt: tuple[int, ...] = (1, 2)) -> Turn:
     )
 
 
-def logged(samples: list[Sample], path: Path) -> Path:
+def logged(samples: list[Sample], path: Path, prompt: Prompt = Prompt("1d", (), "lake", "")) -> Path:
     """The file that the sample log makes of one group."""
-    group = Group(Prompt("1d", (), "lake", ""), 7, tuple(samples))
+    group = Group(prompt, 7, tuple(samples))
     log = SampleLog(path, 0, 1, "eval")
     log.write(1, sample_log.held_out([group]))
     log.merge(1)
@@ -294,6 +295,28 @@ def test_the_terminal_acts_on_nothing_that_a_model_wrote(tmp_path: Path, capsys)
     assert command.main([str(tmp_path / "run"), "--held-out", "--step", "1"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "x1b" in out
+
+
+OUTSIDE = "a\x1b[2J\x7f\x9b31m\u202e\u2028\nerror: forged"
+
+
+def test_no_name_from_outside_acts_on_the_terminal(tmp_path: Path, capsys) -> None:
+    """Nor does it make a line of its own."""
+    make_agent_run(tmp_path / "run", written=0)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"run": {"name": OUTSIDE}}))
+    sample = Sample(7, 0, (turn(OUTSIDE),), Verdict("ok", 1.0))
+    logged([sample], tmp_path / "run" / "samples", Prompt("p", (Message("user", OUTSIDE),), OUTSIDE, ""))
+    for words in (
+        [],
+        ["--step", "1", "--held-out"],
+        ["--sample", "7", "--held-out"],
+        ["--held-out", "--sample", OUTSIDE],
+    ):
+        command.main([str(tmp_path / "run"), "--text", *words])
+    out, err = capsys.readouterr()
+    assert all(c.isprintable() or c == "\n" for c in out + err) and "forged" in out and "forged" in err
+    assert not [line for line in out.splitlines() if line.startswith("error:")] and err.count("\n") == 1
 
 
 def replace_action(sample: Sample, action: str) -> Sample:

@@ -142,14 +142,14 @@ class AlgorithmConfig:
     """Number k of answers in pass@k."""
     pass_score: float = 1.0
     """An answer with a score of at least this counts as right (for `pass_at_k` and `error_max_len_clip`)."""
-    step_reward_gamma: float = 0.95
+    step_reward_gamma: float = field(default=0.95, metadata={"agents": True})
     """Discount from one step of a trajectory to the next."""
-    norm_over_steps: bool = False
+    norm_over_steps: bool = field(default=False, metadata={"agents": True})
     """In `starpo` and `gigpo`, count a trajectory in the mean and the deviation of its group as often as it has steps,
     as verl-agent and ROLL do, and not once."""
-    episode_reward_weight: float = 1.0
+    episode_reward_weight: float = field(default=1.0, metadata={"agents": True})
     """Weight of the advantage between whole trajectories in GiGPO."""
-    step_reward_weight: float = 1.0
+    step_reward_weight: float = field(default=1.0, metadata={"agents": True})
     """Weight of the advantage between steps from the same state in GiGPO."""
     whiten_advantages: bool = False
     """Shift and scale the advantages of all tokens of the global batch to mean 0 and standard deviation 1."""

@@ -8,11 +8,11 @@ from glob import glob, has_magic
 from os.path import expanduser
 from typing import Any
 
-from spmd_rl.config.values import above, at_least, one_of, require, within
+from spmd_rl.config.values import above, at_least, check_fields, numbers_in, one_of, require, within
 from spmd_rl.errors import UserError
 from spmd_rl.hub import hub_dataset
 
-CPUS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
+MOST_CPUS = 10_000
 DEVICES = re.compile(r"cpu|[\w.:/-]+(,[\w.:/-]+)*")
 GENERATORS = "reasoning_gym:"
 """Prefix of the sources of prompts that are generators, not files"""
@@ -69,6 +69,7 @@ class DataConfig:
             require(0 <= share < float("inf"), f"mix.{domain}: must be at least 0, not {share}")
         require(not self.mix or any(self.mix.values()), "mix: one share must be above 0")
         require("{question}" in self.format, f"format: must contain {{question}}, is {self.format!r}")
+        check_fields(self, format=("question",))
 
 
 @dataclass
@@ -109,14 +110,14 @@ class RewardConfig:
         at_least(self, workers=1)
         above(self, timeout=0, start_seconds=0)
         one_of(self, sandbox=SANDBOXES)
-        require(self.cpus is None or bool(CPUS.fullmatch(self.cpus)), f"cpus: must be like 0-3,8, not {self.cpus!r}")
-
+        cpu_numbers(self.cpus)
         if self.devices is not None:
             require(bool(DEVICES.fullmatch(self.devices)), f"devices: must be like 2,3 or cpu, not {self.devices!r}")
             require("url" not in self.args, "devices: start a server of the domain's own, but args.url names another")
             has_model = "{model}" not in self.server or "model" in self.args
             require(has_model, "server: {model} stands for args.model, which is not given")
             require("{port}" in self.server, "server: must contain {port}")
+            check_fields(self, server=("model", "port", "num_devices"))
             split_command(self.server)
 
     @property
@@ -150,9 +151,8 @@ class RewardsConfig:
 
 
 def cpu_numbers(cpus: str | None) -> list[int]:
-    """Return the CPU numbers of a text such as `0-3,8`, ascending; none for None."""
-    ends = [list(map(int, part.split("-"))) for part in cpus.split(",")] if cpus else []
-    return sorted({number for first, *last in ends for number in range(first, (last or [first])[0] + 1)})
+    """Return the CPU numbers of a text such as `0-3,8`, ascending; none for None. UserError for another text."""
+    return [] if cpus is None else numbers_in("cpus", cpus, MOST_CPUS, "CPU", "like 0-3,8")
 
 
 def split_command(server: str) -> list[str]:

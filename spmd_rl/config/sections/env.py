@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_rl.config.sections.data import CPUS, SANDBOXES, cpu_numbers
-from spmd_rl.config.values import above, at_least, one_of, require
+from spmd_rl.config.sections.data import SANDBOXES, cpu_numbers
+from spmd_rl.config.values import above, at_least, check_fields, one_of, require
 from spmd_rl.errors import UserError
 
 MODES = ("process", "thread")
@@ -18,6 +18,8 @@ PATTERNS = {
     "all": r"\A(.*)\Z",
 }
 """How an action is found in an answer, by name; the group is the action."""
+FIELDS = ("instruction", "suffix", "reminder", "history", "turn", "turns_left", "max_tokens", "observation")
+"""What a template may show"""
 
 
 @dataclass
@@ -91,12 +93,13 @@ class EnvConfig:
         at_least(self, share=0, workers=1, envs_per_worker=1, memory_mb=16, recycle_after=1, retries=0, history=0)
         above(self, reset_timeout=0, step_timeout=0, episode_timeout=0, start_seconds=0)
         one_of(self, mode=MODES, on_error=ON_ERROR, sandbox=SANDBOXES)
-        require(self.cpus is None or bool(CPUS.fullmatch(self.cpus)), f"cpus: must be like 0-3,8, not {self.cpus!r}")
+        cpu_numbers(self.cpus)
         for name in ("format_penalty", "ineffective_penalty"):
             value = getattr(self, name)
             require(value <= 0, f"{name}: is added to the reward; must not be above 0, is {value}")
         for name in ("template", "next_template"):
             require("{observation}" in getattr(self, name), f"{name}: must contain {{observation}}")
+        check_fields(self, template=FIELDS, next_template=FIELDS)
         if self.pattern is not None and self.pattern not in PATTERNS:
             try:
                 groups = re.compile(self.pattern).groups

@@ -1,9 +1,10 @@
 """Which ranks train and which generate: `placement`."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spmd_rl.config.values import at_least, one_of, require
+from spmd_rl.curve_keys import check_connect, is_address
 
 
 @dataclass
@@ -42,7 +43,7 @@ class PlacementConfig:
     have, whose keys and values are computed again. `keep`: the same, with the keys and values that the older policy
     computed, which costs nothing and is not exact (`engine.name=native` alone).
     Default: `step`, and `recompute` with `lent`."""
-    patience: float = 0.5
+    patience: float = field(default=0.5, metadata={"agents": True})
     """With `overlapped`, for agents: a rank whose engine has nothing to compute turns to the update once no environment
     has replied for so many seconds. The turns that follow are those of the newer policy."""
     bind: str = "ipc"
@@ -51,12 +52,15 @@ class PlacementConfig:
     `sidecar.keys`."""
 
     def __post_init__(self) -> None:
+        host = re.fullmatch(r"tcp://(\*|\[[^]]+]|[0-9.]+)", self.bind)
         require(
-            self.bind == "ipc" or re.fullmatch(r"tcp://(\*|\[[^]]+]|[0-9.]+)", self.bind),
+            self.bind == "ipc" or (host and (host[1] == "*" or is_address(host[1]))),
             f"bind: must be ipc or tcp://ADDRESS, ADDRESS in digits or *, not {self.bind!r}",
         )
         one_of(self, mode=("colocated", "split", "lent", "overlapped"), swap=("step", "recompute", "keep"))
         at_least(self, max_staleness=0, patience=0, min_generate=1, lease_seconds=0.5, absent_seconds=0)
+        if "://" in (self.attach or ""):
+            check_connect("attach", self.attach)
         given = [key for key in ("train", "generate") if getattr(self, key) is not None]
         require(self.is_split or not given, f"{', '.join(given)}: only with placement.mode=split or lent")
         at_once = self.swap != "step" or not self.is_lent

@@ -55,10 +55,10 @@ class RolloutConfig:
     max_context_tokens: int | None = None
     """Token limit of a sample, with all its prompts and turns. One that reaches it ends as truncated. By default the
     engine's own limit holds."""
-    max_turns: int | None = None
+    max_turns: int | None = field(default=None, metadata={"agents": True})
     """Largest number of answers in an episode. One that asks for more ends as truncated. By default there is no limit.
     """
-    redundancy: int = 0
+    redundancy: int = field(default=0, metadata={"agents": True})
     """Number of spare episodes of each group: the first `answers_per_prompt` to end make the group, and the others are
     given up. For environments of which some are slow; biased to short episodes."""
     temperature: float = 1.0

@@ -25,7 +25,7 @@ class RunConfig:
 
 def is_name(name: str) -> bool:
     """Return whether a name can be that of a folder, and of none elsewhere."""
-    return Path(name).name == name and "\0" not in name
+    return Path(name).name == name and name.isprintable()
 
 
 @dataclass
@@ -95,6 +95,10 @@ class TrackConfig:
         one_of(self, wandb=("off", "offline", "online"), swanlab=("off", "offline", "cloud"))
 
 
+MOST_RANKS = 100_000
+"""The largest job that can be planned: the ranks of a placement are counted out."""
+
+
 @dataclass
 class PlanConfig:
     """What `--plan` plans for; nothing of it has an effect on a run: `plan`."""
@@ -118,8 +122,8 @@ class PlanConfig:
         one_of(self, device=("cuda", "cpu"))
         above(self, device_gb=0)
         at_least(self, reserve_gb=0)
-        require(self.ranks is None or self.ranks >= 1, f"ranks: must be at least 1, not {self.ranks}")
-        require(self.rank is None or self.rank >= 0, f"rank: must be at least 0, not {self.rank}")
+        at_least(self, ranks=1, rank=0)
+        require((self.ranks or 0) <= MOST_RANKS, f"ranks: must be at most {MOST_RANKS}, not {self.ranks}")
 
 
 @dataclass

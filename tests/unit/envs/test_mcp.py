@@ -37,6 +37,50 @@ def test_a_server_that_hangs_or_dies_is_started_again() -> None:
         assert client.call("add", {"a": 1, "b": 1}).startswith("2")
 
 
+def start(tmp_path: Path, source: str, seconds: float = 20.0) -> McpClient:
+    script = tmp_path / "my_server.py"
+    script.write_text(source)
+    return McpClient([sys.executable, "-S", str(script)], seconds)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import no_such_module",
+        "import sys; input(); sys.stderr.write('x' * 10**6 + '\\nModuleNotFoundError'); sys.exit(1)",
+    ],
+)
+def test_a_server_that_dies_is_named_with_its_last_words(tmp_path: Path, source: str) -> None:
+    with closing(start(tmp_path, source)) as client, pytest.raises(ConnectionError) as died:
+        client.tools()
+    assert "my_server.py` has ended with code 1: ModuleNotFoundError" in str(died.value)
+    assert len(str(died.value)) < 3000
+
+
+def test_a_line_without_end_is_no_line(tmp_path: Path) -> None:
+    """It is neither kept nor waited for."""
+    with closing(start(tmp_path, "while True: print('x' * 65536, end='')")) as client:
+        with pytest.raises(ConnectionError, match="sent a line of over 16777216 bytes"):
+            client.tools()
+
+
+@pytest.mark.parametrize(
+    "source", ["import os, time; os.close(2); time.sleep(60)", "while True: print('{}', flush=True)"]
+)
+def test_a_server_that_says_much_or_nothing_is_given_up_in_time(tmp_path: Path, source: str) -> None:
+    with (
+        closing(start(tmp_path, source, 1.0)) as client,
+        pytest.raises(TimeoutError, match="my_server.py` gave no reply"),
+    ):
+        client.call("add", {"text": "x" * 10**6})
+
+
+def test_a_deep_line_is_passed_over(tmp_path: Path) -> None:
+    source = "print('[' * 100_000, flush=True)\n" + Path(COMMAND[-1]).read_text()
+    with closing(start(tmp_path, source)) as client:
+        assert client.call("add", {"a": 1, "b": 2}).startswith("3")
+
+
 def test_an_environment_offers_a_server_s_tools() -> None:
     env = ToolsEnv(tools=["calculator"], kinds=["chain"], mcp=COMMAND)
     with closing(env):

@@ -1,0 +1,67 @@
+"""The command lines of all programs here: a mistake is one line that says what was meant, and exit code 2."""
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from spmd_rl.errors import tell
+
+ALIKE = 0.7
+"""An unknown option that is as like a known one as this was mistyped."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, and that prints no usage with a mistake."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, allow_abbrev=False)
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse as the base class does, and remember the words for `error`."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process."""
+        tell(f"error: {self.told(message)}")
+        self.exit(2)
+
+    def told(self, message: str) -> str:
+        """Return a message of `argparse` as we would say it: with a hint for each unknown option."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            return message.removeprefix("argument ")
+        words = unknown.split()
+        return " | ".join(self._hint(word) for word in [w for w in words if w.startswith("-")] or words)
+
+    def _hint(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        near = difflib.get_close_matches(name, known, 1, ALIKE)
+        if near:
+            return f"{name}: unknown option; did you mean {near[0]}?"
+        following = self._words[self._words.index(word) + 1 :][:1] if word in self._words else []
+        return self.unknown(name, value if equals else "".join(w for w in following if not w.startswith("--")))
+
+    def unknown(self, name: str, value: str) -> str:
+        """Return what to say of an option that is like none of ours, and of what was given as its value."""
+        return f"{name}: unknown option; --help lists all"
+
+
+def at_least(least: float, kind: type = int) -> Callable[[str], Any]:
+    """Return a `type` for an option whose value is a finite number that is at least `least`."""
+
+    def read(text: str) -> Any:
+        try:
+            if least <= (number := kind(text)) < math.inf:
+                return number
+        except ValueError:
+            pass
+        whole = "whole and " if kind is int else ""
+        raise argparse.ArgumentTypeError(f"must be {whole}at least {least:g}, not {text!r}")
+
+    return read
