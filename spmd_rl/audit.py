@@ -32,7 +32,8 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
     RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
     """
-    prompts = Prompts.load(cfg.data).train
+    loaded = Prompts.load(cfg.data, cfg.steps > 0)
+    prompts = loaded.train or loaded.eval
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
     console = Console(highlight=False, soft_wrap=True)
     paid, failed, not_asked = [], [], []

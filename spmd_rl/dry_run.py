@@ -17,7 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
-from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, has_turns, tokens_per_turn
+from spmd_rl.config.batch_arithmetic import (
+    describe_evaluation,
+    describe_samples,
+    describe_tokens,
+    has_turns,
+    tokens_per_turn,
+)
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
@@ -41,13 +47,14 @@ WRONG = "I do not know."
 
 def show(cfg: RlvrConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
-    prompts = Prompts.load(cfg.data)
+    prompts = Prompts.load(cfg.data, cfg.steps > 0)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
     with without_torch():
         policy = cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    lengths = _lengths(prompts, tokenizer)
+    shown = prompts.train or prompts.eval
+    lengths = _lengths(shown, tokenizer)
     fitting = [length for length in lengths if length <= cfg.rollout.max_prompt_tokens]
     if not fitting or (cfg.data.overlong == "error" and len(fitting) < len(lengths)):
         raise UserError(
@@ -56,13 +63,13 @@ def show(cfg: RlvrConfig) -> None:
         )
     table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
     rewarders = {domain: build_rewarder(domain, reward) for domain, reward in cfg.reward.domains.items()}
-    for prompt in _spread(prompts.train):
-        others = (p.ground_truth for p in prompts.train if p.domain == prompt.domain)
+    for prompt in _spread(shown):
+        others = (p.ground_truth for p in shown if p.domain == prompt.domain)
         wrong = next((truth for truth in others if truth not in ("", prompt.ground_truth)), WRONG)
         _show_prompt(console, prompt, wrong, tokenizer, rewarders[prompt.domain], cfg.rollout.max_new_tokens)
-    domains = sorted({prompt.domain for prompt in prompts.train})
+    domains = sorted({prompt.domain for prompt in shown})
     table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
-    own = {domain: [prompt for prompt in prompts.train if prompt.domain == domain] for domain in domains}
+    own = {domain: [prompt for prompt in shown if prompt.domain == domain] for domain in domains}
     table(console, "Audit", [(domain, _audit(rewarders[domain], own[domain])) for domain in domains])
     table(console, "Would be written", outputs(cfg))
     console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
@@ -82,10 +89,10 @@ def without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _lengths(prompts: Prompts, tokenizer: Tokenizer) -> list[int]:
-    """Return the lengths in tokens of the training prompts, or of a sample of them."""
-    stride = math.ceil(len(prompts.train) / RENDERED)
-    return [len(tokenizer.render(prompt.messages)) for prompt in prompts.train[::stride]]
+def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
+    """Return the lengths in tokens of prompts, or of a sample of them."""
+    stride = math.ceil(len(prompts) / RENDERED)
+    return [len(tokenizer.render(prompt.messages)) for prompt in prompts[::stride]]
 
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
@@ -99,8 +106,8 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     overlong = sum(length > r.max_prompt_tokens for length in lengths)
     kept = max(1, round(len(prompts.train) * (1 - overlong / len(lengths))))
     epoch = math.ceil(kept / r.prompts_per_step)
-    asked = min(cfg.eval.prompts, len(prompts.eval))
-    return [
+    training = ("a step", "its tokens", "updates", "epochs", "optimizer")
+    lines = [
         *roles_and_ranks(cfg),
         ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"),
         ("prompt tokens", f"mean {mean(lengths):.0f}, longest {max(lengths)}, limit {r.max_prompt_tokens}"
@@ -116,9 +123,9 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                      f"{'turns' if a_turn else 'samples'} side by side (engine.max_running={cfg.engine.max_running})"),
         ("optimizer", f"{cfg.algorithm.name}: lr {cfg.policy.lr:g}, {cfg.policy.schedule}, "
                       f"{cfg.policy.warmup_steps} warm-up updates"),
-        ("evaluation", f"{asked} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"
-         if cfg.eval.every and asked else "none"),
+        ("evaluation", describe_evaluation(cfg, len(prompts.eval))),
     ]  # fmt: skip
+    return [(name, text) for name, text in lines if cfg.steps or name not in training]
 
 
 def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
@@ -235,9 +242,10 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     return [
         ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would go on from there" if held else "")),
         ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
-        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"),
+        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"
+         if cfg.steps else "none: nothing is trained"),
         ("trackers", ", ".join(trackers) or "none"),
-    ]
+    ]  # fmt: skip
 
 
 def short(text: str) -> str:
