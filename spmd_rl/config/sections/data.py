@@ -36,7 +36,7 @@ class DataConfig:
     """Share of `train` that is held out, by content hash, when `eval` is not given and there are steps of training. 0:
     all rows are trained on, and nothing is evaluated."""
     size: int = 1000
-    """Number of rows to generate, before duplicates are dropped (reasoning_gym only)."""
+    """Number of rows to generate, before training drops duplicates (reasoning_gym only)."""
     seed: int = 0
     """Seed of the generator (reasoning_gym only)."""
     args: dict[str, Any] = field(default_factory=dict)
