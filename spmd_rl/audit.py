@@ -35,7 +35,8 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
     RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
     """
-    prompts, template = Prompts.load(cfg.data).train, with_line_breaks(cfg.data.format)
+    loaded = Prompts.load(cfg.data, cfg.steps > 0)
+    prompts, template = loaded.train or loaded.eval, with_line_breaks(cfg.data.format)
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     paid, failed, unheeded, not_asked = [], [], [], []

@@ -19,7 +19,13 @@ from rich.text import Text
 
 from spmd_rl import reward_audit, sidecar
 from spmd_rl.answer_form import fill
-from spmd_rl.config.batch_arithmetic import describe_samples, describe_tokens, has_turns, tokens_per_turn
+from spmd_rl.config.batch_arithmetic import (
+    describe_evaluation,
+    describe_samples,
+    describe_tokens,
+    has_turns,
+    tokens_per_turn,
+)
 from spmd_rl.config.checks import loaded_roles
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.phases import phase
@@ -45,14 +51,15 @@ MAX_CHARACTERS = 1500
 def show(cfg: RlvrConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
     with phase("reading the prompts"):
-        prompts = Prompts.load(cfg.data)
+        prompts = Prompts.load(cfg.data, cfg.steps > 0)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
     with phase("loading the tokenizer"), without_torch():
         policy = cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    shown = prompts.train or prompts.eval
     with phase("rendering the prompts"):
-        lengths = _lengths(prompts, tokenizer)
+        lengths = _lengths(shown, tokenizer)
     fitting = [length for length in lengths if length <= cfg.rollout.max_prompt_tokens]
     if not fitting or (cfg.data.overlong == "error" and len(fitting) < len(lengths)):
         raise UserError(
@@ -60,16 +67,16 @@ def show(cfg: RlvrConfig) -> None:
             f"{len(lengths)} prompts are longer, the longest has {max(lengths)} tokens"
         )
     table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
-    domains = sorted({prompt.domain for prompt in prompts.train})
+    domains = sorted({prompt.domain for prompt in shown})
     rewarders, found = {}, {}
     for domain in domains:
-        reward, own = cfg.reward.domains[domain], [prompt for prompt in prompts.train if prompt.domain == domain]
+        reward, own = cfg.reward.domains[domain], [prompt for prompt in shown if prompt.domain == domain]
         with phase(f"asking reward.{domain}"):
             rewarders[domain] = reward_audit.build_rewarder(domain, reward)
             if not isinstance(rewarders[domain], str):
                 template = with_line_breaks(cfg.data.format)
                 found[domain] = reward_audit.audit(rewarders[domain], own, SHOWN, template, reward.timeout)
-    for prompt in _spread(prompts.train):
+    for prompt in _spread(shown):
         lines, answer = _rewards(rewarders[prompt.domain], prompt, found.get(prompt.domain, {}).get(GOLD))
         _show_prompt(console, prompt, lines, answer, tokenizer, cfg.rollout.max_new_tokens)
     table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
@@ -97,10 +104,10 @@ def without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _lengths(prompts: Prompts, tokenizer: Tokenizer) -> list[int]:
-    """Return the lengths in tokens of the training prompts, or of a sample of them."""
-    stride = math.ceil(len(prompts.train) / RENDERED)
-    return [len(tokenizer.render(prompt.messages)) for prompt in prompts.train[::stride]]
+def _lengths(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[int]:
+    """Return the lengths in tokens of prompts, or of a sample of them."""
+    stride = math.ceil(len(prompts) / RENDERED)
+    return [len(tokenizer.render(prompt.messages)) for prompt in prompts[::stride]]
 
 
 def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: int) -> list[tuple[str, str]]:
@@ -114,8 +121,8 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     overlong = sum(length > r.max_prompt_tokens for length in lengths)
     kept = max(1, round(len(prompts.train) * (1 - overlong / len(lengths))))
     epoch = math.ceil(kept / r.prompts_per_step)
-    asked = min(cfg.eval.prompts, len(prompts.eval))
-    return [
+    training = ("a step", "its tokens", "updates", "epochs", "optimizer")
+    lines = [
         *roles_and_ranks(cfg),
         ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"),
         ("prompt tokens", f"mean {mean(lengths):.0f}, longest {max(lengths)}, limit {r.max_prompt_tokens}"
@@ -131,9 +138,9 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                      f"{'turns' if a_turn else 'samples'} side by side (engine.max_running={cfg.engine.max_running})"),
         ("optimizer", f"{cfg.algorithm.name}: lr {cfg.policy.lr:g}, {cfg.policy.schedule}, "
                       f"{cfg.policy.warmup_steps} warm-up updates"),
-        ("evaluation", f"{asked} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"
-         if cfg.eval.every and asked else "none"),
+        ("evaluation", describe_evaluation(cfg, len(prompts.eval))),
     ]  # fmt: skip
+    return [(name, text) for name, text in lines if cfg.steps or name not in training]
 
 
 def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
@@ -252,9 +259,10 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     return [
         ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would go on from there" if held else "")),
         ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
-        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"),
+        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"
+         if cfg.steps else "none: nothing is trained"),
         ("trackers", ", ".join(trackers) or "none"),
-    ]
+    ]  # fmt: skip
 
 
 def short(text: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from spmd_rl.config.batch_arithmetic import describe_samples
+from spmd_rl.config.batch_arithmetic import describe_evaluation, describe_samples
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
@@ -62,9 +62,6 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
     context = f", {r.max_context_tokens} tokens" if r.max_context_tokens else ""
     places = ", ".join(f"{tag} {env.workers * env.envs_per_worker}" for tag, env in cfg.env.tags.items())
     warmup = f"{cfg.warmup.steps} steps on {cfg.warmup.episodes} demonstrations each" if cfg.warmup.steps else "none"
-    evaluated = (
-        f"{len(tasks.eval)} held-out tasks x ({cfg.eval.answers} sampled, 1 greedy) every {cfg.eval.every} steps"
-    )
     return [
         *roles_and_ranks(cfg),
         ("environments", ", ".join(f"{tag} {share / sum(shares.values()):.0%}" for tag, share in shares.items())),
@@ -74,7 +71,7 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
         ("updates", f"{updates} a step of {samples / updates:g} episodes, {cfg.steps * updates} in all"),
         ("warm-up", warmup),
         ("optimizer", f"{cfg.algorithm.name} ({cfg.algorithm.advantage}): lr {cfg.policy.lr:g}, {cfg.policy.schedule}"),
-        ("evaluation", evaluated if cfg.eval.every else "none"),
+        ("evaluation", describe_evaluation(cfg, len(tasks.eval))),
     ]  # fmt: skip
 
 

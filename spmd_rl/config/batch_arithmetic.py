@@ -25,6 +25,15 @@ def describe_batch(cfg: Any, num_train: int, num_generate: int) -> list[tuple[st
     ]
 
 
+def describe_evaluation(cfg: Any, num_eval: int) -> str:
+    """Return how many of `num_eval` held-out prompts are asked, how and when."""
+    asked = num_eval if cfg.eval.prompts is None else min(cfg.eval.prompts, num_eval)
+    if not cfg.eval.every or not asked:
+        return "none"
+    often = f"every {cfg.eval.every} steps" if cfg.steps else "once, and nothing is trained"
+    return f"{asked} of {num_eval} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) {often}"
+
+
 def describe_tokens(cfg: Any, prompt_tokens: int | None = None) -> str:
     """Return the most tokens that a sample and a step can have, as far as the settings say.
 

@@ -36,6 +36,7 @@ NO_DATA = (
     "data.train: no dataset is given; to see a small model learn sums, say +experiment=demo; for math problems of "
     "your own, say data=jsonl_math data.train=rows.jsonl (docs/DATA.md)"
 )
+NO_TRAINING_DATA = "data.train: no training data is given; to evaluate data.eval and train nothing, say steps=0"
 NO_ENVIRONMENT = (
     "env: no environment is given; say env.<tag>.target=module:Class, as env.lake.target=envs.frozen_lake:FrozenLake; "
     "to see a small model learn to walk, say +experiment=demo_frozen_lake (docs/ENVIRONMENTS.md)"
@@ -45,16 +46,16 @@ NO_ENVIRONMENT = (
 def check(cfg: Any) -> None:
     """Raise a `UserError` for the first thing that cannot work."""
     data, env = getattr(cfg, "data", None), getattr(cfg, "env", None)  # whichever the pipeline has
-    if data and data.train is None:
-        raise UserError(NO_DATA)
+    if data and not data.train and (cfg.steps or not data.eval):
+        raise UserError(NO_TRAINING_DATA if data.eval else NO_DATA)
     if env and not env.tags:
         raise UserError(NO_ENVIRONMENT)
+    check_run(cfg)
     check_models(cfg)
     check_placement(cfg)
     check_mesh(cfg)
     check_engine(cfg)
     check_episode(cfg)
-    check_run(cfg)
     if data:
         check_data(cfg)
     check_sidecar(cfg)

@@ -168,6 +168,7 @@ RENAMED: Mapping[str, str] = {
     "resume_from_path": "checkpoint.resume",
     "eval_steps": "eval.every",
     "test_freq": "eval.every",
+    "val_only": "steps=0",
     "report_to": "track.wandb, track.tensorboard or track.swanlab",
     "track_with": "track.wandb, track.tensorboard or track.swanlab",
     "trainer.logger": "track.wandb, track.tensorboard or track.swanlab",

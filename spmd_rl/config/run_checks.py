@@ -31,6 +31,21 @@ def check_run(cfg: Any) -> None:
         known = [path for place in ("", "checkpoints/") for path in Path(resume).glob(f"{place}step-*/manifest.json")]
         known = f"give {max(known).parent}" if known else "give a checkpoint such as runs/mine/checkpoints/step-000010"
         raise UserError(f"checkpoint.resume: {resume} is no checkpoint, it has no manifest.json; {known}")
+    if not cfg.steps:
+        _check_evaluation(cfg, folder)
+
+
+def _check_evaluation(cfg: Any, folder: Path) -> None:
+    """Check that an evaluation has a directory of its own, and that the checkpoint it is of, if any, has a model."""
+    if holds_run(folder):
+        checkpoint = max(folder.glob("checkpoints/step-*"), default=folder / "checkpoints" / "step-000010")
+        way = f"choose another run.dir; checkpoint.resume={checkpoint} evaluates it there"
+        raise UserError(f"steps=0: {folder} holds a run, which an evaluation would overwrite; {way}")
+    if cfg.evaluates_checkpoint:
+        resume, cfg.checkpoint.resume = cfg.checkpoint.resume, "auto"  # `policy.model` is its hf/, nothing is resumed
+        if not Path(cfg.policy.model).is_dir():
+            way = f"python -m spmd_rl.checkpoint.convert to-hf {resume} OUT makes one: policy.model=OUT"
+            raise UserError(f"checkpoint.resume: {resume} has no hf/, which is what steps=0 evaluates; {way}")
 
 
 def check_writable(folder: Path) -> None:

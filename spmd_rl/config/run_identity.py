@@ -44,8 +44,10 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
     `steps`. `steps` is among them unless every `schedule` is `constant`: it is the horizon of a decaying learning rate.
+    Where it is 0, it is among them, and so is `eval`: these change what an evaluation finds.
     """
     settings = dict(flatten(tree))
+    evaluates = settings.get("steps") == 0
 
     def changes_results(key: str) -> bool:
         endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox", ".mode", ".envs_per_worker")
@@ -53,10 +55,10 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
         of_sidecar = key.startswith(("reward.", "env.")) and not {"args", "eval_args"} & set(key.split("."))
         runs_where = of_sidecar and key.endswith(endings)
         of_run = key == "steps" or key in OF_ATTACHED_JOBS or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
-        return not of_run and not runs_where
+        return not (of_run or runs_where) or (evaluates and key.startswith("eval."))
 
     kept = {key: value for key, value in settings.items() if changes_results(key)}
-    if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
+    if evaluates or any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
         kept["steps"] = settings["steps"]
     return kept
 
@@ -71,7 +73,7 @@ def fill_run(cfg: T, pipeline: str) -> T:
     """Fill in `run.name` and `run.dir` (as an absolute path) where the user gave none, and return `cfg`."""
     run = cfg.run
     if run.name is None:
-        kind = getattr(getattr(cfg, "algorithm", None), "name", pipeline)
+        kind = getattr(getattr(cfg, "algorithm", None), "name", pipeline) if cfg.steps else "eval"
         run.name = "-".join([Path(cfg.policy.model).name, kind, identity_hash(cfg)])
     folder = run_dir(pipeline, run.name, run.dir)
     placement = getattr(cfg, "placement", None)

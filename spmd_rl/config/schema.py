@@ -13,7 +13,7 @@ from spmd_rl.config.sections.data import RewardConfig as RewardConfig
 from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import CriticConfig, EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
@@ -36,7 +36,7 @@ class PipelineConfig:
     seed: int = 0
     """Random seed of data order, sampling and everything else."""
     steps: int = 100
-    """Training steps."""
+    """Training steps. 0: only evaluate, `policy.model` or the checkpoint that `checkpoint.resume` names."""
     debug: bool = False
     """Score in this process, without sidecars, so that `breakpoint()` works in a reward or an environment. One rank
     only."""
@@ -62,6 +62,9 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         at_least(self, seed=0, steps=0)
+        require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
+        if self.evaluates_checkpoint:
+            self.policy.model = f"{self.checkpoint.resume}/hf"
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         if self.placement.swap is None:
@@ -82,6 +85,11 @@ class PipelineConfig:
             f"algorithm.overlong_tokens: {self.algorithm.overlong_tokens} is more than an answer can have, {limit}",
         )
 
+    @property
+    def evaluates_checkpoint(self) -> bool:
+        """Whether nothing is trained, and a checkpoint is evaluated."""
+        return not self.steps and self.checkpoint.resume not in ("auto", "never")
+
 
 @dataclass
 class RlvrConfig(PipelineConfig):
@@ -99,6 +107,8 @@ class RlvrConfig(PipelineConfig):
         for key in () if own else _keys_of_agents(self):
             raise UserError(f"{key}: unknown key; rlvr's answers have one turn, python -m spmd_rl.agentic has it")
         require(not self.rollout.redundancy, "rollout.redundancy: is for environments; rlvr has none")
+        if self.steps and not self.data.eval:
+            self.eval.prompts = self.eval.prompts or HELD_OUT
 
 
 def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
@@ -122,6 +132,7 @@ class AgenticConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         r = self.rollout
+        self.eval.prompts = self.eval.prompts or HELD_OUT
         whole = not r.redundancy or r.slice_size >= r.answers_per_prompt
         require(whole, "rollout.redundancy: needs whole groups; leave rollout.answers_per_claim out")
         greedy = r.redundancy and self.algorithm.uses_greedy

@@ -28,7 +28,7 @@ def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingP
     for key, value in flatten(to_dict(cfg)):
         names = key.split(".")
         reason = next(filter(None, (reasons.get(".".join(names[:n])) for n in range(1, len(names) + 1))), None)
-        if reason and all(value != known.get(key) for known in defaults):
+        if reason and value is not None and all(value != known.get(key) for known in defaults):
             yield f"{key}: has no effect while {reason}"
 
 
@@ -62,6 +62,8 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
         generated = GENERATORS in f"{data.train},{data.eval}"
         idle.append((generated, "problems come from files", "data.size data.seed data.args"))
         idle.append((data.eval is None, "data.eval is given", "data.holdout"))
+        idle.append((cfg.steps, "steps is 0", "data.holdout data.mix"))
+        idle.append((cfg.steps or not data.eval, "steps is 0 and data.eval is given", "data.train"))
     for domain, reward in cfg.reward.domains.items():
         section = f"reward.{domain}"
         idle.append((not cfg.debug, "debug is true", f"{section}.workers {section}.cpus"))

@@ -4,6 +4,7 @@ A task is a `Prompt` without messages, whose domain is the environment's tag: wh
 has been reset. Tasks are endless, and a pure function of the run's seed; all answers to one play the same world.
 """
 
+from fractions import Fraction
 from hashlib import blake2b
 
 from spmd_rl.config.sections.env import EnvsConfig
@@ -21,12 +22,15 @@ class EnvTasks:
     train: tuple[Prompt, ...] = ()
 
     def __init__(self, envs: EnvsConfig, num_eval: int) -> None:
-        """`num_eval`: held-out tasks, shared among the environments like those of a step. UserError for shares that
-        come out even too late."""
-        self._mix = Mix({tag: env.share for tag, env in envs.tags.items()}, "env.<tag>.share")
+        """`num_eval`: held-out tasks, shared among the environments like those of a step; one of n environments with
+        share 0 gets an n-th of them. UserError for shares that come out even too late."""
+        shares = {tag: Fraction(str(env.share)) for tag, env in envs.tags.items()}
+        mean = sum(shares.values()) / sum(share > 0 for share in shares.values())
+        self._mix = Mix(shares, "env.<tag>.share")
+        held_out = Mix({tag: share or mean for tag, share in shares.items()}, "env.<tag>.share")
         self._targets = {tag: [env.target, env.args, env.eval_args] for tag, env in sorted(envs.tags.items())}
         # The same tasks for every seed of a run: what runs are compared by.
-        self.eval = tuple(self._held_out(*self._mix.ticket(number)) for number in range(num_eval))
+        self.eval = tuple(self._held_out(*held_out.ticket(number)) for number in range(num_eval))
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
         """Return the epoch, which is always 0, and the task of a ticket."""

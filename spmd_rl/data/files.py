@@ -1,6 +1,6 @@
 """Reads the rows of a file: JSON lines, a JSON array or parquet; the first two may be compressed with gzip.
 
-What a file is, its first bytes say; its name does not matter.
+The format is detected from the content; a file's name does not matter.
 """
 
 import gzip

@@ -24,7 +24,7 @@ class Mix:
     ever off by more than 1 - 1/(2k - 2); taking the domain that lags most has no such bound.
     """
 
-    def __init__(self, shares: Mapping[str, float], key: str = "data.mix") -> None:
+    def __init__(self, shares: Mapping[str, float | Fraction], key: str = "data.mix") -> None:
         """Take relative shares, at least one above 0, which settings key `key` gave. Raises `UserError` if their period
         exceeds `MAX_PERIOD` tickets."""
         exact = {domain: Fraction(str(share)) for domain, share in sorted(shares.items()) if share > 0}

@@ -9,9 +9,11 @@ prompt format (see docs/DATA.md). The dataset has no state: the rollout knows wh
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from unicodedata import normalize
 
@@ -36,7 +38,7 @@ LINE_BREAK = re.compile(rf"(?<!\\)\\n(?!({'|'.join(LATEX.split())})(?![a-zA-Z]))
 
 
 class Prompts:
-    """The training and held-out prompts of a run, which never share a content. There may be no held-out prompt."""
+    """The training and held-out prompts of a run, which never share a content. One of both may be empty."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Prompts:
     ) -> None:
         """Take prompts, and in `mix` relative shares of the domains of `train`. Raises `UserError` if they do not
         fit."""
-        assert train, "there is no training prompt"
+        assert train or eval, "there is no prompt"
         self._shares, self._mix = mix, _checked_mix(mix, train) if mix else None
         self.train = tuple(prompt for prompt in train if not mix or mix[prompt.domain] > 0)
         self.eval = tuple(eval)
@@ -57,33 +59,38 @@ class Prompts:
         self._all = _EpochOrder(self.train)
 
     @classmethod
-    def load(cls, cfg: DataConfig) -> "Prompts":
-        """Read, deduplicate and split the prompts.
+    def load(cls, cfg: DataConfig, trains: bool = True) -> "Prompts":
+        """Read the prompts; deduplicate and split those that are for training.
 
-        Raises `UserError` for an unreadable or broken source, for an id used twice, and if no training prompt is left.
+        trains: whether there are steps of training. Else all rows of `data.eval`, or of `data.train` where it is given
+        alone, are for evaluation. Raises `UserError` for an unreadable or broken source, for an id used twice, for a
+        column of `data.keys` that no row has, and if no training prompt is left.
         """
         for key in ("format", "system"):
             if LINE_BREAK.search(getattr(cfg, key) or "") and rank() == 0:
                 tell(f"data.{key}: \\n is read as a line break")
-        rows = list(_read(cfg.train, "data.train", cfg))
+        key = "data.eval" if cfg.eval or trains else "data.train"
+        whole = cfg.eval if cfg.eval or trains else cfg.train
+        rows = list(_read(cfg.train, "data.train", cfg)) if trains else []
+        eval_rows = list(_read(whole, key, cfg)) if whole else []
+        if trains or not (cfg.train and cfg.eval):  # else settings may be about rows that are not read
+            _check_names([*rows, *eval_rows], cfg)
         train = _distinct(rows)
-        if cfg.eval:
-            eval_rows = list(_read(cfg.eval, "data.eval", cfg))
-            held_out = _distinct(eval_rows)
-            num_rows = len(rows) + len(eval_rows)
-        else:
-            held_out = {content: row for content, row in train.items() if is_held_out(content, cfg.holdout)}
-            num_rows = len(rows)
-        train = {content: row for content, row in train.items() if content not in held_out}
-        if not train:
-            reason = "all rows are also in data.eval" if cfg.eval else f"data.holdout={cfg.holdout} takes all rows"
-            raise UserError(f"data.train: no training prompt is left in {cfg.train}: {reason}")
+        held_out = [(_content(row), row) for row in eval_rows]
+        if not whole:
+            held_out = [(content, row) for content, row in train.items() if is_held_out(content, cfg.holdout)]
+        taken = {content for content, _ in held_out}
+        train = {content: row for content, row in train.items() if content not in taken}
+        if trains and not train:
+            taken_by = "all rows are also in data.eval" if cfg.eval else f"data.holdout={cfg.holdout} takes all rows"
+            raise UserError(
+                f"data.train: no training prompt is left in {cfg.train}: {taken_by}; to evaluate them, say steps=0"
+            )
         # Sorted by hash, the first n of `eval` are a fair sample, and stay the same when the source grows.
-        eval = [_to_prompt(held_out[content], content, cfg) for content in sorted(held_out)]
+        eval = [_to_prompt(row, id, cfg) for id, row in _numbered(sorted(held_out, key=itemgetter(0)))]
         prompts = [_to_prompt(row, content, cfg) for content, row in train.items()]
-        if unknown := sorted(set(cfg.domains) - {row.domain for row in (*train.values(), *held_out.values())}):
-            raise UserError(f"data.domains: no row has the domain or tag {unknown[0]!r}")
-        return cls(prompts, eval, num_rows - len(train) - len(held_out), cfg.mix)
+        num_dropped = len(rows) + len(eval_rows) - len(train) - len(held_out)
+        return cls(prompts, eval, num_dropped, cfg.mix if trains else None)
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
         """Return the epoch and the prompt of a ticket.
@@ -180,7 +187,8 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Row]:
             raise UserError(f"{key}: an empty name in {source!r}")
         for row in rows:
             if row.id is not None and seen.setdefault(row.id, row.where) != row.where:
-                raise UserError(f"{key}: {row.where}: id {row.id!r} was used before, at {seen[row.id]}")
+                before = f"was used before, at {seen[row.id]}; data.keys.id=null ignores ids"
+                raise UserError(f"{key}: {row.where}: id {row.id!r} {before}")
             yield row
 
 
@@ -188,13 +196,38 @@ def _distinct(rows: Iterable[Row]) -> dict[str, Row]:
     """Return rows by content id, in their order; of duplicates the first."""
     out: dict[str, Row] = {}
     for row in rows:
-        problem = row.problem
-        out.setdefault(content_id((Message("user", problem),) if isinstance(problem, str) else problem), row)
+        out.setdefault(_content(row), row)
     return out
 
 
-def _to_prompt(row: Row, content: str, cfg: DataConfig) -> Prompt:
-    """Return the prompt of a row: `data.format` applied to a text, and `data.system` put before it if it has none."""
+def _content(row: Row) -> str:
+    return content_id((Message("user", row.problem),) if isinstance(row.problem, str) else row.problem)
+
+
+def _numbered(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Yield each row with an id made of its content id: that itself, and for duplicates `<content id>-2`, `-3`, ..."""
+    counts = Counter[str]()
+    for content, row in rows:
+        counts[content] += 1
+        yield content if counts[content] == 1 else f"{content}-{counts[content]}", row
+
+
+def _check_names(rows: Sequence[Row], cfg: DataConfig) -> None:
+    """Raise a `UserError` for a domain in `data.domains`, or a column in `data.keys`, that no row has."""
+    if unknown := sorted(set(cfg.domains) - {row.domain for row in rows}):
+        raise UserError(f"data.domains: no row has the domain or tag {unknown[0]!r}")
+    read = [row for row in rows if row.lacks is not None]
+    for name, column in cfg.keys.items():
+        if read and all(name in row.lacks for row in read):
+            where, has = read[0].where, read[0].lacks[name]
+            raise UserError(f"data.keys.{name}: no row has a column `{column}`; {where} has {has}")
+
+
+def _to_prompt(row: Row, id: str, cfg: DataConfig) -> Prompt:
+    """Return the prompt of a row: `data.format` applied to a text, and `data.system` put before it if it has none.
+
+    id: that of a row without one of its own.
+    """
     if isinstance(row.problem, str):
         # Not str.format: problems and formats are full of braces.
         messages = (Message("user", with_line_breaks(cfg.format).replace("{question}", row.problem)),)
@@ -203,4 +236,4 @@ def _to_prompt(row: Row, content: str, cfg: DataConfig) -> Prompt:
     if cfg.system is not None and all(m.role != "system" for m in messages):
         messages = (Message("system", with_line_breaks(cfg.system)), *messages)
     domain = cfg.domains.get(row.domain, row.domain)
-    return Prompt(row.id or content, messages, domain, row.ground_truth, row.extra)
+    return Prompt(row.id or id, messages, domain, row.ground_truth, row.extra)

@@ -34,6 +34,9 @@ class Row:
     domain: str = DEFAULT_DOMAIN
     id: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    lacks: Mapping[str, str] | None = None
+    """Fields that `data.keys` maps to a column that the record does not have, each with the columns that it has; None
+    for a generated problem"""
 
 
 def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Row]:
@@ -58,8 +61,8 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
         raise _BrokenRow(f"not an object but {_kind(data)}")
     if _depth(data) > MAX_DEPTH:
         raise _BrokenRow(f"nested more than {MAX_DEPTH} levels deep")
-    data = _renamed(data, columns)
-    names = ", ".join(f"`{name}`" for name in data) or "nothing"
+    data, lacks = _renamed(data, columns)
+    names = _names(data)
     problem = _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names)
     ground_truth = "" if columns.get("ground_truth", "") is None else _ground_truth(data, columns, names)
     domain = _domain(data)
@@ -68,7 +71,12 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
         raise _BrokenRow(f"`id` is {_kind(own_id)}, not text or a whole number")
     if own_id is not None and isinstance(tag := data.get("tag"), str):
         own_id = f"{tag}/{own_id}"  # ROLL counts each source's rows from 1
-    return Row(where, problem, ground_truth, domain, None if own_id is None else _encodable(str(own_id), "id"), data)
+    own_id = None if own_id is None else _encodable(str(own_id), "id")
+    return Row(where, problem, ground_truth, domain, own_id, data, lacks)
+
+
+def _names(data: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" for name in data) or "nothing"
 
 
 def _depth(data: Any) -> int:
@@ -81,9 +89,9 @@ def _depth(data: Any) -> int:
     return depth
 
 
-def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the record with its columns under the names that `data.keys` gives them."""
-    out = dict(data)
+def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the record with its columns under the names that `data.keys` gives them, and `Row.lacks`."""
+    out, lacks = dict(data), {}
     for name, column in columns.items():
         found = data if column is None else _column(data, column)
         if column is None:
@@ -92,9 +100,10 @@ def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> dict[st
             out.pop(column, None)
             out[name] = found
         elif name not in data:
-            has = ", ".join(f"`{key}`" for key in data) or "nothing"
-            raise _BrokenRow(f"has no `{column}` (data.keys.{name}); it has {has}")
-    return out
+            raise _BrokenRow(f"has no `{column}` (data.keys.{name}); it has {_names(data)}")
+        else:
+            lacks[name] = _names(data)
+    return out, lacks
 
 
 def _column(data: Any, column: str) -> Any:

@@ -1,12 +1,13 @@
 """Held-out evaluation: a few sampled answers and one greedy answer for each prompt, dealt over the ranks."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
+from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.sample_log import held_out
 from spmd_rl.rollout import Sampling, mean_parts, sum_parts
 from spmd_rl.track.samples import SampleRow
@@ -44,7 +45,8 @@ def questions(cfg: RlvrConfig, held_out: Sequence[Prompt], step: int) -> tuple[S
 def evaluate(cfg: RlvrConfig, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, float]:
     """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
 
-    `log` gets this rank's answers: `Run.log_eval`.
+    `log` gets this rank's answers: `Run.log_eval`. One line says how many have no score. RunFailed where there is no
+    more than an evaluation and these are more than `reward.error_budget`.
     """
     prompts, samplings = questions(cfg, rollouts.prompts.eval, step)
     if not samplings:
@@ -64,12 +66,35 @@ def evaluate(cfg: RlvrConfig, rollouts: Answers, world: World, step: int, log: L
                     sums[f"{group.prompt.domain}/{name}/sum"] += sample.verdict.score
                     sums[f"{group.prompt.domain}/{name}/count"] += 1
         parts = [[group.prompt.domain, sum_parts(group.samples)] for group in groups]
-        everyone = [
-            pair for theirs in world.gather("eval: parts", [p for p in parts if p[1]]) for pair in theirs
-        ]  # [all]
+        unscored = [s.verdict.detail for g in groups for s in g.samples if s.last and not s.verdict.scored]
+        mine = [[p for p in parts if p[1]], len(unscored), next(filter(None, unscored), "")]
+        gathered = world.gather("eval: parts", mine)  # [all]
+        everyone = [pair for theirs, *_ in gathered for pair in theirs]
         means = {tag: mean_parts(found for name, found in everyone if name == tag) for tag, _ in everyone}
         own = {f"val/{tag}/{name}": value for tag in sorted(means) for name, value in means[tag].items()}
+        own |= _shares(cfg, prompts, step, [(count, first) for _, count, first in gathered], world.rank)
         return _means(world.reduce("eval: scores", dict(sums), "sum")) | own  # [all]
+
+
+def _shares(
+    cfg: RlvrConfig, prompts: Sequence[Prompt], step: int, unscored: Sequence[tuple[int, str]], rank: int
+) -> dict[str, float]:
+    """Over how many prompts the scores are, and the share of answers without one. RunFailed: see `evaluate`.
+
+    unscored: of each rank, the number of answers without a score, and why the first has none.
+    """
+    num_answers, num_unscored = len(prompts) * (cfg.eval.answers + 1), sum(count for count, _ in unscored)
+    if not num_answers:
+        return {}
+    if num_unscored:
+        line = f"{num_unscored} of {num_answers} held-out answers of step {step} got no score"
+        line += f"; the first: {next((detail for _, detail in unscored if detail), 'no reason is known')}"
+        if not cfg.steps and num_unscored > cfg.reward.error_budget * num_answers:  # alike on all ranks
+            raise RunFailed(f"reward.error_budget={cfg.reward.error_budget:g}: {line}")
+        if rank == 0:
+            tell(f"warning: {line}; val/* leave them out")
+    shares = {f"val/{domain}/num_prompts": float(n) for domain, n in Counter(p.domain for p in prompts).items()}
+    return shares | {"val/num_prompts": float(len(prompts)), "val/error_share": num_unscored / num_answers}
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

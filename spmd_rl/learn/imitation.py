@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AgenticConfig, AlgorithmConfig
+from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.learner import Learner
 from spmd_rl.train.base import Metrics, TrainBackend
@@ -15,8 +16,10 @@ SUPERVISED = AlgorithmConfig(
     loss_agg="token-mean",
     reward_scale=0.0,
     reward_shift=1.0,
+    bounds=BoundsConfig(max_abs_diff=None, min_ess=None),
 )
-"""Every score is 1 and so is every advantage: the policy gradient is that of supervised learning."""
+"""Every score is 1 and so is every advantage: the policy gradient is that of supervised learning. No engine has sampled
+the tokens, so nothing bounds how far its logprobs are from the trainer's."""
 
 
 class Imitation(Learner):

@@ -43,7 +43,7 @@ class Demonstrations:
         self._cfg, self._tasks, self._environments = cfg, tasks, environments
         self._tokenizer, self._world = tokenizer, world
         for tag, env in cfg.env.tags.items():
-            if cfg.warmup.steps and env.pattern_for(False) not in FORMS:
+            if cfg.warmup.steps and env.share and env.pattern_for(False) not in FORMS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
 
     def collect(self, step: int) -> Collected:

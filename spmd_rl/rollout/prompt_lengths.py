@@ -11,7 +11,7 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
     """[all] Return the prompts that fit, the length in tokens of the longest of them, and its id; alike on all ranks.
 
     Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
-    no training prompt is left.
+    no training prompt is left, or without these no held-out one.
     """
     limit, everything = cfg.rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
     mine = range(world.rank, len(everything), world.size)
@@ -29,16 +29,18 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
         )
     indices = {index for _, index in overlong}
     num_train = sum(index < len(prompts.train) for index in indices)
-    if num_train == len(prompts.train):
+    counts = [("training", num_train, len(prompts.train)), ("held-out", len(indices) - num_train, len(prompts.eval))]
+    counts = [(kind, dropped, of) for kind, dropped, of in counts if of]
+    kind, dropped, of = counts[0]
+    if dropped == of:
         raise UserError(
-            f"rollout.max_prompt_tokens={limit}: all {num_train} training prompts are longer, the shortest has "
-            f"{min(length for length, index in overlong if index < num_train)} tokens"
+            f"rollout.max_prompt_tokens={limit}: all {of} {kind} prompts are longer, the shortest has "
+            f"{min(length for length, index in overlong if index < of)} tokens"
         )
     if world.rank == 0:
         tell(
-            f"data.overlong=drop: left out {num_train} of {len(prompts.train)} training prompts and "
-            f"{len(indices) - num_train} of {len(prompts.eval)} held-out ones, which are longer than "
-            f"rollout.max_prompt_tokens={limit} (the longest has {most} tokens)"
+            f"warning: data.overlong=drop: left out {' and '.join(f'{n} of {of} {kind}' for kind, n, of in counts)} "
+            f"prompts, which are longer than rollout.max_prompt_tokens={limit} (the longest has {most} tokens)"
         )
     return prompts.without(indices), longest, prompt_id
 

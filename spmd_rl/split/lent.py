@@ -1,7 +1,8 @@
 """Ranks that are lent: they train, and generate with the others until the step's answers are there.
 
-What ROLL calls partial overlap. Nobody lends them: each takes part in generating a step when it comes back from the
-update before, and leaves when the step has ended; what it has under way then is claimed by the ranks that stay.
+What ROLL calls partial overlap. Ranks join and leave a step by themselves: each takes part in generating it when it
+comes back from the update before, and leaves when the step has ended; what it has under way then is claimed by the
+ranks that stay.
 """
 
 from collections.abc import Iterator, Sequence

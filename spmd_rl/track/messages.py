@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from spmd_rl.config.batch_arithmetic import describe_batch
+from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
@@ -26,8 +26,6 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
     model = Path(cfg.policy.model)
     epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
     train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
-    every = cfg.eval.every
-    evaluated = f", {min(cfg.eval.prompts, num_eval)} of them every {every} steps" if every and num_eval else ""
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps} steps, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),
@@ -36,8 +34,9 @@ def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
             "ranks",
             f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}",
         ),
-        ("prompts", f"{train}, {num_eval} held out{evaluated}"),
-        *describe_batch(cfg, len(placement.train), len(placement.generate)),
+        *([("prompts", f"{train}, {num_eval} held out")] if cfg.steps else []),
+        ("evaluation", describe_evaluation(cfg, num_eval)),
+        *(describe_batch(cfg, len(placement.train), len(placement.generate)) if cfg.steps else []),
         ("run.dir", cfg.run.dir),
     ]
     return _aligned(lines)

@@ -15,6 +15,7 @@ _COLUMNS = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("val", "val/score/mean", "{:.3f}"),
     ("greedy", "val/score_greedy/mean", "{:.3f}"),
+    ("over", "val/num_prompts", "{:.0f} prompts"),
     ("grad_norm", "actor/grad_norm", "{:.3g}"),
     ("length", "rollout/response_length/mean", "{:.1f}"),
     ("tokens/s", "system/tokens_per_s", "{:.0f}"),
@@ -79,7 +80,7 @@ def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
 def describe(step: int, num_steps: int, values: Mapping[str, float | None]) -> str:
     """Describe a step in one line.
 
-    Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  grad_norm 0.81  seconds 12.3`.
+    Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  over 64 prompts  seconds 12.3`.
     """
     shown = [f"{name} {form.format(values[key])}" for name, key, form in _COLUMNS if values.get(key) is not None]
     width = len(str(num_steps))

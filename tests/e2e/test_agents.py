@@ -63,6 +63,12 @@ def test_a_resumed_run_is_bitwise_the_same_whatever_plays_the_environments(toy: 
     assert straight.metrics()[-1]["actor/abs_advantage"] > 0
 
 
+def test_a_warm_up_has_no_engine_to_differ_from(straight: Running) -> None:
+    warmup, trained = (line.keys() for line in straight.metrics()[1:3])
+    assert "warmup/loss" in warmup and not [key for key in warmup if key.startswith("train_infer/")]
+    assert "train_infer/abs_diff/mean" in trained and "train_infer" not in straight.text()
+
+
 def test_one_rank_plays_the_same_episodes(toy: AgentToy, straight: Running) -> None:
     alone = toy.run("steps=2", ranks=0, name="alone")
     assert [tokens(alone, step) for step in (1, 2)] == [tokens(straight, step) for step in (1, 2)]

@@ -259,6 +259,25 @@ def test_tasks_are_a_function_of_the_seed_and_held_out_ones_of_nothing() -> None
 
 
 @pytest.mark.parametrize(
+    ("shares", "counts"),
+    [
+        ({"a": 3, "b": 1, "c": 0}, {"a": 30, "b": 10, "c": 20}),
+        ({"a": 1, "b": 0}, {"a": 30, "b": 30}),
+        ({"a": 0.5, "b": 0, "c": 0}, {"a": 20, "b": 20, "c": 20}),
+        ({"a": 0.7, "b": 0.1, "c": 0.2, "d": 0}, {"a": 31, "b": 5, "c": 9, "d": 15}),
+    ],
+    ids=str,
+)
+def test_an_environment_with_share_0_is_evaluated_and_never_trained_on(shares: dict, counts: dict) -> None:
+    tags = {tag: EnvConfig(f"my:{tag.upper()}", share=share) for tag, share in shares.items()}
+    tasks = EnvTasks(EnvsConfig(tags=tags), 60)
+    found = {tag: sum(task.domain == tag for task in tasks.eval) for tag in shares}
+    assert sum(found.values()) == 60 and all(abs(found[tag] - count) <= 1 for tag, count in counts.items())
+    for drawn in ([tasks.ticket(n, 5)[1] for n in range(100)], [tasks.demonstration(n, 5) for n in range(100)]):
+        assert {task.domain for task in drawn} == {tag for tag, share in shares.items() if share}
+
+
+@pytest.mark.parametrize(
     ("settings", "line"),
     [
         ({"pattern": "<go>"}, "pattern: '<go>' is none"),

@@ -324,6 +324,35 @@ def test_a_checkpoint_is_told_from_other_directories(place):
     check(settings(place, f"checkpoint.resume={checkpoint}"))
 
 
+def test_an_evaluation_needs_rows_and_a_directory_of_its_own(place):
+    bench = ("data.train=", f"data.eval={place}/rows.jsonl")
+    check(settings(place, *bench, "steps=0"))
+    check(settings(place, "steps=0"))  # its `data.train`
+    assert refusal(place, *bench) == (
+        "data.train: no training data is given; to evaluate data.eval and train nothing, say steps=0"
+    )
+    assert refusal(place, "data.train=", "steps=0").startswith("data.train: no dataset is given")
+    assert idle(place, *bench[1:], "steps=0", "data.mix={math: 1}") == [
+        "data.train: has no effect while steps is 0 and data.eval is given",
+        "data.mix.math: has no effect while steps is 0",
+    ]
+
+    checkpoint = place / "other" / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    asked = (*bench, "steps=0", f"checkpoint.resume={checkpoint}")
+    assert refusal(place, *asked).startswith(f"checkpoint.resume: {checkpoint} has no hf/, which is what steps=0")
+    (place / "model").rename(checkpoint / "hf")
+    cfg = settings(place, *asked)
+    check(cfg)
+    assert cfg.policy.model == f"{checkpoint}/hf" and cfg.checkpoint.resume == "auto"
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    assert refusal(place, *asked, f"run.dir={place}/other") == (
+        f"steps=0: {place}/other holds a run, which an evaluation would overwrite; choose another run.dir; "
+        f"checkpoint.resume={checkpoint} evaluates it there"
+    )
+
+
 def test_no_dataset_and_no_rewarder_name_the_way(place):
     with pytest.raises(
         UserError, match=r"data\.train: no dataset .* \+experiment=demo; .* data=jsonl_math data\.train="

@@ -65,6 +65,13 @@ def test_steps_count_where_the_learning_rate_decays():
     assert short != long
 
 
+def test_an_evaluation_has_a_name_of_its_own_for_each_way_to_evaluate():
+    lines = [(), ("eval.temperature=0.5",), ("eval.prompts=9",), ("checkpoint.resume=/a",), ("checkpoint.resume=/b",)]
+    names = {rlvr(*line, "steps=0").run.name for line in lines}
+    assert len(names | {rlvr().run.name}) == len(lines) + 1 and "-eval-" in min(names)
+    assert rlvr("steps=0", "journal.stall_seconds=5").run.name in names
+
+
 def test_the_world_size_does_not_count(monkeypatch):
     before = identity_hash(rlvr())
     monkeypatch.setenv("WORLD_SIZE", "4")

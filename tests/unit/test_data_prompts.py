@@ -141,8 +141,66 @@ def test_rows_of_data_eval_are_not_trained_on(tmp_path: Path) -> None:
     held_out = write(tmp_path / "eval.jsonl", *questions(6, start=7), *questions(1, start=7))
     prompts = Prompts.load(DataConfig(train=train, eval=held_out))
     assert [p.ground_truth for p in prompts.train] == [str(2 * i) for i in range(7)]  # all, and in file order
-    assert {p.ground_truth for p in prompts.eval} == {str(2 * i) for i in range(7, 13)}
-    assert prompts.num_dropped == 3 + 1
+    assert sorted(int(p.ground_truth) for p in prompts.eval) == [14, *range(14, 26, 2)]  # all, one of them twice
+    assert prompts.num_dropped == 3
+
+
+def of_parquet(path: Path, *rows: dict[str, Any]) -> str:
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("write_rows", [write, of_parquet])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("given", [("eval",), ("train",), ("train", "eval")], ids="+".join)
+def test_all_rows_of_what_is_given_to_be_evaluated_are(tmp_path: Path, given, trains: bool, write_rows) -> None:
+    """Two files, in which a question stands four times, and is trained on nowhere."""
+    if trains and "eval" not in given:
+        given = ("train", "eval")
+    rows = [*questions(30), {"question": "What is 7 + 7?", "answer": "other"}, *questions(1, start=7)]
+    first, second = write_rows(tmp_path / "a", *rows), write_rows(tmp_path / "b", *questions(3, start=7))
+    sources = {"train": write(tmp_path / "train", *questions(40, start=7)), given[-1]: f"{first},{second}"}
+    sources = {key: sources[key] for key in given} | ({"train": sources["train"]} if trains else {})
+    cfg = DataConfig(**sources, holdout=0.5, mix={} if trains else {"nowhere": 1})
+    prompts = Prompts.load(cfg, trains)
+    expected = sorted(row["answer"] for row in [*rows, *questions(3, start=7)])
+    assert sorted(p.ground_truth for p in prompts.eval) == expected and len(prompts.train) == 17 * trains
+    assert len({p.id for p in prompts.eval}) == len(expected)
+    assert sum(p.messages[0].content == "What is 7 + 7?" for p in prompts.eval) == 4
+    assert Prompts.load(cfg, trains).fingerprint() == prompts.fingerprint()
+    assert not contents(prompts.train) & contents(prompts.eval)
+    assert prompts.eval[0].id == min(p.id for p in prompts.eval)
+
+
+def test_a_source_named_twice_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *questions(5))
+    assert len(Prompts.load(DataConfig(eval=f"{path},{tmp_path}/*.jsonl"), trains=False).eval) == 5
+
+
+def test_a_domain_with_share_0_is_evaluated_and_never_trained_on(tmp_path: Path) -> None:
+    rows = [{**row, "domain": "code" if i % 2 else "math"} for i, row in enumerate(questions(200))]
+    extra = write(tmp_path / "b.jsonl", {"question": "new", "answer": "1", "domain": "general"})
+    shares = {"math": 1, "code": 0, "general": 0}
+    for more, known in (({}, {"math", "code"}), ({"eval": extra}, {"general"})):
+        prompts = Prompts.load(DataConfig(train=write(tmp_path / "a.jsonl", *rows), mix=shares, **more))
+        assert {p.domain for p in prompts.eval} == known
+        assert {prompts.ticket(t, 0)[1].domain for t in range(300)} == {p.domain for p in prompts.train} == {"math"}
+
+
+def test_a_column_that_no_row_has_is_a_mistake(tmp_path: Path) -> None:
+    train, mapped = write(tmp_path / "a.jsonl", *questions(9)), [{"question": "2 + 2?", "result": "4"}]
+    with pytest.raises(UserError) as caught:
+        Prompts.load(DataConfig(train=f"{train},{SUM_CHAINS}", size=3, keys={"answer": "result"}))
+    line = f"data.keys.answer: no row has a column `result`; {train}:1 has `question`, `answer`"
+    assert str(caught.value) == line
+    other = write(tmp_path / "b.jsonl", *mapped)
+    for more in ({"train": f"{train},{other}"}, {"train": train, "eval": other}):
+        prompts = Prompts.load(DataConfig(**more, keys={"answer": "result"}, holdout=0))
+        assert "2 + 2?" in {p.messages[0].content for p in (*prompts.train, *prompts.eval)}
+    unread = DataConfig(train=other, eval=train, keys={"answer": "result"}, domains={"physics": "math"})
+    assert len(Prompts.load(unread, trains=False).eval) == 9  # the settings are those of a run that trains
 
 
 def test_first_held_out_prompts_stay_when_the_source_grows(tmp_path: Path) -> None:
@@ -159,7 +217,8 @@ def test_own_ids_are_kept_and_checked_over_all_files(tmp_path: Path) -> None:
     assert [p.id for p in prompts.train] == ["0", "1", "2"]
     with pytest.raises(UserError) as caught:
         Prompts.load(DataConfig(train=f"{first}, {second}"))
-    assert str(caught.value) == f"data.train: {second}:1: id '1' was used before, at {first}:2"
+    line = f"data.train: {second}:1: id '1' was used before, at {first}:2; data.keys.id=null ignores ids"
+    assert str(caught.value) == line
 
 
 def test_several_sources_make_one_dataset(tmp_path: Path) -> None:
@@ -181,7 +240,7 @@ def test_several_sources_make_one_dataset(tmp_path: Path) -> None:
         ({"args": {"min_digits": 0}}, "data.args: chain_sum refuses {'min_digits': 0}: min_digits must be positive"),
         ({"args": {"min_digits": "x"}}, "data.args: chain_sum refuses"),
         ({"eval": "reasoning_gym:chain_sum"}, "no training prompt is left in reasoning_gym:chain_sum"),
-        ({"size": 1, "holdout": 0.999999}, "data.holdout=0.999999 takes all rows"),
+        ({"holdout": 1}, "data.holdout=1 takes all rows; to evaluate them, say steps=0"),
     ],
 )
 def test_mistakes_are_named_in_one_line(settings: dict[str, Any], message: str) -> None:

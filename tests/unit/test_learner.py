@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from spmd_rl.batch import pack
-from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
+from spmd_rl.config.schema import AgenticConfig, AlgorithmConfig, RlvrConfig
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.learn import Learner, evaluate, policy_loss, sample_log
+from spmd_rl.learn import Imitation, Learner, evaluate, policy_loss, sample_log
 from spmd_rl.rollout import Rollouts
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
@@ -24,23 +24,24 @@ from tests.unit.test_prepare import GROUPS, collected, group, plan_of, planned, 
 
 
 class FakeBackend:
-    """Says -0.3 of every token; notes what it was asked."""
+    """Says the same, by default -0.3, of every token; notes what it was asked."""
 
     hidden_size = 64
 
-    def __init__(self) -> None:
+    def __init__(self, logprob: float = -0.3) -> None:
         self.asked: list[str] = []
+        self.logprob = logprob
         with solo() as world:
             self.layout = Layout(world)
 
     def logprobs(self, batch, temperature):
         self.asked.append("logprobs")
-        return torch.full((batch.num_tokens,), -0.3), torch.zeros(batch.num_tokens)
+        return torch.full((batch.num_tokens,), self.logprob), torch.zeros(batch.num_tokens)
 
     def update(self, batch, loss, temperature):
         n = int(batch.loss_mask.sum())
         self.asked.append(f"update of {n}")
-        values, quantities = loss(torch.full((n,), -0.3), torch.ones(n), batch)
+        values, quantities = loss(torch.full((n,), self.logprob), torch.ones(n), batch)
         return {"loss": float(values.sum()), "grad_norm": 2.0, "lr": 0.1, "skipped": 0.0, "num_microbatches": 1.0} | {
             name: float(q.mean()) for name, q in quantities.items()
         }
@@ -255,8 +256,44 @@ def test_evaluation_is_due_before_every_n_and_at_the_end() -> None:
     assert due == [0, 3, 6, 7]
     assert metrics.keys() == {
         "val/score/mean", "val/score_greedy/mean", "val/toy/score/mean", "val/toy/score_greedy/mean",
+        "val/num_prompts", "val/toy/num_prompts", "val/error_share",
     }  # fmt: skip
     assert 0 <= metrics["val/score/mean"] <= 1
+    assert (metrics["val/num_prompts"], metrics["val/toy/num_prompts"], metrics["val/error_share"]) == (2, 2, 0)
+
+
+def test_held_out_answers_without_a_score_are_counted_and_said(capsys: pytest.CaptureFixture) -> None:
+    class Broken(FakeScorer):
+        async def score(self, prompt, answer, info):
+            if prompt.ground_truth == "1":
+                return Verdict("error", detail="no judge")
+            return await super().score(prompt, answer, info)
+
+    cfg = RlvrConfig(steps=7)
+    with solo() as world:
+        rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(4), Broken(lambda *_: 1.0), FakeTokenizer(), world)
+        metrics = evaluate(cfg, rollouts, world, 0)
+        assert (metrics["val/num_prompts"], metrics["val/error_share"], metrics["val/score/mean"]) == (2, 0.5, 1.0)
+        line = "2 of 4 held-out answers of step 0 got no score; the first: no judge"
+        assert f"warning: {line}; val/* leave them out" in capsys.readouterr().err
+        cfg.steps = 0  # then there is nothing else to go on for
+        with pytest.raises(RunFailed) as caught:
+            evaluate(cfg, rollouts, world, 0)
+        assert str(caught.value) == f"reward.error_budget=0.1: {line}"
+        cfg.reward.error_budget = 0.5
+        assert evaluate(cfg, rollouts, world, 0) == metrics
+
+
+def test_demonstrations_have_no_engine_to_differ_from(capsys: pytest.CaptureFixture) -> None:
+    """Their logprobs mean nothing: no metric, no warning and no end of the run comes of them."""
+    for updates in (1, 3):  # the second makes a pass for logprobs first
+        cfg, policy = AgenticConfig(), FakeBackend(-6.9)
+        cfg.policy.dtype, cfg.train.updates_per_step, cfg.algorithm.bounds.on_breach = "bfloat16", updates, "stop"
+        with solo() as world:
+            imitation = Imitation(cfg, policy, world)
+            metrics = imitation.update(imitation.prepare(collected(GROUPS)))
+        assert metrics["warmup/loss"] > 0 and not [key for key in metrics if key.startswith("train_infer/")]
+        assert capsys.readouterr().err == ""
 
 
 def test_the_sample_log_says_why_each_sample_was_kept_or_not() -> None:

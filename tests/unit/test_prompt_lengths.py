@@ -1,5 +1,6 @@
 """Prompts that are too long: left out with a count, or refused; the same on all ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,19 @@ def prompts() -> Prompts:
     return Prompts(made[:8], made[8:])
 
 
+def bench() -> Prompts:
+    return Prompts((), prompts().train)
+
+
 def settings(limit: int, overlong: str = "drop") -> RlvrConfig:
     cfg = RlvrConfig()
     cfg.rollout.max_prompt_tokens, cfg.data.overlong = limit, overlong
     return cfg
 
 
-def on_all_ranks(cfg: RlvrConfig, size: int) -> list[tuple[Prompts, int, str]]:
+def on_all_ranks(
+    cfg: RlvrConfig, size: int, prompts: Callable[[], Prompts] = prompts
+) -> list[tuple[Prompts, int, str]]:
     brought: list[Any] = [None] * size
     for rank in range(size):
         try:
@@ -54,10 +61,18 @@ def test_all_ranks_leave_out_the_same_prompts_and_one_says_so(size: int, capsys:
         assert [p.id for p in left.train] == ["id1", "id2", "id3", "id4", "id5"] and left.eval == ()
         assert (longest, prompt_id, left.num_dropped) == (5, "id5", 5)
     line = (
-        "data.overlong=drop: left out 3 of 8 training prompts and 2 of 2 held-out ones, which are longer than "
+        "warning: data.overlong=drop: left out 3 of 8 training and 2 of 2 held-out prompts, which are longer than "
         "rollout.max_prompt_tokens=5 (the longest has 10 tokens)"
     )
     assert capsys.readouterr().err.splitlines()[-1] == line
+
+
+def test_of_rows_to_evaluate_none_vanishes_in_silence(capsys: pytest.CaptureFixture) -> None:
+    ((left, *_),) = on_all_ranks(settings(5), 1, bench)
+    assert [p.id for p in left.eval] == ["id1", "id2", "id3", "id4", "id5"]
+    assert "left out 3 of 8 held-out prompts, which are longer than" in capsys.readouterr().err
+    with pytest.raises(UserError, match="all 8 held-out prompts are longer, the shortest has 1 tokens"):
+        on_all_ranks(settings(0), 1, bench)
 
 
 def test_nothing_is_said_where_all_fit(capsys: pytest.CaptureFixture) -> None:

@@ -26,16 +26,17 @@ class DataConfig:
     """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
 
     train: str | None = None
-    """Training prompts, which must be given: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a
-    pattern), a dataset of the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a
-    comma-separated list of these."""
+    """Training prompts, without which there is only evaluation (`steps=0`): files (JSON lines, a JSON array, either
+    with gzip, or parquet; `*` is a pattern), a dataset of the Hugging Face hub (`openai/gsm8k:main:train`),
+    `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
-    """Held-out prompts, given like `train`. Default: the held-out share of `train`."""
+    """Held-out prompts, given like `train`, of which all rows are kept. Default: the held-out share of `train`; with
+    `steps=0` all of `train`."""
     holdout: float = 0.25
-    """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
-    nothing is evaluated."""
+    """Share of `train` that is held out, by content hash, when `eval` is not given and there are steps of training. 0:
+    all rows are trained on, and nothing is evaluated."""
     size: int = 1000
-    """Number of rows to generate, before duplicates are dropped (reasoning_gym only)."""
+    """Number of rows to generate, before training drops duplicates (reasoning_gym only)."""
     seed: int = 0
     """Seed of the generator (reasoning_gym only)."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -51,17 +52,18 @@ class DataConfig:
     """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
     mix: dict[str, float] = field(default_factory=dict)
     """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. They are exact: of
-    the first n tickets each domain has its share to within one. Default: prompts as they come."""
+    the first n tickets each domain has its share to within one. A domain with 0 is evaluated and never trained on.
+    Default: prompts as they come."""
     format: str = "{question}"
     """Template of the user message; `{question}` stands for the text of a row. Rows with `messages` do not use it."""
     system: str | None = None
     """System message that is put before every prompt without one."""
 
     def __post_init__(self) -> None:
-        self.train = self.train and expand_list(self.train)
-        self.eval = self.eval and expand_list(self.eval)
-        require(self.holdout < 1, f"holdout: must be less than 1, not {self.holdout}")
-        at_least(self, holdout=0, size=1)
+        self.train = expand_list(self.train) if self.train else None
+        self.eval = expand_list(self.eval) if self.eval else None
+        within(self, holdout=(0, 1))
+        at_least(self, size=1)
         one_of(self, overlong=("drop", "error"))
         for name in self.keys:
             require(name in ROW_KEYS, f"keys.{name}: rows have no such field; known: {', '.join(ROW_KEYS)}")
@@ -164,9 +166,10 @@ def split_command(server: str) -> list[str]:
 
 
 def sources(source: str | None) -> list[str]:
-    """Return the parts of `data.train` or `data.eval`, of a pattern (`data/*.parquet`) the files that fit, by name."""
+    """Return the parts of `data.train` or `data.eval`, each once, and the files of a pattern by name."""
     parts = [part.strip() for part in source.split(",")] if source else []
-    return [name for part in parts for name in (sorted(glob(part)) if has_magic(part) else []) or [part]]
+    found = [name for part in parts for name in (sorted(glob(part)) if has_magic(part) else []) or [part]]
+    return list(dict.fromkeys(found))
 
 
 def files(source: str | None) -> list[str]:

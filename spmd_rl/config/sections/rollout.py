@@ -8,6 +8,8 @@ from spmd_rl.config.values import above, at_least, one_of, require, within
 CLAIMS = ("store", "static")
 ACCEPTS = ("in_order", "first_finished")
 TAILS = ("none", "defer")
+HELD_OUT = 64
+"""Held-out prompts that are asked where nobody says how many, and no file of them is given"""
 MAX_TOP_K = 1024
 DEFAULT_TOP_K = 256
 """Where `top_p` or `min_p` is used without a `top_k`. Few distributions of a trained model reach so far."""
@@ -161,8 +163,9 @@ class EvalConfig:
     every: int = 10
     """Number of steps between evaluations; there is one before the first step and one after the last too. With 0 there
     is none."""
-    prompts: int = 64
-    """Number of held-out prompts that are asked; all of them, if there are fewer."""
+    prompts: int | None = None
+    """Number of held-out prompts that are asked; all of them, if there are fewer. Default: all of `data.eval`, and with
+    `steps=0` all that are given; 64 of those that training holds out of `data.train`; 64 tasks of an agent."""
     answers: int = 1
     """Number of sampled answers to each prompt, beside one greedy answer."""
     temperature: float | None = None
