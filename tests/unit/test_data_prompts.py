@@ -76,12 +76,12 @@ def test_held_out_share_is_the_share_asked_for(tmp_path: Path) -> None:
 def test_format_and_system_do_not_move_a_problem(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *questions(50))
     plain = Prompts.load(DataConfig(train=path))
-    dressed = Prompts.load(DataConfig(train=path, format="Solve {x}: {question}\nIn \\boxed{}.", system="Be brief."))
+    dressed = Prompts.load(DataConfig(train=path, format="Solve for {x, y}: {question}\nIn \\boxed{}.", system="Be brief."))
     assert [p.id for p in plain.train] == [p.id for p in dressed.train]
     assert [p.id for p in plain.eval] == [p.id for p in dressed.eval]
     system, user = dressed.train[0].messages
     assert system == Message("system", "Be brief.")
-    assert user.content == f"Solve {{x}}: {plain.train[0].messages[0].content}\nIn \\boxed{{}}."
+    assert user.content == f"Solve for {{x, y}}: {plain.train[0].messages[0].content}\nIn \\boxed{{}}."
 
 
 def test_a_line_break_from_the_command_line_is_one_and_is_said(tmp_path: Path, capsys) -> None:
