@@ -76,7 +76,8 @@ def test_held_out_share_is_the_share_asked_for(tmp_path: Path) -> None:
 def test_format_and_system_do_not_move_a_problem(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *questions(50))
     plain = Prompts.load(DataConfig(train=path))
-    dressed = Prompts.load(DataConfig(train=path, format="Solve for {x, y}: {question}\nIn \\boxed{}.", system="Be brief."))
+    settings = {"format": "Solve for {x, y}: {question}\nIn \\boxed{}.", "system": "Be brief."}
+    dressed = Prompts.load(DataConfig(train=path, **settings))
     assert [p.id for p in plain.train] == [p.id for p in dressed.train]
     assert [p.id for p in plain.eval] == [p.id for p in dressed.eval]
     system, user = dressed.train[0].messages
