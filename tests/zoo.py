@@ -27,7 +27,13 @@ COUNTS |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"
 COUNTS |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
 COUNTS |= dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "num_key_value_heads"), 2)
 COUNTS |= {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "index_topk": 8}
-COUNTS |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "index_n_heads": 2, "encoder_attention_heads": 4}
+COUNTS |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "index_n_heads": 2,
+    "encoder_attention_heads": 4,
+    "encoder_layers": 2,
+}
 COUNTS |= dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "block_size"), 512)
 COUNTS |= {"vocab_size": 260, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = WIDTHS | COUNTS

@@ -26,7 +26,7 @@ ACCEPTED = sorted([*FULL.split(), *SLIDING])
 """To add one: its name above, and the test must pass"""
 UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Types that have no window but with `use_sliding_window`"""
-WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", *UNLESS_ASKED), 4096)}
+WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
 LAYERS = {"full_attention", "sliding_attention"}
 """What `layer_types` may name"""
 POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}

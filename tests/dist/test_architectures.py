@@ -5,7 +5,6 @@ Right is what plain transformers computes of each sequence alone: logprobs, the 
 """
 
 import json
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,6 +60,10 @@ MUST_BE_REFUSED = (
 )
 
 
+NO_DEFAULT_AT_ALL = ("musicgen", "musicgen_melody")
+"""Types whose class wants other configs"""
+
+
 def verdict(path: Path) -> str:
     """Why the gate refuses the model there; empty if it does not."""
     try:
@@ -98,7 +101,11 @@ def compare(world, name: str, path: Path, axes: dict[str, int]) -> dict:
     world.barrier("written")  # [all]
     assert not verdict(path), verdict(path)
     policy = PolicyConfig(model=str(path), dtype="float32", max_grad_norm=1e9)
-    role = build_role("policy", RlvrConfig(policy=policy, train=TrainConfig(**axes)), world)  # [all]
+    try:
+        role = build_role("policy", RlvrConfig(policy=policy, train=TrainConfig(**axes)), world)  # [all]
+    except UserError as error:  # on all ranks
+        assert str(error).startswith("train.")
+        return {"refused": str(error)}
     check_packing(name, role, torch.float32)  # [all]
     batch, data = global_batch(), role.layout.data
     wanted, norm = plain(path, batch)
@@ -130,13 +137,7 @@ def is_right(found: dict) -> bool:
         ([*QUICK.split(), *WINDOWED], 1, {}),
         pytest.param([*ACCEPTED, *VARIANTS], 1, {}, marks=pytest.mark.slow),
         # each stage runs the model's own forward: what that does beside the layers would be done twice
-        pytest.param(
-            "apertus arcee diffllama ernie4_5 exaone4 gemma gemma3_text helium hunyuan_v1_dense llama olmo2 "
-            "olmo3 persimmon phi3 qwen3_moe seed_oss smollm3 starcoder2".split()[1:],
-            2,
-            {"pp": 2},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(ACCEPTED, 2, {"pp": 2}, marks=pytest.mark.slow),
     ],
     ids=["two ranks", "quick", "all", "stages"],
 )
@@ -144,14 +145,18 @@ def test_what_is_accepted_computes_what_transformers_computes(
     names: list[str], size: int, axes: dict[str, int], tmp_path: Path
 ) -> None:
     found = run_ranks(size, survey, names, str(tmp_path), axes, timeout=900)
-    wrong = {name: of_rank[name] for of_rank in found for name in names if not is_right(of_rank[name])}
-    assert not wrong and all(len(of_rank) == len(names) for of_rank in found)
+    can = {name for name in names if "refused" not in found[0][name]}
+    assert len(can) == len(names) or ("pp" in axes and len(can) > 30)
+    assert not {name: of_rank[name] for of_rank in found for name in can if not is_right(of_rank[name])}
 
 
 def test_every_other_type_is_refused_by_name(tmp_path: Path) -> None:
     assert set(ACCEPTED) <= {*TYPES} and set(MUST_BE_REFUSED.split()) <= {*TYPES} - {*ACCEPTED}
     for kind in {*TYPES} - {*ACCEPTED, "gpt-sw3"}:  # which is gpt2
-        for config in ({"model_type": kind}, json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False))):
+        configs = [{"model_type": kind}]
+        if kind not in NO_DEFAULT_AT_ALL:
+            configs.append(json.loads(CONFIG_MAPPING[kind]().to_json_string(use_diff=False)))
+        for config in configs:
             (tmp_path / "config.json").write_text(json.dumps(config))
             line = verdict(tmp_path)
             other = f"policy.model: {tmp_path} is no causal language model but {kind}"
