@@ -18,7 +18,7 @@ from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.errors import UserError
 from spmd_rl.train import build_role
 from spmd_rl.train.packed_check import check_packing
-from tests.dist.harness import run_ranks
+from tests.dist.harness import ROOT, run_ranks
 from tests.training import global_batch, loss
 from tests.zoo import TYPES, write
 
@@ -169,3 +169,9 @@ def test_the_windows_of_types_are_those_of_their_classes() -> None:
         assert kind in SLIDING or "sliding_attention" not in (getattr(config, "layer_types", None) or ()), kind
         window = getattr(CONFIG_MAPPING[kind](use_sliding_window=True), "sliding_window", None)
         assert window == WINDOWS.get(kind), kind
+
+
+def test_the_docs_list_them() -> None:
+    section = (ROOT / "docs" / "RUN.md").read_text().partition("## Before: which models")[2].partition("\n## ")[0]
+    listed = next(block for block in section.split("\n\n") if block.startswith("afmoe, "))
+    assert listed.replace("\n", " ").rstrip(".").split(", ") == ACCEPTED
