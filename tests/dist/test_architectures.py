@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from spmd_rl.config.architectures import ACCEPTED, SLIDING, WINDOWS, check_architecture
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
@@ -19,6 +20,8 @@ from spmd_rl.errors import UserError
 from spmd_rl.train import build_role
 from spmd_rl.train.packed_check import check_packing
 from tests.dist.harness import ROOT, run_ranks
+from tests.e2e.leaking_rlvr import before
+from tests.models import tiny
 from tests.training import global_batch, loss
 from tests.zoo import TYPES, write
 
@@ -148,6 +151,30 @@ def test_what_is_accepted_computes_what_transformers_computes(
     can = {name for name in names if "refused" not in found[0][name]}
     assert len(can) == len(names) or ("pp" in axes and len(can) > 30)
     assert not {name: of_rank[name] for of_rank in found for name in can if not is_right(of_rank[name])}
+
+
+def guarded_critic(world, path: str, axes: dict[str, int]) -> str:
+    """[all] What a critic with a short convolution in its layers is told; the critic without has passed."""
+    cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"), train=TrainConfig(**axes))
+    role = build_role("critic", cfg, world)  # [all]
+    check_packing("critic", role, torch.float32)  # [all]
+    batch = global_batch().select([0, 1])
+    assert not role.values(batch).any()  # [all] its head starts at 0
+    forward = LlamaMLP.forward
+    LlamaMLP.forward = lambda self, x: forward(self, before(x))
+    try:
+        check_packing("critic", role, torch.float32)  # [all]
+    except UserError as error:
+        return str(error)
+    finally:
+        LlamaMLP.forward = forward
+    return ""
+
+
+@pytest.mark.parametrize(("size", "axes"), [(1, {}), (2, {"pp": 2}), (2, {"tp": 2}), (2, {"cp": 2})], ids=str)
+def test_a_critic_is_asked_too_though_its_values_start_at_0(size: int, axes: dict[str, int], tmp_path: Path) -> None:
+    lines = run_ranks(size, guarded_critic, str(tiny("llama", tmp_path)), axes)
+    assert len({*lines}) == 1 and lines[0].startswith("critic does not keep packed sequences apart: neighbours change")
 
 
 def test_every_other_type_is_refused_by_name(tmp_path: Path) -> None:
