@@ -30,7 +30,7 @@ LONGEST = 80
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}
 VARIANTS = {
     "cohere use_qk_norm": {"use_qk_norm": True, "logit_scale": 0.3},
-    "cohere2": {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "logit_scale": 0.3},
+    "cohere2 layers": {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "logit_scale": 0.3},
     "deepseek_v2 groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3 yarn": {"rope_parameters": {**ROPE, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}},
     "gpt2 inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
