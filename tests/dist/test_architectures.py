@@ -1,7 +1,6 @@
 """The gate over every causal language model of the installed transformers: accepted, it computes right; or refused.
 
 Right is what plain transformers computes of each sequence alone: logprobs, the gradient's norm, the stored weights.
-`python -m tests.dist.test_architectures` prints a table of all.
 """
 
 import json
