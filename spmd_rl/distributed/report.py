@@ -68,6 +68,16 @@ def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> s
     return "\n".join([*lines, f"  stacks: {stacks}"])
 
 
+def cut_off_report(pulse: Pulse, silent_seconds: float, stall_seconds: float, stacks: str) -> str:
+    """The same of a rank that the store has not answered for so long: all it knows is where it is itself."""
+    lines = [
+        f"spmd_rl: rank {pulse.peer.rank} is cut off: the store is out of reach, without an answer for "
+        f"{silent_seconds:.0f} s (journal.stall_seconds={stall_seconds:g}); its node or the network between is lost",
+        f"    {_where(pulse)}",
+    ]
+    return "\n".join([*lines, f"  stacks: {stacks}"])
+
+
 def _awaited(live: Sequence[Pulse], everyone: Sequence[int]) -> Place | None:
     """The collective in which most ranks are, among those where a dead rank is missing if there are any.
 
