@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -37,9 +36,9 @@ def job(toy: Toy, machines: Machines, *overrides: str, name: str, restarts: int 
     try:
         for index, address in enumerate(machines.addresses):
             mark, output = secrets.token_hex(8), toy.path / f"{name}-{index}.out"
-            agent = f"--nnodes 2 --nproc-per-node 1 --max-restarts {restarts} --rdzv-backend c10d --local-addr {address}"
-            place = f"--rdzv-endpoint {machines.addresses[0]}:{PORT} --rdzv-conf is_host={index == 0} --rdzv-id {name}"
-            run = ["-m", "torch.distributed.run", *agent.split(), *place.split(), "-m", toy.door]
+            agent = f"--nnodes 2 --nproc-per-node 1 --max-restarts {restarts} --local-addr {address} --rdzv-id {name}"
+            meet = f"--rdzv-backend c10d --rdzv-endpoint {machines.addresses[0]}:{PORT} --rdzv-conf is_host={not index}"
+            run = ["-m", "torch.distributed.run", *agent.split(), *meet.split(), "-m", toy.door]
             environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
             with open(output, "wb") as out:
                 process = machines.start(
