@@ -69,7 +69,7 @@ class Ending:
     def end_with(self, end: End) -> NoReturn:
         """End this process because of what another rank announced, of a stall, or because it is cut off."""
         if end.kind in ("stall", "cut off"):
-            faulthandler.dump_traceback_later(_END_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
             self._dump_stacks()
             if end.rank == self._rank:
                 name = "hang.txt" if end.kind == "stall" else f"hang-rank-{self._rank}.txt"
@@ -84,7 +84,7 @@ class Ending:
     def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
         """Tell journal and torchrun `text`, run rank 0's callbacks for some seconds, kill this node's ranks, exit."""
         began = time.monotonic()
-        faulthandler.dump_traceback_later(_END_SECONDS, exit=True)  # the disk may be out of reach as well
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)  # the disk may be out of reach as well
         with contextlib.suppress(OSError):
             self._journal.note("error", text=text)
         if code:

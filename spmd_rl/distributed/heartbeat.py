@@ -16,7 +16,7 @@ from spmd_rl.distributed.report import Beat, Peer, Pulse
 BEAT_SECONDS = 0.25
 """Between beats, of up to 256 ranks; the more there are beyond, the longer, so that one store can serve them all."""
 SILENT_BEATS = 6
-"""A rank that has not been heard of for so many beats is stopped or dead."""
+"""A rank that has not been heard of for so many beats is stopped, dead or cut off."""
 
 
 class Heartbeats:

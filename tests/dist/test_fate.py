@@ -110,7 +110,7 @@ def test_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
         assert "arrived: rank 0\n" in report
         assert "did not arrive: rank 1\n" in report
         assert f"rank 1 (pid {stopped} on " in report
-        assert "stopped or dead; no stack. Last seen in phase update" in report
+        assert "stopped, dead or cut off; no stack. Last seen in phase update" in report
         assert "in gather" in (job.run_dir / "journal/stacks-rank-0.txt").read_text()
         assert not (job.run_dir / "journal/stacks-rank-1.txt").exists()
         assert (job.run_dir / "on_exit.txt").exists()
