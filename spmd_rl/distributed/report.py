@@ -73,7 +73,7 @@ def cut_off_report(pulse: Pulse, silent_seconds: float, stall_seconds: float, st
     return "\n".join(
         [
             f"spmd_rl: rank {pulse.peer.rank} is cut off: the store is out of reach, without an answer for "
-            f"{silent_seconds:.0f} s (journal.stall_seconds={stall_seconds:g}); its node or the network between is lost",
+            f"{silent_seconds:.0f} s (journal.stall_seconds={stall_seconds:g}); its node or the way there is lost",
             f"    {_where(pulse)}",
             f"  stacks: {stacks}",
         ]
