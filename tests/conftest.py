@@ -8,7 +8,7 @@ import pytest
 
 from tests.patience import patient
 
-END_SECONDS = 30.0
+END_SECONDS = 60.0
 """The time for the interpreter after the last test: it waits for threads that nobody has ended."""
 
 
