@@ -14,6 +14,7 @@ from statistics import fmean
 from spmd_rl import wire
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.sidecar.services import service_factories
+from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.sidecar.worker import judge
 from spmd_rl.targets import build_target
 from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
@@ -23,6 +24,7 @@ FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<think></thin
 FORM_ALONE = 0.5
 """The most that another row's gold answer may get, for its form."""
 GOLD, EMPTY, PROMPT, OTHER = "gold answer", "empty answer", "the prompt itself", "another row's gold answer"
+UNSUPPORTED = "not supported"
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class Kind:
     """Of verdicts without a score: the status and the detail."""
     wrong: int = 0
     """How many of the rows got what they should not."""
+    unsupported: dict[str, str] = field(default_factory=dict)
+    """Why the reward cannot judge them whatever the answer, by id of the row."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Why the reward failed, by id of the row: its own error, or a right answer without a score."""
 
@@ -71,6 +75,9 @@ def audit(rewarder: Rewarder, prompts: Sequence[Prompt], rows: int) -> dict[str,
     """
     kinds: dict[str, Kind] = defaultdict(Kind)
     for prompt in islice(prompts, rows):
+        if reason := unsupported(rewarder, prompt):
+            kinds[UNSUPPORTED].unsupported[prompt.id] = reason
+            continue
         gold, form = gold_answer(rewarder, prompt), FORMS[0]
         if gold:
             verdicts = {form: score(rewarder, prompt, form.format(gold)) for form in FORMS}
@@ -125,6 +132,9 @@ def unjudged(kinds: dict[str, Kind]) -> list[str]:
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
     """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
     for name, kind in kinds.items():
+        if kind.unsupported:
+            yield name, f"{len(kind.unsupported)} rows, left out of a run: {counted(kind.unsupported.values())}"
+            continue
         text = "    -" if kind.mean is None else f"{kind.mean:5.2f}"
         text += f"  {len(kind.scores)} scored"
         if kind.failures:
