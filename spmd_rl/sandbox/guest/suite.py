@@ -6,7 +6,7 @@ import os
 import types
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
-PLUGINS += " unraisableexception threadexception"
+PLUGINS += " unraisableexception threadexception warnings"
 """Those of pytest's own that tests do not need."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
 COROUTINE = 0x80

@@ -48,6 +48,12 @@ tmp_path_factory tmpdir tmpdir_factory mocker
 )
 """Fixtures that reach into the process of the code, or its files."""
 PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
+FOR_PYTEST = _words(
+    """
+fixture skip importorskip xfail yield pytestmark setup_module teardown_module setup_function teardown_function
+"""
+)
+"""Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
 CHANGES = _words(
     """
@@ -88,6 +94,10 @@ class Survey:
         self._handed = self._functions - {node.arg for node in by_type.get(ast.arg, [])}
         defined = self.classes | self._functions
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
+        named = [node for node in functions if node.name.startswith("test")]
+        plain = [node.name for node in tree.body if node in named and not (node.decorator_list or _arguments(node))]
+        is_plain = len({*plain}) == len(named) and not (self.classes or by_type.get(ast.AsyncFunctionDef))
+        self.plain_tests = plain if is_plain and not self.words & FOR_PYTEST else []
         compared = [node for node in by_type.get(ast.Compare, []) if _all_types(node.comparators)]
         self._compared = {id(node.left) for node in compared}
         self._compared |= {id(node.value) for node in by_type.get(ast.Attribute, []) if node.attr == "__name__"}
@@ -213,6 +223,10 @@ def _is_own(node):
 
 def _is_test(node):
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+
+
+def _arguments(node):
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def _bound(node):

@@ -150,6 +150,8 @@ class Tester:
         namespace["__name__"] = "tests" if survey.is_file_of_tests else "__main__"
         why = self._why(exec, survey.code, namespace)
         asked = self._client.asked
+        if not why and survey.plain_tests:
+            return [(name, self._why(namespace[name])) for name in survey.plain_tests]
         if not why and survey.is_file_of_tests:
             own = {name: namespace[name] for name in survey.bound if name in namespace}
             own = {name: thing for name, thing in own.items() if type(thing) is not Remote}
@@ -168,8 +170,8 @@ class Tester:
         client = self._client
         client.refused = ""
         try:
-            call(*args)
-            return client.refused or client.gone
+            found = call(*args)
+            return client.refused or client.gone or ("it returned False" if found is False else "")
         except BaseException as error:  # noqa: BLE001 - a test may fail in any way
             return client.refused or _text_of(error) or client.gone
 
