@@ -110,7 +110,7 @@ class CodeReward:
         self._limits = RunLimits(seconds, total_seconds, memory, output_bytes=output)
         if limits.get("python") and sandbox is not None:
             sandbox.use(limits["python"])
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[int, str] = {}
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Run the program against its tests. Raises if the row has none or they are at fault."""
@@ -126,6 +126,8 @@ class CodeReward:
             if result.unsupported:
                 return Verdict("unsupported", detail=result.unsupported)
             passed, why = list(result.passed), result.detail
+            if passed and not (all(passed) or unproven) and (reason := self._reason(prompt)):
+                return Verdict("unsupported", detail=reason)
             if result.end == "cpu" and not all(passed):
                 why = f"{TIME_IS_UP}: {self._limits.cpu_seconds} s"
         if not passed:
@@ -144,11 +146,12 @@ class CodeReward:
         return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
 
     def _reason(self, prompt: Prompt) -> str:
-        if prompt.id not in self._reasons:
+        key = hash(repr(prompt.extra))
+        if key not in self._reasons:
             if len(self._reasons) >= MAX_REASONS:
                 self._reasons.clear()
-            self._reasons[prompt.id] = self._examined(prompt)
-        return self._reasons[prompt.id]
+            self._reasons[key] = self._examined(prompt)
+        return self._reasons[key]
 
     def _examined(self, prompt: Prompt) -> str:
         gold = asked_program(prompt.extra, self.gold(prompt)) or ""

@@ -71,16 +71,16 @@ def set_limits(limits):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard))
 
 
-def execute(job, name):
-    """Execute the code as a module; return its names, and those that it had of the prelude."""
+def execute(job, name, shared=False):
+    """Execute the code as a module and return its names. `shared`: its builtins are those of all modules."""
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
     # beside the builtins, so that what the code imports itself is its own
-    namespace["__builtins__"] = {**common(job["prelude"] + job["code"], functions=True), **vars(builtins)}
+    known = common(job["prelude"] + job["code"], functions=True)
+    namespace.update(known if shared else {"__builtins__": {**known, **vars(builtins)}})
     exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
-    before = dict(namespace)
     exec(compile(job["code"], "<code>", "exec"), namespace)
-    return namespace, before
+    return namespace
 
 
 def _leave(code):

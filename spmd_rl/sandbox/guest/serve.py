@@ -51,7 +51,7 @@ def serve(job, rpc):
     link = Link(rpc, job["message_bytes"])
     with suppress(Gone):
         try:
-            namespace, _ = execute(job, "solution")
+            namespace = execute(job, "solution")
             server = Server(namespace, job["prints"])
             link.send(lambda big: ["ready", *server.packed(claims(namespace, server), big)])
         except Gone:

@@ -10,7 +10,6 @@ import builtins
 import importlib
 
 from spmd_rl.sandbox.guest.common import WORD
-from spmd_rl.sandbox.guest.values import TYPES
 
 
 def _words(text):
@@ -48,6 +47,8 @@ tmp_path_factory tmpdir tmpdir_factory mocker
 )
 """Fixtures that reach into the process of the code, or its files."""
 PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
+TYPE_OF = "type_of_"
+"""What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
 FOR_PYTEST = _words(
     """
 fixture skip importorskip xfail yield pytestmark setup_module teardown_module setup_function teardown_function
@@ -72,14 +73,10 @@ class Survey:
 
     def __init__(self, source):
         """BadTests if the source does not compile, or imports what is not here."""
-        try:
-            tree = ast.parse(source)
-            self.code = compile(tree, "<tests>", "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise BadTests(f"the tests do not compile: {error}") from None
+        tree = _read(lambda: ast.parse(source))
         self.reason = ""
         self.words = frozenset(WORD.findall(source))
-        nodes = [node for node in ast.walk(tree) if type(node) in _READ]
+        nodes = [node for node in ast.walk(tree) if type(node) in _LOOKED_AT]
         by_type = {kind: [node for node in nodes if type(node) is kind] for kind in {type(node) for node in nodes}}
         names, calls = by_type.get(ast.Name, []), by_type.get(ast.Call, [])
         imports = [node for node in by_type.get(ast.ImportFrom, []) if node.module == "solution"]
@@ -98,13 +95,14 @@ class Survey:
         plain = [node.name for node in tree.body if node in named and not (node.decorator_list or _arguments(node))]
         is_plain = len({*plain}) == len(named) and not (self.classes or by_type.get(ast.AsyncFunctionDef))
         self.plain_tests = plain if is_plain and not self.words & FOR_PYTEST else []
-        compared = [node for node in by_type.get(ast.Compare, []) if _all_types(node.comparators)]
-        self._compared = {id(node.left) for node in compared}
-        self._compared |= {id(node.value) for node in by_type.get(ast.Attribute, []) if node.attr == "__name__"}
+        for node in calls:
+            if type(node.func) is ast.Name and node.func.id == "type" and len(node.args) == 1:
+                node.func.id = TYPE_OF
         tried = {id(child) for node in by_type.get(ast.Try, []) for child in ast.walk(node)}
         for node in nodes:
             check = _CHECKS.get(type(node))
             self.reason = self.reason or (check(self, node, id(node) in tried) if check else "")
+        self.code = _read(lambda: compile(tree, "<tests>", "exec"))
 
     def is_code(self, name):
         """Return whether a name that the tests use is the code's, as far as the text tells."""
@@ -144,8 +142,6 @@ class Survey:
             return "the tests change an attribute in place"
         if not isinstance(node.func, ast.Name):
             return ""
-        if node.func.id == "type" and len(node.args) == 1:
-            return "" if id(node) in self._compared else "the tests ask for a type"
         for part in [*node.args, *(keyword.value for keyword in node.keywords)] if self.is_code(node.func.id) else ():
             own = isinstance(part, ast.Name) and part.id in self._handed
             if isinstance(part, ast.Lambda) or own:
@@ -203,13 +199,14 @@ _CHECKS = {
     ast.FunctionDef: Survey._decorated,
 }
 _CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
-_READ = {*_CHECKS, ast.AsyncFunctionDef, ast.Compare, ast.ExceptHandler, ast.Try}
+_LOOKED_AT = {*_CHECKS, ast.AsyncFunctionDef, ast.Compare, ast.ExceptHandler, ast.Try}
 
 
-def _all_types(nodes):
-    """Return whether all are names of types that only plain values have."""
-    inner = [part for node in nodes for part in (node.elts if isinstance(node, (ast.Tuple, ast.List)) else [node])]
-    return all(isinstance(part, ast.Name) and part.id in TYPES for part in inner)
+def _read(read):
+    try:
+        return read()
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadTests(f"the tests do not compile: {error}") from None
 
 
 def _is_construction(node):

@@ -17,9 +17,9 @@ from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common
 from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.main import execute
-from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
+from spmd_rl.sandbox.guest.remote import Remote, Stream, maker_of, record_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
-from spmd_rl.sandbox.guest.survey import BadTests, Survey
+from spmd_rl.sandbox.guest.survey import TYPE_OF, BadTests, Survey
 
 ASKED = b"?"
 """Comes before the report once the code has been asked: whatever kills this process then is the code's doing."""
@@ -69,7 +69,7 @@ class Beside:
         self.asked, self.refused, self.beyond, self.gone = 1, "", "", ""
         self._names = {}
         try:
-            self._names, _ = execute(job, "solution")
+            self._names = execute(job, "solution", shared=True)
         except BaseException as error:  # noqa: BLE001 - untrusted code
             self.gone = f"{type(error).__name__}: {error}"[:1000]
 
@@ -105,7 +105,7 @@ class Tester:
             _teach_dataclasses()
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
-        self._base, self._words = common(source), set(WORD.findall(job["prelude"]))
+        self._base, self._words = {**common(source), TYPE_OF: self._type_of}, set(WORD.findall(job["prelude"]))
         try:
             exec(compile(job["prelude"], "<prelude>", "exec"), self._base)
         except Exception as error:  # noqa: BLE001 - the tests' own text
@@ -174,6 +174,11 @@ class Tester:
             return client.refused or client.gone or ("it returned False" if found is False else "")
         except BaseException as error:  # noqa: BLE001 - a test may fail in any way
             return client.refused or _text_of(error) or client.gone
+
+    def _type_of(self, thing):
+        if type(thing) in (Remote, Stream) and record_of(thing) is None:
+            self._client.want("the tests ask for the type of an object of the code's")
+        return type(thing)
 
     def _out_of_time(self, *_):
         self._client.gone = "the processor time is used up"
