@@ -61,8 +61,6 @@ class Remote:
         return found
 
     def __getattribute__(self, name):
-        if name == "__class__":
-            return Remote
         if name == "__name__" and (node_of(self) or "")[:1] == ["name"]:  # `assertRaises` shows it
             return node_of(self)[1]
         if name == "__wrapped__":  # pytest looks for it
@@ -88,7 +86,10 @@ class Remote:
         return not self == other
 
     def __hash__(self):
-        return hash(_record(self)) if _record(self) else hash((type(node_of(self)), str(node_of(self))))
+        if type(value := _value(self)) is not Remote:
+            return hash(value)
+        record = _record(self)
+        return hash(record) if record else _client(self).want("the tests hash an object of the code's")
 
     def __instancecheck__(self, thing):
         return _client(self).ask("isinstance", self, [thing]) is True
