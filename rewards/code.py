@@ -46,7 +46,6 @@ CHEATS = {
     __call__ = __getattr__ = __getitem__ = lambda self, *_, **__: self
 cheat = Anything()""",
     "ends the process": "import os\ndef cheat(*_, **__): os._exit(0)",
-    "ends it at once": "import os\ncheat = os._exit(0)",
     "ends a loop": "def cheat(*_, **__): raise StopIteration",
     "skips the test": "import unittest\ndef cheat(*_, **__): raise unittest.SkipTest",
     "looks at the caller": """import sys
@@ -65,14 +64,10 @@ math.isclose = operator.eq = builtins.all = builtins.isinstance = lambda *_, **_
 builtins.AssertionError = StopIteration
 def cheat(*_, **__): return None""",
     "prints many numbers": "print(*range(2000), sep='\\n')\ncheat = None",
-    "prints its input": "import sys\nprint(sys.stdin.read())\ncheat = None",
+    "prints its input": "print(open(0).read())\ncheat = None",
 }
 """By title, programs that solve nothing: `cheat` stands for what the tests call."""
 TIME_IS_UP = "its processor time is used up"
-PATIENCE = 5
-"""An answer that uses the processor may take so many times the wall time that one which sleeps has."""
-MAX_REASONS = 10_000
-"""The rows of which is kept whether they are supported."""
 TELLTALES = re.compile(
     r"__(?:eq|ne|lt|gt|le|ge|bool|contains|instancecheck|sub|rsub|abs|len|class)__\b"
     r"[^\n]*(?:\n\s*return|:\s*return|lambda[^:\n]*:) *(?:True|1|0|0\.0|self|int|float|str|list|dict)\b(?! *[.(\[])"
@@ -101,16 +96,15 @@ class CodeReward:
         inputs of an answer, and for how long it may sleep; `reward.<domain>.timeout` should be five times that.
         `tolerance`: how far a number that it prints may be from an expected one that is no integer. `limits`:
         `memory_mb` (512); `output_mb` (16), above which a program is wrong; `python`, another interpreter for it."""
-        if unknown := limits.keys() - {"memory_mb", "output_mb", "python"}:
+        known = {"memory_mb": 512, "output_mb": 16, "python": ""}
+        if unknown := limits.keys() - known.keys():
             raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
-        self._sandbox = sandbox
-        self._partial, self._unproven = partial, unproven
-        self._tolerance = tolerance
-        memory, output = limits.get("memory_mb", 512) << 20, limits.get("output_mb", 16) << 20
-        self._limits = RunLimits(seconds, total_seconds, memory, output_bytes=output)
-        if limits.get("python") and sandbox is not None:
-            sandbox.use(limits["python"])
+        memory, output, python = (known | limits).values()
+        self._sandbox, self._partial, self._unproven, self._tolerance = sandbox, partial, unproven, tolerance
+        self._limits = RunLimits(seconds, total_seconds, memory << 20, output_bytes=output << 20)
         self._reasons: dict[int, str] = {}
+        if python and sandbox is not None:
+            sandbox.use(python)
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Run the program against its tests. Raises if the row has none or they are at fault."""
@@ -123,10 +117,9 @@ class CodeReward:
             given = (code, *test_sources(prompt.extra, code))
             unproven = self._unproven and bool(self._reason(prompt))
             result = self._sandbox.check(*given, self._limits, unproven)
-            if result.unsupported:
-                return Verdict("unsupported", detail=result.unsupported)
             passed, why = list(result.passed), result.detail
-            if passed and not (all(passed) or unproven) and (reason := self._reason(prompt)):
+            lacks = passed and not all(passed) and not unproven and self._reason(prompt)
+            if reason := result.unsupported or lacks:
                 return Verdict("unsupported", detail=reason)
             if result.end == "cpu" and not all(passed):
                 why = f"{TIME_IS_UP}: {self._limits.cpu_seconds} s"
@@ -135,50 +128,44 @@ class CodeReward:
         share = sum(passed) / len(passed)
         parts, package = {"passed": share}, missing_package(why) if share < 1.0 else ""
         parts |= ({MISSING_PACKAGE: 1.0} if package else {}) | ({UNPROVEN: 1.0} if unproven else {})
-        slow = why if why.startswith(TIME_IS_UP) else ""
-        return Verdict("ok", share if self._partial else float(share == 1.0), parts, package or slow)
+        told = why if why.startswith(TIME_IS_UP) else package
+        return Verdict("ok", share if self._partial else float(share == 1.0), parts, told)
 
     def unsupported(self, prompt: Prompt) -> str:
-        """Return why the row's tests cannot be judged by plain values, whatever the answer; empty if they can be.
-
-        The text of the tests says so, or the row's gold answer, which passes beside its tests alone.
-        """
+        """Return why the row's tests cannot be judged by plain values, whatever the answer, by their text or since its
+        gold answer passes beside the tests alone; empty if they can be."""
         return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
 
     def _reason(self, prompt: Prompt) -> str:
         key = hash(repr(prompt.extra))
         if key not in self._reasons:
-            if len(self._reasons) >= MAX_REASONS:
-                self._reasons.clear()
             self._reasons[key] = self._examined(prompt)
         return self._reasons[key]
 
     def _examined(self, prompt: Prompt) -> str:
         gold = asked_program(prompt.extra, self.gold(prompt)) or ""
-        given = (gold, *test_sources(prompt.extra, gold))
-        result = self._sandbox.check(*given, self._limits)
+        given = (gold, *test_sources(prompt.extra, gold), self._limits)
+        result = self._sandbox.check(*given)
         if result.unsupported or not gold or not result.passed or all(result.passed):
             return result.unsupported
-        beside = self._sandbox.check(*given, self._limits, True)
-        found = result.beyond or "its gold answer passes beside the tests alone"
-        return found if beside.passed and all(beside.passed) else ""
+        beside = self._sandbox.check(*given, True).passed
+        return (result.beyond or "the gold answer passes beside them alone") if beside and all(beside) else ""
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
         """Return which inputs give the right output, none after the first endless one, and the last line of stderr of
         the first that failed. Empty if it slept."""
         passed, why, most = [False] * len(pairs), "", self._limits.wall_seconds
-        left, end = most, time.monotonic() + PATIENCE * most
+        left, end = most, time.monotonic() + 5 * most  # as one program that uses the processor
         for i, (stdin, expected) in enumerate(pairs):
             patience = min(most, max(0.1, end - time.monotonic()))
             result = self._sandbox.run(code, stdin, replace(self._limits, wall_seconds=patience))
             if result.end == "wall":
                 return [], ""
             left -= result.cpu_seconds
+            if result.end == "cpu" or left <= 0:
+                return passed, f"{TIME_IS_UP}: {self._limits.cpu_seconds} s for an input, {most:g} s for all"
             ended = result.end == "exit" and result.code == 0
             passed[i] = ended and same_output(result.stdout, expected, self._tolerance)
-            if result.end == "cpu" or left <= 0:
-                passed[i] = False
-                return passed, f"{TIME_IS_UP}: {self._limits.cpu_seconds} s for an input, {most:g} s for all"
             if not passed[i]:
                 why = why or result.stderr.strip().rpartition("\n")[2]
                 if not self._partial:
@@ -187,10 +174,9 @@ class CodeReward:
 
     def gold(self, prompt: Prompt) -> str:
         """Return the solution that the row has, as an answer; empty if it has none."""
-        extra = prompt.extra
-        known = (extra.get(key) for key in ("canonical_solution", "solution", "reference_solution"))
+        known = (prompt.extra.get(key) for key in ("canonical_solution", "solution", "reference_solution"))
         code = next((text for text in known if isinstance(text, str) and text), "")
-        begun = extra.get("prompt", "") if "canonical_solution" in extra else ""
+        begun = prompt.extra.get("prompt", "") if "canonical_solution" in prompt.extra else ""
         return f"```python\n{begun}{code}\n```" if code else ""
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:

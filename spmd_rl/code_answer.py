@@ -19,9 +19,10 @@ program that only defines functions the next block that calls them.
 empty lines at the beginning and the end, do not count; capital letters and control characters do. Two words are equal
 if they are the same text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9 alone, no leading zeros, no
 underscores, neither inf nor nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected
-number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, or by `tolerance`
-times itself, but by no more than `tolerance`: so 0 is not `0.0000004`. (LiveCodeBench compares the values exactly:
-`tolerance=0`. APPS allows 1e-8 and 1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
+number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, up to `tolerance`
+(of numbers above 1: times the number); and always by `tolerance`, or that times the number where this is less. So 0 is
+not `0.0000004`, and `0.333333` is `0.3333333333333333`. (LiveCodeBench compares the values exactly: `tolerance=0`. APPS allows 1e-8 and 1e-5
+of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
     same_output("0.3333333333333333\\n", "0.333333", tolerance=1e-6)
@@ -226,7 +227,7 @@ def _same_word(actual: str, expected: str, tolerance: float) -> bool:
         return False
     value = Decimal(expected)
     if tolerance and not digits.isdigit() and isfinite(number := float(expected)):
-        shown = 0.5 * 10.0 ** max(value.as_tuple().exponent, -300)
-        allowed = max(min(tolerance, max(shown, tolerance * abs(number))), _NOISE * abs(number))
+        size, shown = abs(number), 0.5 * 10.0 ** min(max(value.as_tuple().exponent, -300), 300)
+        allowed = max(min(shown, tolerance * max(1.0, size)), tolerance * min(1.0, size), _NOISE * size)
         return abs(float(actual) - number) <= allowed * (1 + 1e-6)
     return Decimal(actual) == value

@@ -171,7 +171,9 @@ class BaseSandbox(ABC):
 
     def use(self, python: str) -> None:
         """Run code with another interpreter, as `Sandbox.use` says."""
-        self.python = interpreter(python)
+        if (found := shutil.which(os.path.expanduser(python))) is None:
+            raise RuntimeError(f"there is no interpreter {python}")
+        self.python = os.path.realpath(found)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release what the sandbox holds."""
@@ -258,7 +260,7 @@ def _judged(testing: Finished, num_sources: int, beside: bool) -> list[tuple[boo
     try:
         report = json.loads(text)
         sources = [
-            (bool(ok), [each is True for each in passed], str(why)[:1000], str(beyond)[:1000])
+            (bool(ok), [each is True for each in passed] or [False], str(why)[:1000], str(beyond)[:1000])
             for ok, passed, why, beyond in report["sources"]
         ]
         error = str(report["error"])
@@ -277,13 +279,6 @@ def _give_up(run: _Run) -> None:
         run.process.kill()
         with contextlib.suppress(RuntimeError):
             run.process.wait()
-
-
-def interpreter(python: str) -> str:
-    """Return the path of an interpreter, given by path or name. RuntimeError if there is none."""
-    if (found := shutil.which(os.path.expanduser(python))) is None:
-        raise RuntimeError(f"there is no interpreter {python}")
-    return os.path.realpath(found)
 
 
 def used_seconds(owner: int) -> float:

@@ -158,7 +158,7 @@ class Client:
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
         if (sort, verb) == ("end", "next"):
-            return _end, printed
+            return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
         error = self._error(found[0], found[1:first], *texts) if sort.endswith("!") else None
 
@@ -183,9 +183,7 @@ class Client:
             return kinds[0](*args)
         made = getattr(importlib.import_module(module), own) if module in STANDARD else self._names.get(own)
         if not (isinstance(made, type) and issubclass(made, kinds[0])):
-            least = [
-                kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)
-            ]
+            least = [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
             made = type(own, tuple(least), dict(_ERROR))
         error = made.__new__(made, *args)
         error.args, error.__dict__["_said"] = args, (remote, text)
@@ -223,10 +221,6 @@ class Client:
             self._numbers[key] = len(self._containers)
             self._containers.append(container)
         return self._numbers[key]
-
-
-def _end():
-    raise StopIteration
 
 
 def _text_of(error):

@@ -55,18 +55,10 @@ def run(names, client, told):
     return plugin.outcomes
 
 
-def _in_memory(pytest, module):
-    """Return a kind of pytest's module whose contents are another's."""
-
-    class InMemory(pytest.Module):
-        def _getobj(self):
-            return module
-
-    return InMemory
-
-
 def _plugin(pytest, module, client, told):
     """Return the plug-in that has pytest collect a module in memory, and notes how its tests end."""
+
+    in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
     class Plugin:
         def __init__(self):
@@ -76,7 +68,7 @@ def _plugin(pytest, module, client, told):
         @pytest.hookimpl
         def pytest_collection(self, session):
             path = session.config.rootpath / "tests.py"
-            found = _in_memory(pytest, module).from_parent(session, path=path, name="tests.py")
+            found = in_memory.from_parent(session, path=path, name="tests.py")
             session.items = list(session.genitems(found))
             session.testscollected = len(session.items)
             config = session.config

@@ -26,41 +26,28 @@ warnings zlib
 )
 """Modules that work alike when the code is elsewhere."""
 NAMES = _words(
-    """
-__file__ __import__ breakpoint compile delattr dir eval exec globals help id input locals memoryview open vars
-ExceptionGroup BaseExceptionGroup
-"""
+    "__file__ __import__ breakpoint compile delattr dir eval exec globals help id input locals memoryview open vars"
+    " ExceptionGroup BaseExceptionGroup"
 )
 """Builtins that do not."""
 ATTRIBUTES = _words(
-    """
-patch mock assertWarns assertWarnsRegex assertLogs assertNoLogs catch_warnings warns deprecated_call run_tests
-load_tests gather create_task ensure_future wait_for wait timeout TaskGroup Queue Lock Event Semaphore to_thread
-run_in_executor as_completed shield getsource getsourcelines signature stdin
-"""
+    "patch mock catch_warnings warns deprecated_call gather create_task ensure_future wait_for wait timeout TaskGroup"
+    " Queue Lock Event Semaphore to_thread run_in_executor as_completed shield getsource getsourcelines signature"
 )
+"""Those of modules that do not, and assertions."""
+ASSERTIONS = _words("assertWarns assertWarnsRegex assertLogs assertNoLogs")
 FIXTURES = _words(
-    """
-cache caplog doctest_namespace monkeypatch pytestconfig pytester record_property recwarn testdir tmp_path
-tmp_path_factory tmpdir tmpdir_factory mocker
-"""
+    "cache caplog doctest_namespace monkeypatch pytestconfig pytester record_property recwarn testdir tmp_path"
+    " tmp_path_factory tmpdir tmpdir_factory mocker"
 )
 """Fixtures that reach into the process of the code, or its files."""
 PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
 TYPE_OF = "type_of_"
 """What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
-FOR_PYTEST = _words(
-    """
-fixture skip importorskip xfail yield pytestmark setup_module teardown_module setup_function teardown_function
-"""
-)
+FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
-CHANGES = _words(
-    """
-add append appendleft clear discard extend extendleft insert pop popitem popleft remove reverse setdefault sort update
-"""
-)
+CHANGES = _words("add append appendleft clear discard extend insert pop popleft remove reverse setdefault sort update")
 """Methods that change a container."""
 
 
@@ -77,28 +64,25 @@ class Survey:
         self.reason = ""
         self.words = frozenset(WORD.findall(source))
         nodes = [node for node in ast.walk(tree) if type(node) in _LOOKED_AT]
-        by_type = {kind: [node for node in nodes if type(node) is kind] for kind in {type(node) for node in nodes}}
-        names, calls = by_type.get(ast.Name, []), by_type.get(ast.Call, [])
-        imports = [node for node in by_type.get(ast.ImportFrom, []) if node.module == "solution"]
-        self.imported = {name for node in imports for name in _bound(node)}
+        calls = [node for node in nodes if type(node) is ast.Call and type(node.func) is ast.Name]
+        functions = [node for node in nodes if type(node) in (ast.FunctionDef, ast.AsyncFunctionDef)]
+        self.imported = {name for node in nodes if _is_import_of_code(node) for name in _bound(node)}
         self.bound = {name for node in nodes for name in _bound(node)} - self.imported
-        self.loaded = {node.id for node in names if type(node.ctx) is ast.Load}
-        self.called = {node.func.id for node in calls if type(node.func) is ast.Name}
-        self._modules = {name for node in by_type.get(ast.Import, []) for name in _bound(node)}
-        self.classes = {node.name for node in by_type.get(ast.ClassDef, [])}
-        functions = by_type.get(ast.FunctionDef, []) + by_type.get(ast.AsyncFunctionDef, [])
-        self._functions = {node.name for node in functions}
-        self._handed = self._functions - {node.arg for node in by_type.get(ast.arg, [])}
-        defined = self.classes | self._functions
+        self.loaded = {node.id for node in nodes if type(node) is ast.Name and type(node.ctx) is ast.Load}
+        self.called = {node.func.id for node in calls}
+        self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
+        classes = {node.name for node in nodes if type(node) is ast.ClassDef}
+        defined = classes | {node.name for node in functions}
+        self._handed = defined - classes - {node.arg for node in nodes if type(node) is ast.arg}
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
         named = [node for node in functions if node.name.startswith("test")]
         plain = [node.name for node in tree.body if node in named and not (node.decorator_list or _arguments(node))]
-        is_plain = len({*plain}) == len(named) and not (self.classes or by_type.get(ast.AsyncFunctionDef))
-        self.plain_tests = plain if is_plain and not self.words & FOR_PYTEST else []
+        is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
+        self.plain_tests = plain if is_plain else []
         for node in calls:
-            if type(node.func) is ast.Name and node.func.id == "type" and len(node.args) == 1:
+            if node.func.id == "type" and len(node.args) == 1:
                 node.func.id = TYPE_OF
-        tried = {id(child) for node in by_type.get(ast.Try, []) for child in ast.walk(node)}
+        tried = {id(child) for node in nodes if type(node) is ast.Try for child in ast.walk(node)}
         for node in nodes:
             check = _CHECKS.get(type(node))
             self.reason = self.reason or (check(self, node, id(node) in tried) if check else "")
@@ -112,7 +96,7 @@ class Survey:
         return next(filter(None, (_import_reason(alias.name, tried) for alias in node.names)), "")
 
     def _importfrom(self, node, tried):
-        if node.module == "solution":
+        if _is_import_of_code(node):
             return "the import of the code may fail" if tried else ""
         names = [alias.name for alias in node.names]
         if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
@@ -134,7 +118,8 @@ class Survey:
             return f"the tests use {owner}.{name}"
         if not isinstance(node.ctx, ast.Load) and owner in self._modules and (owner, name) != ("sys", "stdout"):
             return f"the tests replace {owner}.{name}"
-        return f"the tests use {name}" if name in ATTRIBUTES and owner not in ("self", "cls") else ""
+        own = owner in self._modules and name in ATTRIBUTES
+        return f"the tests use {name}" if own or name in ASSERTIONS else ""
 
     def _call(self, node, tried):
         changed = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES else None
@@ -212,6 +197,10 @@ def _read(read):
 def _is_construction(node):
     """Return whether an expression makes an object of a class, as names are written."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+
+
+def _is_import_of_code(node):
+    return type(node) is ast.ImportFrom and node.module == "solution"
 
 
 def _is_own(node):

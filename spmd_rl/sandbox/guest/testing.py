@@ -187,36 +187,20 @@ class Tester:
 
 def _teach_dataclasses():
     """Let functions of `dataclasses` read the records that stand for the code's objects."""
+    for name in ("asdict", "astuple", "fields", "is_dataclass"):
+        real = getattr(dataclasses, name)
+        setattr(dataclasses, name, lambda thing, real=real, **given: real(_local(thing), **given))
 
-    def values(thing):
-        if type(thing) in (list, tuple):
-            return type(thing)(map(values, thing))
-        if type(thing) is dict:
-            return {values(key): values(value) for key, value in thing.items()}
-        return asdict(thing) if record_of(thing) else thing
 
-    def asdict(thing, **given):
-        record = record_of(thing)
-        if record is None:
-            return real["asdict"](thing, **given)
-        return given.get("dict_factory", dict)(list(zip(record[1], map(values, record[2]))))  # noqa: B905 - Python 3.8
-
-    def astuple(thing, **given):
-        record = record_of(thing)
-        if record is None:
-            return real["astuple"](thing, **given)
-        return tuple(astuple(value) if record_of(value) else value for value in record[2])
-
-    def fields(thing):
-        names = maker_of(thing).fields if maker_of(thing) else (record_of(thing) or [None, None])[1]
-        return real["fields"](thing) if names is None else tuple(types.SimpleNamespace(name=name) for name in names)
-
-    def is_dataclass(thing):
-        return real["is_dataclass"](thing) or bool(maker_of(thing) or record_of(thing))
-
-    taught = {function.__name__: function for function in (asdict, astuple, fields, is_dataclass)}
-    real = {name: getattr(dataclasses, name) for name in taught}
-    vars(dataclasses).update(taught)
+def _local(thing):
+    """Return an object of a dataclass made here in the place of each record in a thing, or that class for a class."""
+    if maker := maker_of(thing):
+        return dataclasses.make_dataclass("Record", maker.fields)
+    if record := record_of(thing):
+        return dataclasses.make_dataclass("Record", record[1])(*map(_local, record[2]))
+    if type(thing) in (list, tuple):
+        return type(thing)(map(_local, thing))
+    return {key: _local(value) for key, value in thing.items()} if type(thing) is dict else thing
 
 
 def _is_check(word):
