@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from spmd_rl.code_answer import program, same_output
@@ -102,7 +103,7 @@ class CodeReward:
         memory, output, python = (known | limits).values()
         self._sandbox, self._partial, self._unproven, self._tolerance = sandbox, partial, unproven, tolerance
         self._limits = RunLimits(seconds, total_seconds, memory << 20, output_bytes=output << 20)
-        self._reasons: dict[int, str] = {}
+        self._reasons: dict[bytes, str] = {}
         if python and sandbox is not None:
             sandbox.use(python)
 
@@ -110,9 +111,8 @@ class CodeReward:
         """Run the program against its tests. Raises if the row has none or they are at fault."""
         if (code := asked_program(prompt.extra, answer)) is None:
             return Verdict("wrong_format", 0.0, {"passed": 0.0})
-        unproven = False
         if pairs := stdin_cases(prompt.extra):
-            passed, why = self._run(code, pairs)
+            unproven, (passed, why) = False, self._run(code, pairs)
         else:
             given = (code, *test_sources(prompt.extra, code))
             unproven = self._unproven and bool(self._reason(prompt))
@@ -137,7 +137,7 @@ class CodeReward:
         return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
 
     def _reason(self, prompt: Prompt) -> str:
-        key = hash(repr(prompt.extra))
+        key = blake2b(repr(prompt.extra).encode()).digest()
         if key not in self._reasons:
             self._reasons[key] = self._examined(prompt)
         return self._reasons[key]

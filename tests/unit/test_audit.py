@@ -73,9 +73,7 @@ def test_no_known_cheat_of_code_is_paid():
     sandbox.close()
     assert kinds[GOLD].scores == [1.0] * 4 + [0.0] and not paid_cheats(kinds), dict(describe(kinds))
     told = dict(describe(kinds))[UNSUPPORTED]
-    assert told.startswith("2 rows, left out of a run: 1 x the tests need the fixture tmp_path; 1 x the tests use"), (
-        told
-    )
+    assert told.startswith("2 rows, left out of a run: 1 x the tests need the fixture tmp_path; 1 x the tests use")
 
 
 def test_what_form_and_words_alone_pay_is_told():

@@ -97,20 +97,18 @@ def _plugin(pytest, module, client, told):
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_makereport(self, item, call):
-            if call.excinfo is None:
-                return
-            error = call.excinfo.value
+            error = call.excinfo and call.excinfo.value
             if type(error).__name__ == "FixtureLookupError":
                 self.wrong = self.wrong or f"the tests need the fixture {error.argname}, which is not here"
             elif type(error).__name__ in ("Skipped", "SkipTest"):
                 self.left_out = self.asked == (client.asked, 0)  # whatever the code is
                 self.why = self.why or "it was skipped"
-            else:
+            elif error is not None:
                 self.why = self.why or told(error)
 
         def pytest_collectreport(self, report):
             if report.failed:
-                self.wrong = self.wrong or f"pytest cannot collect the tests: {str(report.longrepr).strip()[-300:]}"
+                self.wrong = f"pytest cannot collect the tests: {str(report.longrepr).strip()[-300:]}"
 
         def pytest_runtest_logreport(self, report):
             if report.failed:

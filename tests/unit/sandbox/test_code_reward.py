@@ -96,14 +96,13 @@ def test_a_program_that_waits_is_no_zero(sandbox):
     assert found.status == "timeout" and found.detail == "it slept through 1 s of wall time"
 
 
-def test_what_works_is_ended_by_processor_time_and_its_verdict_says_so(sandbox):
+def test_what_works_is_ended_by_processor_time_and_its_verdict_says_so(sandbox, monkeypatch):
     """However small the share of a busy machine that it gets: its wall time is less than its processor time here."""
+    monkeypatch.setattr("spmd_rl.sandbox.base.PATIENCE", 100)
     tests = {"case_type": "assert", "test_cases": ["assert f() == 1"]}
     for extra, code in ((SUM, "while True: pass"), (tests, "def f():\n    while True: pass")):
-        found = CodeReward(sandbox, seconds=2, total_seconds=1.5).score(row(**extra), fenced(code), INFO)
-        assert (found.status, found.score) == ("ok", 0.0) and found.detail.startswith(
-            "its processor time is used up"
-        ), found
+        found = CodeReward(sandbox, seconds=1, total_seconds=0.9).score(row(**extra), fenced(code), INFO)
+        assert (found.status, found.score) == ("ok", 0.0) and "processor time is used up" in found.detail, found
     slow = fenced("n = int(input().split()[0])\nfor i in range(6 * 10**6): pass\nprint(n + 1)")
     assert CodeReward(sandbox, total_seconds=0.3).score(row(**SUM), slow, INFO).detail.endswith("0.3 s for all")
 
@@ -112,8 +111,8 @@ def test_another_interpreter():
     made = ForkServer()
     with pytest.raises(RuntimeError, match="no interpreter python9"):
         CodeReward(made, python="python9.9")
-    version = row(test_cases=[{"input": "", "output": "%d.%d" % sys.version_info[:2]}])
-    answer = fenced("import sys\nprint('%d.%d' % sys.version_info[:2])")
+    version = row(test_cases=[{"input": "", "output": sys.version.split()[0]}])
+    answer = fenced("import sys\nprint(sys.version.split()[0])")
     assert CodeReward(made, python=sys.executable).score(version, answer, INFO).score == 1.0
     made.close()
 

@@ -156,16 +156,12 @@ class Box:
 USES = [
     lambda box: box == 5,
     lambda box: box != 5,
-    lambda box: box > 3,
     lambda box: 7 in box,
-    lambda box: box in (1, 2),
     lambda box: box in {1: 2},
     lambda box: len(box),
     lambda box: list(box),
-    lambda box: sorted([box, 1]),
     lambda box: bool(box),
     lambda box: str(box),
-    lambda box: f"{box}",
     lambda box: isinstance(box, int),
     lambda box: box.__dict__,
     lambda box: box[0],
@@ -370,7 +366,6 @@ RIGHT = {
     "module called": ("def copy(x): return x * 2", "assert copy(2) == 4"),
     "builtin": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
     "imported": ("from math import gcd", "assert gcd(4, 6) == 2"),
-    "star": ("def f(): return 1", "from solution import *\ndef test_f(): assert f() == 1"),
     "module": ("def f(): return 1", "import solution as s\ndef test_f(): assert s.f() == 1"),
     "wrapped": (
         "def f(x): return x",
@@ -490,6 +485,7 @@ FAULTY = {
     "another class": "class Checks:\n    def test_f(self): assert f(1) == 2",
     "a generator": "def test_f():\n    yield f(1)",
     "fails by itself": "import math\nmath.no_such_function(1)\nassert f(1) == 1",
+    "a missing module": "import numpy\nassert f(1) == 1",
     "an unknown fixture": "def test_f(no_such_fixture): assert f(1) == 2",
     "endless": "while True: pass",
 }
@@ -520,20 +516,6 @@ def test_the_entry_is_the_codes_and_the_rest_of_the_prelude_ours(sandbox):
     assert sandbox.check("def f(x): return helper(x)", [test], prelude, "f", TIGHT).passed == (True,)
     assert sandbox.check("def helper(x): return 0\ndef f(x): return 0", [test], prelude, "f", TIGHT).passed == (False,)
     assert sandbox.check("x = 1", [test], prelude, "f", TIGHT).passed == (False,)
-
-
-@pytest.mark.parametrize(
-    ("tests", "why"),
-    [
-        (["assert f(1) =="], "do not compile"),
-        (["import numpy\nassert f(1) == 1"], "need numpy"),
-        (["def test_a(no_such): pass"], "fixture no_such"),
-        ([], "no tests"),
-    ],
-)
-def test_faulty_tests_are_an_error_not_a_verdict(sandbox, tests, why):
-    with pytest.raises(RuntimeError, match=why):
-        sandbox.check("def f(x): return x", tests, limits=TIGHT)
 
 
 def test_tests_without_time_are_no_verdict(sandbox):
