@@ -21,8 +21,8 @@ if they are the same text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digi
 underscores, neither inf nor nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected
 number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, up to `tolerance`
 (of numbers above 1: times the number); and always by `tolerance`, or that times the number where this is less. So 0 is
-not `0.0000004`, and `0.333333` is `0.3333333333333333`. (LiveCodeBench compares the values exactly: `tolerance=0`. APPS allows 1e-8 and 1e-5
-of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
+not `0.0000004`, and `0.333333` is `0.3333333333333333`. (LiveCodeBench compares the values exactly: `tolerance=0`. APPS
+allows 1e-8 and 1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
     same_output("0.3333333333333333\\n", "0.333333", tolerance=1e-6)

@@ -28,12 +28,15 @@ from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.reward_audit import FORMS, GOLD, audit, build_rewarder, gold_answer, paid_cheats, score
+from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
 """Prompts that are shown"""
 RENDERED = 4000
 """Prompts that are rendered for their lengths"""
+ASKED = 100
+"""Rows of a domain of which its reward is asked whether it can judge them"""
 MAX_CHARACTERS = 1500
 """Of each part of a prompt"""
 WRONG = "I do not know."
@@ -219,10 +222,13 @@ def _audit(rewarder: Rewarder | str, prompts: Sequence[Prompt]) -> str:
     """Say which answers to the first prompt of a domain are paid although they solve nothing."""
     if isinstance(rewarder, str):
         return rewarder
-    kinds = audit(rewarder, prompts, 1)
+    reasons = [(unsupported(rewarder, prompt), prompt) for prompt in prompts[:: math.ceil(len(prompts) / ASKED)]]
+    left_out = [reason for reason, _ in reasons if reason]
+    told = f"; {len(left_out)} of {len(reasons)} rows are left out: {counted(left_out)}" if left_out else ""
+    kinds = audit(rewarder, [prompt for reason, prompt in reasons if not reason], 1)
     if paid := paid_cheats(kinds):
-        return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl.audit says more"
-    return f"none of {sum(name != GOLD for name in kinds)} answers that solve nothing is paid"
+        return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl.audit says more{told}"
+    return f"none of {sum(name != GOLD for name in kinds)} answers that solve nothing is paid{told}"
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:

@@ -47,9 +47,12 @@ def run(names, client, told):
     plugin = _plugin(importlib.import_module("pytest"), module, client, told)
     hook = session.config.hook
     session.config.pluginmanager.register(plugin)
-    hook.pytest_collection(session=session)
-    if not plugin.wrong:
-        hook.pytest_runtestloop(session=session)
+    try:
+        hook.pytest_collection(session=session)
+        if not plugin.wrong:
+            hook.pytest_runtestloop(session=session)
+    finally:
+        session.config.pluginmanager.unregister(plugin)
     if plugin.wrong:
         raise ValueError(plugin.wrong)
     return plugin.outcomes

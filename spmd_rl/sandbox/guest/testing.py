@@ -66,7 +66,7 @@ class Beside:
     """Stands for a client where the code runs in this process: nothing that it makes of its tests is proven."""
 
     def __init__(self, job):
-        self.asked, self.refused, self.beyond, self.gone = 1, "", "", ""
+        self.asked, self.refused, self.beyond, self.gone = 0, "", "", ""
         self._names = {}
         try:
             self._names = execute(job, "solution", shared=True)
@@ -121,14 +121,14 @@ class Tester:
         client.beyond = ""
         names = {name for name in survey.loaded if not hasattr(builtins, name) and not self._has(name, survey)}
         outcomes = self._outcomes(survey, names | {self._entry})
-        if not client.asked:  # a function of the code's may have the name of a builtin
+        if not (client.asked or self._beside):  # a function of the code's may have the name of a builtin
             shared = survey.called - survey.bound - names
             plain = survey.loaded == shared and "assert" in survey.words
             if len(shared) == 1 and (plain or any(why for _, why in outcomes)):
                 outcomes = self._outcomes(survey, shared)
         if not (survey.words & CHECKS or any(map(_is_check, survey.words | self._words))):
             raise BadTests("the tests check nothing")
-        if not client.asked:
+        if not (client.asked or self._beside):
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
         if not outcomes:
             raise BadTests("the tests skip themselves")

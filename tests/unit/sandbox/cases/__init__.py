@@ -120,7 +120,7 @@ def shaped(shape: Record, problem: Record) -> dict[str, Any]:
     def filled(text: str, number: int = 0) -> str:
         args, want = calls[number]
         words = {"NAME": problem.id, "ARGS": args, "WANT": want, "NUMBER": str(number)}
-        return re.sub(r"\b(NAME|ARGS|WANT|NUMBER)\b", lambda found: words[found[0]], text)
+        return re.sub(r"\b(?:NAME|ARGS|WANT)\b|NUMBER", lambda found: words[found[0]], text)
 
     head, each, tail = (shape.text(name) for name in ("head", "each", "tail"))
     cases, kind = [filled(each, number) for number in range(len(calls))], shape.keys["kind"]
