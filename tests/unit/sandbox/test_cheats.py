@@ -7,8 +7,8 @@ from tests.unit.sandbox.cases import Case, cheats, read, rows, table
 
 ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0"}
 PARTS = 8
-SHAPES_EACH = 5
-"""So many shapes has each cheat of the table where all is run: more than a thousand answers, three times each."""
+SHAPES_EACH = 3
+"""So many shapes has each cheat of the table where all is run, three times each."""
 
 
 def judged(sandbox, chosen: list[Case]) -> list[tuple[Case, str]]:
@@ -37,5 +37,5 @@ def test_cheats_of_rows_of_their_own(sampled, name):
 
 def test_there_are_many_in_every_shape_and_of_every_family():
     asked = cheats(SHAPES_EACH)
-    assert len(asked) > 1000 and len({case.answer for case in asked}) > 600
+    assert len(asked) > 600 and len({case.answer for case in asked}) > 500
     assert len({case.kind[0] for case in asked}) == len(read("shapes")) and len({case.kind[1] for case in asked}) > 10
