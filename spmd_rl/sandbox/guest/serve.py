@@ -53,7 +53,7 @@ def serve(job, rpc):
         try:
             namespace = execute(job, "solution")
             server = Server(namespace, job["prints"])
-            link.send(lambda big: ["ready", *server.packed(claims(namespace, server), big)])
+            link.send(lambda big: ["ready", *server.packed(classes_of(namespace, server), big)])
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - untrusted code
@@ -189,7 +189,7 @@ def fields_of(value):
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
 
 
-def claims(namespace, server):
+def classes_of(namespace, server):
     """Return what is said of the classes of the code: (name, `error`, names of its bases), or of one with named fields
     (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple)."""
     found = []
@@ -200,9 +200,9 @@ def claims(namespace, server):
             known = {getattr(builtins, base.__name__, namespace.get(base.__name__)) for base in kind.__mro__[1:]}
             bases = [next((each for each in base.__mro__ if each in known), Exception) for base in kind.__bases__]
             found.append((name, "error", [base.__name__ for base in bases if issubclass(base, BaseException)]))
-        elif claim := _fields_and_defaults(kind):
+        elif said := _fields_and_defaults(kind):
             sort = "named" if values.is_named(kind) else "record"
-            found.append((name, sort, *claim, server.number(kind), issubclass(kind, tuple)))
+            found.append((name, sort, *said, server.number(kind), issubclass(kind, tuple)))
     return found
 
 

@@ -63,17 +63,17 @@ class Client:
             if kind != "ready":
                 self.gone = str(rest[0])[:1000]
                 return
-            for name, sort, *claim in values.decode(*rest, self._special):
-                self._names[str(name)] = self._claimed(str(name), sort, *claim)
+            for name, sort, *said in values.decode(*rest, self._special):
+                self._names[str(name)] = self._learnt(str(name), sort, *said)
         except (Gone, Malformed, AttributeError, LookupError, TypeError, ValueError):
             self.gone = "the code ended before its tests began"
 
-    def _claimed(self, name, sort, *claim):
+    def _learnt(self, name, sort, *said):
         if sort == "error":
-            known = (self._names[base] if base in self._names else getattr(builtins, base) for base in claim[0])
+            known = (self._names[base] if base in self._names else getattr(builtins, base) for base in said[0])
             bases = tuple(base for base in known if issubclass(base, Exception))
             return type(name, bases or (Exception,), dict(_ERROR))
-        fields, defaults, number, is_tuple = claim
+        fields, defaults, number, is_tuple = said
         maker = Maker(number if type(number) is int else -1, tuple(map(str, fields)), tuple(defaults), is_tuple)
         return (
             values.named(name, maker.fields, maker.defaults) if sort == "named" else Remote(self, ["name", name], maker)
