@@ -162,7 +162,7 @@ def cheats(shapes_each: int = 99) -> list[Case]:
     shapes, problems, found = read("shapes"), read("problems"), []
     for turn, cheat in enumerate(read("cheats")):
         for i in range(min(shapes_each, len(shapes))):
-            shape = shapes[(turn + i) % len(shapes)]
+            shape = shapes[(7 * turn + i) % len(shapes)]  # so that those of a family have many
             fitting = [problem for problem in problems if fits(shape, problem)]
             problem = fitting[(turn + 7 * i) % len(fitting)]
             ask = STDIN.format(name=problem.id) if shape.keys["kind"] == "stdin" else ""
