@@ -33,8 +33,8 @@ PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
 DRAIN_SECONDS = 1.0
 """The time to read what is left in the pipes of a process that has ended."""
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
-"""What uses the processor may run for so many times its wall time. After that time it is looked at again and again, so
-often in it; it sleeps if it used less than this share of a processor since."""
+"""What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
+and sleeps if it used less than this share of a processor since."""
 PARSED = 8
 """Bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code."""
 PRINTS = ("stdout", "stderr", "capsys", "capfd")
@@ -90,7 +90,8 @@ class _Run:
         self.readers = readers
         self.data = {name: bytearray() for name in readers}
         self.started = time.monotonic()
-        self.deadline, self.used = self.started + limits.wall_seconds, -1.0
+        self.pause = max(min(limits.wall_seconds, 0.5), limits.wall_seconds * LOOK)
+        self.deadline, self.used = self.started + limits.wall_seconds - self.pause, -1.0
         self.waited_for = False
         self.end: RunEnd | None = None
         self.result: RunResult | None = None
@@ -105,11 +106,11 @@ class _Run:
     def look(self, used: float) -> None:
         """Kill the process past its deadline if it sleeps: `used` is the processor time of all that runs."""
         now, limit = time.monotonic(), self.limits.wall_seconds
-        pause = max(limit * LOOK, 0.05)
-        busy = self.used < 0 or used - self.used > SLEEPS * pause
-        if not busy or now > self.started + PATIENCE * limit + pause:
+        busy = self.used < 0 or used - self.used > SLEEPS * self.pause
+        patience = PATIENCE if self.limits.processes == 1 else 1
+        if not busy or now > self.started + patience * limit:
             self.kill("wall")
-        self.used, self.deadline = used, now + pause if self.end is None else float("inf")
+        self.used, self.deadline = used, now + self.pause if self.end is None else float("inf")
 
     def read(self, name: str) -> bool:
         """Read what one pipe holds, and return whether there may be more later."""
@@ -134,7 +135,8 @@ class _Run:
         end, code = ended(status, cpu_seconds >= self.limits.cpu_seconds)
         texts = [self.data[name].decode(errors="replace") for name in ("stdout", "stderr")]
         code = code if self.end in (None, end) else 0
-        self.result = RunResult(self.end or end, code, *texts, seconds, cpu_seconds)
+        final = end if (end, self.end) == ("cpu", "exit") else self.end or end
+        self.result = RunResult(final, code, *texts, seconds, cpu_seconds)
         if not self.data["report"] and self.end is None:  # it may have been killed here before it was ready
             raise RuntimeError(f"the sandbox did not start ({end} {code}): {texts[1].strip()[-300:]}")
 

@@ -20,8 +20,7 @@ class Pending(Exception):
 
 
 class Maker:
-    """What a class says of itself whose objects are nothing but their fields: the tests make them here. So the code
-    does not learn what it is compared with."""
+    """A class whose objects are nothing but fields. Tests make them here: the code does not learn what is expected."""
 
     def __init__(self, kind, fields, defaults, is_tuple):
         """`defaults` are those of the last fields; a type among them makes one."""
