@@ -21,8 +21,8 @@ def other_row(number: int) -> None:
     """Let `Prompts.load` give another answer to one row."""
     load = Prompts.load
 
-    def loading(cfg):
-        prompts = load(cfg)
+    def loading(*given):
+        prompts = load(*given)
         other = msgspec.structs.replace(prompts.train[number], ground_truth="another")
         prompts.train = (*prompts.train[:number], other, *prompts.train[number + 1 :])
         return prompts

@@ -2,6 +2,7 @@
 
 import pytest
 
+from spmd_rl.errors import printable
 from tests.e2e.runs import EXACT, ROOT, Toy
 
 MINE = """
@@ -81,4 +82,4 @@ def test_its_exception_is_one_line_and_the_rest_is_kept(toy: Toy, name, settings
     assert len(rows) >= 16 and not any(row["kept"] for row in rows)
     if name == "reward":
         first = min(rows, key=lambda row: (row["ticket"], row["answer"]))
-        assert first["messages"][0]["content"] in kept and first["turns"][0]["text"] in kept
+        assert first["messages"][0]["content"] in kept and printable(first["turns"][0]["text"]) in kept

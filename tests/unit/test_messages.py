@@ -70,8 +70,9 @@ def test_a_run_says_what_it_is_and_what_it_left(tmp_path: Path, capsys) -> None:
             track.add({"critic/score/mean": 0.5})
         (tmp_path / "run" / "checkpoints" / "step-000001" / "hf").mkdir(parents=True)
     told = capsys.readouterr().err
-    for words in ("0.5 M weights", "1 on 1 node (cpu): each trains", "16 for training (0.5 epochs), 9 held out, 5 of"):
+    for words in ("0.5 M weights", "1 on 1 node (cpu): each trains", "16 for training (0.5 epochs), 9 held out\n"):
         assert words in told, told
+    assert "evaluation  5 of 9 held-out prompts x (1 sampled, 1 greedy) every 2 steps\n" in told
     end = told.split("step 1/1")[1]
     for words in ("run/report.html", "checkpoints/step-000001\n", "steps= above 1", "step-000001/hf"):
         assert words in end, end
