@@ -11,7 +11,14 @@ from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, Algorithm
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
 from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
-from spmd_rl.config.sections.models import CriticConfig, EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
+from spmd_rl.config.sections.models import (
+    CriticConfig,
+    EngineConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RoleConfig,
+    TrainConfig,
+)
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
@@ -89,6 +96,27 @@ class PipelineConfig:
     def evaluates_checkpoint(self) -> bool:
         """Whether nothing is trained, and a checkpoint is evaluated."""
         return not self.steps and self.checkpoint.resume not in ("auto", "never")
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """What the policy is built from, and whom the algorithm wants beside it."""
+        used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
+        return [self.role(name) for name, wanted in used.items() if wanted]
+
+    def role(self, name: str) -> RoleConfig:
+        """What the role `policy`, `reference` or `critic` is built from."""
+        own, policy = getattr(self, name), self.policy
+        train = self.train if name == "policy" else own.train.over(self.train)
+        steps = self.steps - (self.algorithm.critic_warmup if name == "policy" else 0)
+        return RoleConfig(
+            name=name,
+            own=own,
+            model=own.model or policy.model,
+            dtype=own.dtype or policy.dtype,
+            trust_remote_code=policy.trust_remote_code,
+            train=train,
+            total_updates=max(0, steps) * self.train.updates_per_step,
+        )
 
 
 @dataclass

@@ -23,7 +23,7 @@ def attached(job: Job) -> Iterator[Place]:
     with serve_attached(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
         with job.starting():
             environments = job.connect()[1] if job.envs else None  # demonstrations are played here
-            roles = train.build_roles(cfg, world)  # [all]
+            roles = train.build_roles(cfg.roles, world)  # [all]
         rollouts = HandedIn(cfg, job.source, job.tokenizer, side)  # [all]
         publish = CrewPublisher(rollouts, roles.policy, side, world.store, cfg.publish)
         yield Place(None, world, roles, rollouts, publish, environments, rollouts.begin)

@@ -59,7 +59,7 @@ class Generator:
             with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
                 host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
                 scorer, environments = stack.enter_context(host)
-                engine = build_engine(cfg, side.together)  # [all]
+                engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, side.together)  # [all]
             episode = Agent(envs) if envs and not cfg.rollout.target else None
             services = {"episode": episode, "environments": environments if envs else None, "handover": side.handover}
             rollouts = cls.rollouts_class(  # [all]

@@ -98,7 +98,8 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
     built once, and every case finds them as they were built, but for the number of updates so far.
     """
     metrics = {}
-    built = build_roles(settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1"), world)  # all that a case may read
+    most = settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1")  # all that a case may read
+    built = build_roles(most.roles, world)
     start = [(tensor, tensor.clone()) for role in built.trained.values() for tensor in tensors(role)]
     for name, case in cases.items():
         cfg = msgspec.convert(case, RlvrConfig)
