@@ -53,8 +53,7 @@ def credit(
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         scored, running = shape(data, settings, running, max_tokens, penalties)
         advantages = estimator(scored) if estimator else scored.scores
-        whole = Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
-        return Credit(advantages.numpy(), whole, scored.scores, running)
+        return Credit(advantages.numpy(), whole_samples(data), scored.scores, running)
     scores = adjusted(data, settings, max_tokens, penalties)
     if settings.normalises and not estimator:
         scores, running = normalised(scores, data.groups, data.domains, settings, running)
@@ -63,6 +62,11 @@ def credit(
     if settings.normalises and estimator:  # returns: the scores of steps
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
     return Credit(values.numpy(), runs, scores, running)
+
+
+def whole_samples(data: Metadata) -> Runs:
+    """One run for each sample: an answer has one advantage."""
+    return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
 def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:

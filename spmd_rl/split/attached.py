@@ -22,7 +22,7 @@ from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import common_values
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.errors import tell
-from spmd_rl.learn import questions
+from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, review
 from spmd_rl.rollout.rounds import GroupSlice
@@ -96,6 +96,7 @@ class HandedIn(HandedOver):
 
     def __init__(self, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide) -> None:
         super().__init__(cfg, prompts, tokenizer, side)
+        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._notice, self._start = Notice(side.world.rank), 0
 
     def begin(self, start: int) -> None:
@@ -119,7 +120,7 @@ class HandedIn(HandedOver):
         if self._world.rank:
             return
         version = announcement.version
-        prompts, _ = questions(self._cfg, self.prompts.eval, version)
+        prompts, _ = self._evaluation.questions(self.prompts.eval, version)
 
         def ask(desk: Desk) -> None:
             if announcement.probed:

@@ -14,7 +14,7 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
-from spmd_rl.learn import questions
+from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts
 from spmd_rl.split.engine_weights import EngineWeights
@@ -39,6 +39,7 @@ class Generator:
     def __init__(self, cfg: PipelineConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
         """store: that of all ranks."""
         self._cfg, self._rollouts = cfg, rollouts
+        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._courier, self._world, self._together, self._start = side.courier, side.world, side.together, 0
         road = ReplicaRoad(side.world, cfg.engine.tp)  # [all] that generate
         self._store = store
@@ -174,7 +175,7 @@ class Generator:
         """
         if self._together is not self._world:
             return
-        prompts, samplings = questions(self._cfg, self._rollouts.prompts.eval, version)
+        prompts, samplings = self._evaluation.questions(self._rollouts.prompts.eval, version)
         if samplings and is_evaluated(version, self._start):
             with self._world.phase("eval"):
                 groups = self._rollouts.answer(prompts, samplings)  # [all]

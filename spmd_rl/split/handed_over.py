@@ -116,7 +116,7 @@ class HandedOver:
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy.
 
-        The generating ranks know by themselves what is asked when (`learn.questions`).
+        The generating ranks know by themselves what is asked when (`learn.Evaluation`).
         """
         with self._world.journal.waiting("eval: answers of ranks that generate"):
             delivered = self._exchange.take("eval", self._exchange.newest, self._senders)

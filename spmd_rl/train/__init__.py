@@ -17,9 +17,9 @@ class Roles(NamedTuple):
     """Who takes part in a run."""
 
     policy: TrainBackend
-    reference: TrainBackend | None
+    reference: TrainBackend | None = None
     """Frozen; None where the algorithm has no KL penalty."""
-    critic: CriticBackend | None
+    critic: CriticBackend | None = None
     """None where the algorithm reads no values."""
 
     @property
