@@ -16,7 +16,7 @@ def run(cfg: AgenticConfig) -> None:
     from spmd_rl.job import Job
     from spmd_rl.learn import Evaluation, Imitation, Learner, Roofline, sample_log
     from spmd_rl.placement import place_ranks
-    from spmd_rl.rollout import Demonstrations
+    from spmd_rl.rollout import Demonstrations, Demonstrator
 
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
     with Job.open(cfg, tasks, {"env": tasks.eval}, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
@@ -25,7 +25,8 @@ def run(cfg: AgenticConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        demonstrations = Demonstrations(cfg, tasks, place.environments, job.tokenizer, world)
+        played_with = cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer
+        demonstrations = Demonstrations(cfg.warmup, tasks, Demonstrator(*played_with), world)
         num_updates, replayed = cfg.train.updates_per_step, cfg.policy.router_replay
         roofline = Roofline(place.roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp)
         learner = Learner(place.roles, cfg.algorithm, cfg.rollout, num_updates, cfg.seed, replayed, roofline)

@@ -98,6 +98,11 @@ class PipelineConfig:
         return not self.steps and self.checkpoint.resume not in ("auto", "never")
 
     @property
+    def num_shown(self) -> int:
+        """First steps, in which demonstrations are learnt from and nobody generates."""
+        return 0
+
+    @property
     def roles(self) -> list[RoleConfig]:
         """What the policy is built from, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
@@ -168,6 +173,11 @@ class AgenticConfig(PipelineConfig):
         for tag, env in self.env.tags.items():
             shown = r.max_turns or "{turns_left}" not in env.template + env.next_template
             require(bool(shown), f"env.{tag}.template: {{turns_left}} needs a limit of turns, rollout.max_turns")
+
+    @property
+    def num_shown(self) -> int:
+        """See `PipelineConfig.num_shown`."""
+        return self.warmup.steps
 
 
 PIPELINES: dict[str, type] = {"rlvr": RlvrConfig, "agentic": AgenticConfig}

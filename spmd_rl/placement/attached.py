@@ -39,7 +39,7 @@ def attaches(job: Job) -> Iterator[Place]:
     with attach(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
 
         def generate() -> None:
-            with Crew.build(cfg, job.source, job.tokenizer, side, world) as crew:  # [all]
+            with Crew.build(cfg, job.source, job.tokenizer, side, world, job.envs) as crew:  # [all]
                 crew.run_attached()  # [all] until the run is over
 
         yield Place(generate=generate)

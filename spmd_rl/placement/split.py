@@ -52,7 +52,8 @@ def lent(job: Job) -> Iterator[Place]:
 
 
 def _generate(job: Job, sides: Sides) -> None:
-    with Generator.build(job.cfg, job.source, job.tokenizer, sides.generate, job.world) as generator:  # [generate]
+    parts = job.cfg, job.source, job.tokenizer, sides.generate, job.world, job.envs
+    with Generator.build(*parts) as generator:  # [generate]
         start, tickets = job.world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
         generator.run(start, tickets)  # [generate] to the last step
 

@@ -1,19 +1,21 @@
 """Prompts that are longer than `rollout.max_prompt_tokens` are left out, or refused, before the first step."""
 
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import DataConfig, RolloutConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.model.tokenizer import Tokenizer
 
 
-def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world: World) -> tuple[Prompts, int, str]:
+def drop_overlong(
+    prompts: Prompts, tokenizer: Tokenizer, rollout: RolloutConfig, data: DataConfig, world: World
+) -> tuple[Prompts, int, str]:
     """[all] Return the prompts that fit, the length in tokens of the longest of them, and its id; alike on all ranks.
 
     Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
     no training prompt is left, or without these no held-out one.
     """
-    limit, everything = cfg.rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
+    limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
     mine = range(world.rank, len(everything), world.size)
     lengths = [(len(tokenizer.render(everything[i].messages)), i) for i in mine]
     fitting = max(([length, everything[i].id] for length, i in lengths if length <= limit), default=[0, ""])
@@ -22,7 +24,7 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
     if not overlong:
         return prompts, longest, prompt_id
     most, index = max(overlong)
-    if cfg.data.overlong == "error":
+    if data.overlong == "error":
         raise UserError(
             f"rollout.max_prompt_tokens={limit}: prompt {everything[index].id} has {most} tokens, and "
             f"{len(overlong) - 1} other prompts are too long; data.overlong=drop leaves them out"
@@ -45,12 +47,11 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
     return prompts.without(indices), longest, prompt_id
 
 
-def check_room(cfg: RlvrConfig, length: int, prompt_id: str, room: int) -> None:
+def check_room(s: RolloutConfig, kv_tokens: int, length: int, prompt_id: str, room: int) -> None:
     """UserError if an answer to the longest prompt does not fit into the `room` tokens that an engine has for one.
 
     prompt_id: the one of this `length`; empty where it is only known how long prompts may be.
     """
-    s = cfg.rollout
     key, needed = f"rollout.max_new_tokens={s.max_new_tokens}: with a prompt of {length} tokens it", length
     if s.max_context_tokens is None:
         needed += s.max_new_tokens
@@ -60,6 +61,4 @@ def check_room(cfg: RlvrConfig, length: int, prompt_id: str, room: int) -> None:
             prompt = f"prompt {prompt_id} of" if prompt_id else "a prompt of rollout.max_prompt_tokens ="
             raise UserError(f"{key} leaves no room to answer {prompt} {length} tokens")
     if needed > room:
-        raise UserError(
-            f"{key} exceeds the {room} that fit (engine.kv_tokens={cfg.engine.kv_tokens}, and the model's own limit)"
-        )
+        raise UserError(f"{key} exceeds the {room} that fit (engine.kv_tokens={kv_tokens}, and the model's own limit)")

@@ -101,8 +101,7 @@ class HandedIn(HandedOver):
 
     def begin(self, start: int) -> None:
         """[all] Open the steps after `start`, and wait until there are `placement.min_generate` ranks to do them."""
-        warmup = getattr(self._cfg, "warmup", None)
-        first, wanted = max(start, warmup.steps if warmup else 0) + 1, self._cfg.placement.min_generate
+        first, wanted = max(start, self._cfg.num_shown) + 1, self._cfg.placement.min_generate
         self._start = start
         if self._world.rank == 0:
             self._exchange.at_desk(lambda desk: desk.begin(start, first, self._cfg.steps, self._cursor))
@@ -178,7 +177,7 @@ class HandedIn(HandedOver):
             "placement/attached": float(len(ended.reports)),
             "rollout/lag/max": float(lag.max(initial=0)),
         }
-        return review(replace(collected, pace=pace), self._cfg, world)  # [all]
+        return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy."""

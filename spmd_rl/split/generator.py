@@ -10,6 +10,7 @@ import msgspec
 
 from spmd_rl import sidecar
 from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
@@ -52,10 +53,15 @@ class Generator:
     @classmethod
     @contextmanager
     def build(
-        cls, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: GenerateSide, world: World
+        cls,
+        cfg: PipelineConfig,
+        prompts: Prompts | EnvTasks,
+        tokenizer: Tokenizer,
+        side: GenerateSide,
+        world: World,
+        envs: EnvsConfig | None = None,
     ) -> Iterator["Generator"]:
         """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
-        envs = getattr(cfg, "env", None)
         with ExitStack() as stack:
             with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
                 host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
@@ -79,11 +85,9 @@ class Generator:
         an engine then holds, are not those that the trainers announced.
         """
         self._rollouts.load_state(tickets)
-        last, warmup = self._cfg.steps, getattr(self._cfg, "warmup", None)
-        shown = warmup.steps if warmup else 0  # the steps in which the trainers need nobody
-        self._start = start
+        last, self._start = self._cfg.steps, start
         self._follow(start)  # [all]
-        for step in range(max(start, shown) + 1, last + 1):
+        for step in range(max(start, self._cfg.num_shown) + 1, last + 1):
             self._world.journal.set_step(step)
             self._step(step)  # [all]
         self._follow(last)  # [all] which may be evaluated

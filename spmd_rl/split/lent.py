@@ -88,8 +88,8 @@ class Lent:
         arrived = take_step(step, self._side.exchange, self._side.mine, world)  # [all] that train
         with world.phase("coordination"):
             collected = generated.result.collected(step, {**generated.finished, **arrived.finished})
-        collected = replace(collected, pace=arrived.pace(collected, self._cfg, world))  # [all] that train
-        return review(collected, self._cfg, world)  # [all] that train
+        pace = arrived.pace(collected, self._cfg.placement.swap, world)  # [all] that train
+        return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all] that train
 
 
 class LendingPublisher:

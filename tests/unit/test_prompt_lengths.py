@@ -48,10 +48,13 @@ def on_all_ranks(
     brought: list[Any] = [None] * size
     for rank in range(size):
         try:
-            drop_overlong(prompts(), FakeTokenizer(), cfg, Ranks(rank, size, brought))
+            drop_overlong(prompts(), FakeTokenizer(), cfg.rollout, cfg.data, Ranks(rank, size, brought))
         except TypeError:
             assert rank < size - 1, "not all have brought theirs yet"
-    return [drop_overlong(prompts(), FakeTokenizer(), cfg, Ranks(rank, size, brought)) for rank in range(size)]
+    return [
+        drop_overlong(prompts(), FakeTokenizer(), cfg.rollout, cfg.data, Ranks(rank, size, brought))
+        for rank in range(size)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
