@@ -24,8 +24,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.learn.binding import bind
-from spmd_rl.learn.credit import Credit, credit, whole_samples
-from spmd_rl.learn.masking import mask
+from spmd_rl.learn.credit import Credit, credit, mask, whole_samples
 from spmd_rl.learn.scores import Key, Metadata, Samples, keys
 from spmd_rl.learn.transfer import Route
 
