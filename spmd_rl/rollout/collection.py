@@ -82,7 +82,8 @@ class Rollouts:
         """
         self.prompts, self._longest = prompts, (cfg.rollout.max_prompt_tokens, "")
         if environments is None:
-            self.prompts, *self._longest = drop_overlong(prompts, tokenizer, cfg.rollout, cfg.data, world)  # [all]
+            sections = cfg.rollout, cfg.data, cfg.reward
+            self.prompts, *self._longest = drop_overlong(prompts, tokenizer, *sections, world)  # [all]
         self._cfg, self._settings = cfg, cfg.rollout
         self._engine, self._tokenizer, self._world = engine, tokenizer, world
         self._scorer = ExpectedVerdicts(scorer, cfg.reward, world.journal)

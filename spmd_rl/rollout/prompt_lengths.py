@@ -1,20 +1,28 @@
-"""Prompts that are longer than `rollout.max_prompt_tokens` are left out, or refused, before the first step."""
+"""Prompts that do not fit are left out, or refused, before the first step: those that are longer than
+`rollout.max_prompt_tokens`, and rows that their reward cannot judge."""
 
-from spmd_rl.config.schema import DataConfig, RolloutConfig
+from spmd_rl.config.schema import DataConfig, RewardsConfig, RolloutConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.sidecar.support import counted, find_unsupported, may_refuse
 
 
 def drop_overlong(
-    prompts: Prompts, tokenizer: Tokenizer, rollout: RolloutConfig, data: DataConfig, world: World
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    reward: RewardsConfig,
+    world: World,
 ) -> tuple[Prompts, int, str]:
     """[all] Return the prompts that fit, the length in tokens of the longest of them, and its id; alike on all ranks.
 
     Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
     no training prompt is left, or without these no held-out one.
     """
+    prompts = _drop_unsupported(prompts, reward, world)  # [all]
     limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
     mine = range(world.rank, len(everything), world.size)
     lengths = [(len(tokenizer.render(everything[i].messages)), i) for i in mine]
@@ -45,6 +53,28 @@ def drop_overlong(
             f"prompts, which are longer than rollout.max_prompt_tokens={limit} (the longest has {most} tokens)"
         )
     return prompts.without(indices), longest, prompt_id
+
+
+def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> Prompts:
+    """[all] Return the prompts without the rows that their reward cannot judge, whatever the answer; each rank asks for
+    its share. UserError if no training prompt is left, or without these no held-out one."""
+    if not any(may_refuse(domain, one) for domain, one in reward.domains.items()):
+        return prompts
+    everything = list(enumerate((*prompts.train, *prompts.eval)))
+    mine = find_unsupported(everything[world.rank :: world.size], reward.domains)
+    found = [item for theirs in world.gather("start: rows", mine) for item in theirs]  # [all]
+    if not found:
+        return prompts
+    train = [reason for index, reason in found if index < len(prompts.train)]
+    told = (
+        f"{len(train)} of {len(prompts.train)} training rows and {len(found) - len(train)} of {len(prompts.eval)} "
+        f"held-out ones are left out, which their reward cannot judge: {counted(reason for _, reason in found)}"
+    )
+    if len(train if prompts.train else found) == len(prompts.train or prompts.eval):
+        raise UserError(told)
+    if world.rank == 0:
+        tell(told)
+    return prompts.without({index for index, _ in found})
 
 
 def check_room(s: RolloutConfig, kv_tokens: int, length: int, prompt_id: str, room: int) -> None:

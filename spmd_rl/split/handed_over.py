@@ -84,7 +84,8 @@ class HandedOver:
         """[all] that train. prompts: of tasks, what they say is known when they begin."""
         self.prompts = prompts
         if isinstance(prompts, Prompts):
-            self.prompts, *_ = drop_overlong(prompts, tokenizer, cfg.rollout, cfg.data, side.world)  # [all]
+            sections = cfg.rollout, cfg.data, cfg.reward
+            self.prompts, *_ = drop_overlong(prompts, tokenizer, *sections, side.world)  # [all]
         self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.mine
         self._cursor = Cursor()
 

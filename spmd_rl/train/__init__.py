@@ -1,6 +1,6 @@
 """The training wing: policy, reference and critic, each built from its own settings, behind the Protocols of `base`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights, mismatch
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend
+from spmd_rl.train.packed_check import check_packing
 
 
 class Roles(NamedTuple):
@@ -28,9 +29,11 @@ class Roles(NamedTuple):
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
 
-def build_roles(roles: Iterable[RoleConfig], world: World) -> Roles:
-    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load or does not fit."""
+def build_roles(roles: Sequence[RoleConfig], world: World) -> Roles:
+    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load, fit, or pack."""
     built = {role.name: build_role(role, world) for role in roles}  # [all]
+    for role in roles:
+        check_packing(f"{role.name}.model: {role.model}", built[role.name], getattr(torch, role.dtype))  # [all]
     return Roles(built["policy"], built.get("reference"), built.get("critic"))
 
 

@@ -13,6 +13,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.config.sections.data import files
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import UserError
+from tests.fake_hub import NO_TENSORS
 from tests.unit.test_config_load import DOORS
 
 
@@ -21,8 +22,9 @@ def place(tmp_path, monkeypatch):
     """A directory with all that a good line names."""
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (model / name).write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     (tmp_path / "judges.py").write_text(
         "class Good:\n"
@@ -155,7 +157,13 @@ def test_what_is_in_the_way_of_a_run(place, name):
     assert refusal(place).startswith(f"run.dir: {path} is in the way: the run needs a ")
 
 
-SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152}
+SMOL = {
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +187,7 @@ SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size":
     ],
 )
 def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
-    (place / "model" / "config.json").write_text(json.dumps(model))
+    (place / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setenv("WORLD_SIZE", str(tp))
     lines = ["engine=vllm", f"engine.tp={tp}"]

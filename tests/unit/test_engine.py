@@ -399,7 +399,7 @@ def test_build_by_name(path):
     cfg = RlvrConfig()
     cfg.policy = replace(cfg.policy, model=str(path), dtype="float32")
     world = type("World", (), {"device": torch.device("cpu")})()
-    built = engines.build(cfg, world)
+    built = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     assert built.capacity.max_running == 64 and built.capacity.max_tokens == 512
     with pytest.raises(UserError, match="'vlm'; known: native"):
         engines.build(replace(cfg, engine=EngineConfig(name="vlm")), world)
