@@ -14,9 +14,9 @@ def run(cfg: AgenticConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
-    from spmd_rl.learn import Imitation, Learner, evaluate, sample_log
+    from spmd_rl.learn import Evaluation, Imitation, Learner, Roofline, sample_log
     from spmd_rl.placement import place_ranks
-    from spmd_rl.rollout import Demonstrations
+    from spmd_rl.rollout import Demonstrations, Demonstrator
 
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
     with Job.open(cfg, tasks, {"env": tasks.eval}, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
@@ -25,12 +25,18 @@ def run(cfg: AgenticConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        demonstrations = Demonstrations(cfg, tasks, place.environments, job.tokenizer, world)
-        learner, imitation = Learner(cfg, *place.roles, world), Imitation(cfg, place.roles.policy, world)
+        played_with = cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer
+        demonstrations = Demonstrations(cfg.warmup, tasks, Demonstrator(*played_with), world)
+        num_updates, replayed = cfg.train.updates_per_step, cfg.policy.router_replay
+        roofline = Roofline(place.roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp)
+        learner = Learner(place.roles, cfg.algorithm, cfg.rollout, num_updates, cfg.seed, replayed, roofline)
+        lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
+        imitation = Imitation(place.roles.policy, num_updates, cfg.rollout.temperature, lr_factor)
+        evaluate = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):
-                track.add(evaluate(cfg, rollouts, world, 0, track.log_eval))  # [train]
+                track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]
         for step in range(start + 1, cfg.steps + 1):
             source, student = (demonstrations, imitation) if step <= cfg.warmup.steps else (rollouts, learner)
             with track.step(step):
@@ -39,7 +45,7 @@ def run(cfg: AgenticConfig) -> None:
                     batches = student.prepare(collected)  # [train] credit, logprobs where they are needed
                 track.add(collected.metrics() | student.update(batches))  # [train]
                 track.add(publish(version=step))  # [train] verified
-                track.add(evaluate(cfg, rollouts, world, step, track.log_eval))  # [train] when due
+                track.add(evaluate(rollouts, world, step, track.log_eval))  # [train] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [train]
 
 

@@ -22,7 +22,7 @@ from spmd_rl.data import EnvTasks
 from spmd_rl.dry_run import outputs, roles_and_ranks, short, table, without_torch
 from spmd_rl.errors import RunFailed, UserError, printable
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
-from spmd_rl.rollout import demonstrate
+from spmd_rl.rollout import Demonstrator
 from spmd_rl.rollout.prompt_text import first_messages
 from spmd_rl.sidecar import LocalEnvironments
 from spmd_rl.types import Environments, EnvReply, Group, Prompt, SessionLost, Verdict
@@ -103,7 +103,8 @@ def _show_episode(
 async def _played(task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer) -> Group:
     """Play a task as its environment's solution does. UserError if the environment fails."""
     try:
-        return await demonstrate(task, 0, cfg, environments, tokenizer)
+        by = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, environments, tokenizer)
+        return await by.play(task, 0)
     except RunFailed as failed:
         raise UserError(f"{failed} ({cfg.env.tags[task.domain].target})", failed.report) from None
 

@@ -18,7 +18,7 @@ def run(cfg: RlvrConfig) -> None:
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
     from spmd_rl.job import Job
-    from spmd_rl.learn import Learner, evaluate, sample_log
+    from spmd_rl.learn import Evaluation, Learner, Roofline, sample_log
     from spmd_rl.placement import place_ranks
 
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
@@ -28,11 +28,14 @@ def run(cfg: RlvrConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        learner = Learner(cfg, *place.roles, world)
+        num_updates, replayed = cfg.train.updates_per_step, cfg.policy.router_replay
+        roofline = Roofline(place.roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp)
+        learner = Learner(place.roles, cfg.algorithm, cfg.rollout, num_updates, cfg.seed, replayed, roofline)
+        evaluate = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):
-                track.add(evaluate(cfg, rollouts, world, 0, track.log_eval))  # [train]
+                track.add(evaluate(rollouts, world, 0, track.log_eval))  # [train]
         for step in range(start + 1, cfg.steps + 1):
             with track.step(step):
                 collected = rollouts.collect(step)  # [train] generated and scored, here or by other ranks
@@ -40,7 +43,7 @@ def run(cfg: RlvrConfig) -> None:
                     batches = learner.prepare(collected)  # [train] advantages, logprobs where they are needed
                 track.add(collected.metrics() | learner.update(batches))  # [train]
                 track.add(publish(version=step))  # [train] verified
-                track.add(evaluate(cfg, rollouts, world, step, track.log_eval))  # [train] when due
+                track.add(evaluate(rollouts, world, step, track.log_eval))  # [train] when due
                 saver.maybe_save(step, last=step == cfg.steps)  # [train]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RolloutConfig
+from spmd_rl.config.schema import EngineConfig, PolicyConfig
 from spmd_rl.distributed import solo
 from spmd_rl.engine import build
 
@@ -30,17 +30,13 @@ def vllm_engine(
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cfg = RlvrConfig(
-        policy=PolicyConfig(model=str(path), dtype=dtype),
-        engine=EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens),
-        rollout=RolloutConfig(max_new_tokens=64),
-    )
+    settings = EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens)
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with solo() as world:
-            engine = build(cfg, world)
+            engine = build(settings, PolicyConfig(model=str(path), dtype=dtype), False, world)
             yield engine
             engine.close()
     finally:

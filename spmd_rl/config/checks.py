@@ -157,14 +157,9 @@ def check_mesh(cfg: Any) -> None:
     num_train = len(Placement.of(cfg.placement, world_size()).train)
     if not num_train:
         return  # the training job checks its own
-    roles = {"train": (cfg.train, cfg.policy.model)}
-    for name, used in (("reference", cfg.algorithm.uses_reference), ("critic", cfg.algorithm.uses_critic)):
-        own = getattr(cfg, name)
-        if used:
-            roles[f"{name}.train"] = own.train.over(cfg.train), own.model or cfg.policy.model
-    for section, (train, model) in roles.items():
+    for role in cfg.roles:
+        section, train, folder = role.key, role.train, model_folder(role.model)
         LayoutSizes.of(section, num_train, **train.axes)
-        folder = model_folder(model)
         if (count := experts_in(folder)) is not None:
             check_experts(section, count, str(folder), train.ep)
         if train.pp > 1 or train.vpp > 1:
@@ -267,8 +262,7 @@ def check_models(cfg: Any) -> None:
 
 def loaded_roles(cfg: Any) -> list[str]:
     """Return the names of the roles that load a model of their own."""
-    used = {"policy": True, "reference": cfg.algorithm.uses_reference, "critic": cfg.algorithm.uses_critic}
-    return [role for role, loads in used.items() if loads and getattr(cfg, role).model]
+    return [role.name for role in cfg.roles if role.own.model]
 
 
 def check_model(key: str, name: str) -> str:

@@ -11,7 +11,14 @@ from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, Algorithm
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
 from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
-from spmd_rl.config.sections.models import CriticConfig, EngineConfig, PolicyConfig, ReferenceConfig, TrainConfig
+from spmd_rl.config.sections.models import (
+    CriticConfig,
+    EngineConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RoleConfig,
+    TrainConfig,
+)
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
@@ -90,6 +97,32 @@ class PipelineConfig:
         """Whether nothing is trained, and a checkpoint is evaluated."""
         return not self.steps and self.checkpoint.resume not in ("auto", "never")
 
+    @property
+    def num_shown(self) -> int:
+        """First steps, in which demonstrations are learnt from and nobody generates."""
+        return 0
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """What the policy is built from, and whom the algorithm wants beside it."""
+        used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
+        return [self.role(name) for name, wanted in used.items() if wanted]
+
+    def role(self, name: str) -> RoleConfig:
+        """What the role `policy`, `reference` or `critic` is built from."""
+        own, policy = getattr(self, name), self.policy
+        train = self.train if name == "policy" else own.train.over(self.train)
+        steps = self.steps - (self.algorithm.critic_warmup if name == "policy" else 0)
+        return RoleConfig(
+            name=name,
+            own=own,
+            model=own.model or policy.model,
+            dtype=own.dtype or policy.dtype,
+            trust_remote_code=policy.trust_remote_code,
+            train=train,
+            total_updates=max(0, steps) * self.train.updates_per_step,
+        )
+
 
 @dataclass
 class RlvrConfig(PipelineConfig):
@@ -140,6 +173,11 @@ class AgenticConfig(PipelineConfig):
         for tag, env in self.env.tags.items():
             shown = r.max_turns or "{turns_left}" not in env.template + env.next_template
             require(bool(shown), f"env.{tag}.template: {{turns_left}} needs a limit of turns, rollout.max_turns")
+
+    @property
+    def num_shown(self) -> int:
+        """See `PipelineConfig.num_shown`."""
+        return self.warmup.steps
 
 
 PIPELINES: dict[str, type] = {"rlvr": RlvrConfig, "agentic": AgenticConfig}

@@ -83,13 +83,14 @@ class Bench:
     @cached_property
     def policy(self) -> train.base.TrainBackend:
         """[all] The tiny model as it is trained."""
-        return train.build_role("policy", self.cfg, self.world, total_updates=8)  # [all]
+        return train.build_role(self.cfg.role("policy"), self.world)  # [all]
 
     def engine(self, name: str) -> Any:
         """[all] The engine of that name, started on first use."""
         if name not in self._engines:
-            self.cfg.engine.name = name
-            self._engines[name] = engine.build(self.cfg, self.world)  # [all]
+            cfg = self.cfg
+            cfg.engine.name = name
+            self._engines[name] = engine.build(cfg.engine, cfg.policy, cfg.train.offload, self.world)  # [all]
         return self._engines[name]
 
     def publish(self, name: str) -> dict[str, float]:

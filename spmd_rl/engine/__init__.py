@@ -1,9 +1,9 @@
-"""Engines: `build(cfg, world)` gives the one that `engine=...` names. Each lives in the folder of its name."""
+"""Engines: `build` gives the one that `engine=...` names. Each lives in the folder of its name."""
 
 import importlib
 from typing import TYPE_CHECKING
 
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.errors import UserError
 
@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 __all__ = ["ENGINES", "Capacity", "Engine", "build"]
 
 ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
-"""name -> the module whose `build(cfg, world)` makes it; imported only when chosen."""
+"""name -> the module whose `build` makes it; imported only when chosen."""
 
 
-def build(cfg: RlvrConfig, world: "World") -> Engine:
-    """[all] The engine of this rank, without weights yet: it refuses requests until the first publish."""
-    if cfg.engine.name not in ENGINES:
-        raise UserError(f"engine.name: unknown engine '{cfg.engine.name}'; known: {', '.join(sorted(ENGINES))}")
-    return importlib.import_module(ENGINES[cfg.engine.name]).build(cfg, world)
+def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> Engine:
+    """[all] The engine of this rank, without weights yet: it refuses requests until the first publish.
+
+    sleeps: its weights leave the device while it does not generate.
+    """
+    if settings.name not in ENGINES:
+        raise UserError(f"engine.name: unknown engine '{settings.name}'; known: {', '.join(sorted(ENGINES))}")
+    return importlib.import_module(ENGINES[settings.name]).build(settings, policy, sleeps, world)

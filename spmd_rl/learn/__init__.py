@@ -1,7 +1,9 @@
 """The learner: advantages, logprobs, updates, evaluation, and the algorithm's own state."""
 
-from spmd_rl.learn.evaluate import evaluate, questions
+from spmd_rl.learn.evaluate import Evaluation
 from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
+from spmd_rl.learn.roofline import Roofline
+from spmd_rl.learn.update import nll, update
 
-__all__ = ["Imitation", "Learner", "evaluate", "questions"]
+__all__ = ["Evaluation", "Imitation", "Learner", "Roofline", "nll", "update"]

@@ -3,6 +3,7 @@
 An estimator of answers gives one number to an answer, which reaches the sampled tokens of all its turns and segments.
 One of steps gives a number to each turn of an agent, which reaches the tokens of that turn alone; for one of tokens,
 that number is the reward at the turn's last token. So a trajectory is trained once, not once for each of its turns.
+And which answers are masked out of the loss, and how much each of the others weighs in it.
 """
 
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_rl.algo import masks
+from spmd_rl.algo.groups import group_mean
 from spmd_rl.algo.inputs import Scored
 from spmd_rl.algo.moments import Moments
 from spmd_rl.algo.shaping import clip
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.learn.binding import bind
 from spmd_rl.learn.own import answer_advantage, token_advantage
 from spmd_rl.learn.scores import Metadata, adjusted, normalised, shape
 
@@ -53,8 +57,7 @@ def credit(
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
         scored, running = shape(data, settings, running, max_tokens, penalties)
         advantages = estimator(scored) if estimator else scored.scores
-        whole = Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
-        return Credit(advantages.numpy(), whole, scored.scores, running)
+        return Credit(advantages.numpy(), whole_samples(data), scored.scores, running)
     scores = adjusted(data, settings, max_tokens, penalties)
     if settings.normalises and not estimator:
         scores, running = normalised(scores, data.groups, data.domains, settings, running)
@@ -63,6 +66,11 @@ def credit(
     if settings.normalises and estimator:  # returns: the scores of steps
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
     return Credit(values.numpy(), runs, scores, running)
+
+
+def whole_samples(data: Metadata) -> Runs:
+    """One run for each sample: an answer has one advantage."""
+    return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
 
 
 def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
@@ -124,3 +132,33 @@ def _runs(data: Metadata, alone: np.ndarray) -> Runs:
     sums = np.bincount(places, lengths, len(data.samples))
     assert np.array_equal(sums, data.samples["num_answer_tokens"]), "sampled tokens that no step has"
     return Runs(turns[order], lengths[order], counts)
+
+
+def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
+    """The answers that are masked out of the loss, in order, each with the first reason; and weights of the others.
+
+    A masked answer keeps its place in its group's baseline, unlike one without a score. A weight, float64 of mean 1,
+    is a factor of the answer's loss beside its share of the mean.
+    """
+    solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
+    keep: dict[str, Tensor] = {}
+    if settings.max_len_mask:
+        keep["truncated"] = masks.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
+    if settings.difficulty_mask:
+        keep["too easy or too hard"] = bind(masks.difficulty_mask, settings)(data.scores, data.groups)
+    if settings.variance_top_p is not None:
+        keep["too little variance"] = bind(masks.variance_mask, settings)(data.scores, data.groups)
+    if settings.error_max_len_clip:
+        keep["long and wrong"] = bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
+    kept = torch.ones(len(data.answers), dtype=torch.bool)
+    reasons: dict[int, str] = {}
+    for reason, passed in keep.items():
+        kept &= passed
+        for row in (~passed).nonzero().flatten().tolist():
+            reasons.setdefault(row, reason)
+    weights = torch.ones(len(data.answers), dtype=torch.float64)
+    if solved is not None:
+        weights = weights * masks.difficulty_weight(1 - solved)
+    if settings.length_loss_weight:
+        weights = weights * masks.length_weight(data.lengths)
+    return dict(sorted(reasons.items())), masks.mean_one(weights[kept])

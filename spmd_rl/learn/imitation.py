@@ -1,38 +1,39 @@
-"""`Imitation`: a learner that makes demonstrations likelier, token by token, whatever they are worth."""
+"""`Imitation`: supervised learning on what was collected, token by token, whatever it is worth."""
 
-from dataclasses import replace
+import numpy as np
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import AgenticConfig, AlgorithmConfig
-from spmd_rl.config.sections.algorithm import BoundsConfig
-from spmd_rl.distributed import World
-from spmd_rl.learn.learner import Learner
+from spmd_rl.learn.prepare import Plan, plan_supervised
+from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.scores import Samples
+from spmd_rl.learn.update import nll, update
 from spmd_rl.train.base import Metrics, TrainBackend
 
-SUPERVISED = AlgorithmConfig(
-    name="imitation",
-    advantage="reinforce",
-    loss="vanilla_pg",
-    loss_agg="token-mean",
-    reward_scale=0.0,
-    reward_shift=1.0,
-    bounds=BoundsConfig(max_abs_diff=None, min_ess=None),
-)
-"""Every score is 1 and so is every advantage: the policy gradient is that of supervised learning. No engine has sampled
-the tokens, so nothing bounds how far its logprobs are from the trainer's."""
 
-
-class Imitation(Learner):
+class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
 
-    def __init__(self, cfg: AgenticConfig, policy: TrainBackend, world: World) -> None:
-        super().__init__(replace(cfg, algorithm=SUPERVISED), policy, None, None, world)
-        self._lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
+    def __init__(self, policy: TrainBackend, num_updates: int, temperature: float, lr_factor: float) -> None:
+        """num_updates: optimizer steps of a step. lr_factor: of the schedule's learning rate."""
+        self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
+        self._temperature, self._lr_factor = temperature, lr_factor
+        self.plan: Plan | None = None
+        """See `Learner.plan`."""
+
+    def prepare(self, collected: Samples) -> list[Batch]:
+        """[all] This rank's mini-batches, one per optimizer step."""
+        data, count = self._policy.layout.data, self._num_updates
+        with self._world.phase("prepare"):
+            with self._world.phase("coordination"):
+                self.plan = plan_supervised(collected, count, data.size, self._policy.hidden_size)
+            return redistribute(collected, self.plan, count, data, self._world)  # [all]
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""
+        used = [batches[i] for i in np.unique(self.plan.minibatches).tolist()]
         self._policy.lr_factor = self._lr_factor
-        metrics = super().update(batches)  # [all]
+        with self._world.phase("update"):
+            metrics = update(self._policy, used, nll, self._temperature)  # [all]
         self._policy.lr_factor = 1.0
-        own = {"warmup/loss": metrics.pop("actor/pg_loss")} if "actor/pg_loss" in metrics else {}
-        return own | {key: value for key, value in metrics.items() if not key.startswith(("train_infer/", "critic/"))}
+        own = {"warmup/loss": metrics.pop("actor/pg_loss")} if used else {}
+        return own | metrics | self.plan.metrics()

@@ -8,8 +8,7 @@ import numpy as np
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.distributed import World
+from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import mismatch, prepare, repetition, token_advantages
 from spmd_rl.learn.binding import bind
@@ -17,9 +16,11 @@ from spmd_rl.learn.logprobs import RoleShards, fill_in
 from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.learn.roofline import Roofline
+from spmd_rl.learn.scores import Samples
+from spmd_rl.learn.update import mean_over, update
 from spmd_rl.learn.value_loss import bind_value_loss
-from spmd_rl.rollout import Collected
-from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
+from spmd_rl.train import Roles
+from spmd_rl.train.base import Metrics
 
 FLAT_STEPS = 5
 """After so many steps in a row without an advantage there is a warning."""
@@ -30,25 +31,25 @@ class Learner:
 
     def __init__(
         self,
-        cfg: RlvrConfig,
-        policy: TrainBackend,
-        reference: TrainBackend | None,
-        critic: CriticBackend | None,
-        world: World,
+        roles: Roles,
+        algorithm: AlgorithmConfig,
+        rollout: RolloutConfig,
+        num_updates: int = 1,
+        seed: int = 0,
+        replayed: bool = False,
+        roofline: Roofline | None = None,
     ) -> None:
-        self._policy, self._reference, self._critic, self._world = policy, reference, critic, world
-        self._seed, self._max_tokens = cfg.seed, cfg.rollout.max_answer_tokens
-        limit = cfg.rollout.max_answer_tokens
+        """num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
+        self._policy, self._reference, self._critic = roles
+        self._world = world = roles.policy.layout.world
+        self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
+        limit = rollout.max_answer_tokens
         self._settings = replace(
-            cfg.algorithm,
-            loss_agg_length=cfg.algorithm.loss_agg_length or limit,
-            overlong_tokens=cfg.algorithm.overlong_tokens or -(-limit // 4),
+            algorithm,
+            loss_agg_length=algorithm.loss_agg_length or limit,
+            overlong_tokens=algorithm.overlong_tokens or -(-limit // 4),
         )
-        self._greedy_answer = cfg.rollout.answers_per_prompt if cfg.algorithm.uses_greedy else None
-        self._num_updates = cfg.train.updates_per_step
-        self._temperature, self._truncated = cfg.rollout.temperature, cfg.rollout.truncates
-        self._replayed = cfg.policy.router_replay
-        self._watch = mismatch.Watch(cfg.algorithm.bounds, world)
+        self._watch = mismatch.Watch(algorithm.bounds, world)
         self._oldest = 0.0  # age of a token of the step, in versions
         self._watched = False
         self.plan: prepare.Plan | None = None
@@ -59,7 +60,7 @@ class Learner:
         self._kl_factor = 1.0  # what the adaptive controller has made of the KL coefficients
         self._scores = Moments()
         self._prepared: Metrics = {}
-        self._roofline = Roofline(cfg, policy, reference, critic, world)
+        self._roofline = roofline
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
@@ -76,9 +77,9 @@ class Learner:
         self._num_flat_steps = state["num_flat_steps"]
         self._scores = Moments(*state["scores"])
 
-    def prepare(self, collected: Collected) -> list[Batch]:
+    def prepare(self, collected: Samples) -> list[Batch]:
         """[all] This rank's mini-batches, one per optimizer step, with all that the loss needs."""
-        settings, data = self._settings, self._policy.layout.data
+        settings, rollout, data = self._settings, self._rollout, self._policy.layout.data
         with self._world.phase("prepare"):
             penalties = None
             if settings.repetition_coef:
@@ -91,13 +92,13 @@ class Learner:
                     num_updates=self._num_updates,
                     num_shards=data.size,
                     hidden_size=self._policy.hidden_size,
-                    max_tokens=self._max_tokens,
-                    greedy_answer=self._greedy_answer,
+                    max_tokens=rollout.max_answer_tokens,
+                    greedy_answer=rollout.answers_per_prompt if settings.uses_greedy else None,
                     penalties=penalties,
                 )
             self._watch_signal()
             batches = redistribute(  # [all]
-                collected, self.plan, self._num_updates, data, self._world, self._truncated, self._replayed
+                collected, self.plan, self._num_updates, data, self._world, rollout.truncates, self._replayed
             )
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
@@ -112,7 +113,7 @@ class Learner:
                         self._reference,
                         self._critic,
                         needs_old=needs_old,
-                        temperature=self._temperature,
+                        temperature=rollout.temperature,
                         world=self._world,
                     )
             self._oldest, self._watched = float(collected.outcomes.answers["lag"].max(initial=0)), needs_old
@@ -123,7 +124,9 @@ class Learner:
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
-            self._prepared |= self._roofline.metrics(collected, self.plan, needs_old)
+            if self._roofline:
+                trains = self.plan.step > settings.critic_warmup
+                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, trains)
         return batches
 
     def _watch_signal(self) -> None:
@@ -150,12 +153,10 @@ class Learner:
                 shards = RoleShards(self._policy, self._critic, self.plan, self._world)
                 shares = shards.share("update: critic", batches)  # [all]
                 with self._critic.awake():
-                    metrics |= _mean([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
+                    metrics |= mean_over([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
-                with self._policy.awake():
-                    updates = [self._policy.update(batches[i], loss, self._temperature) for i in used]  # [all]
-                metrics |= mismatch.with_ess(_mean(updates, "actor"))
+                metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
             if not self._watched:
                 self._watch.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
         return metrics | self._prepared | self._own_metrics(metrics)
@@ -163,11 +164,7 @@ class Learner:
     def _own_metrics(self, mean: Metrics) -> Metrics:
         """Metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""
         plan, settings = self.plan, self._settings
-        own: Metrics = {
-            "actor/empty_steps": self._num_empty_steps,
-            "actor/balance": plan.balance,
-            "actor/left_out": plan.left_out,
-        }
+        own: Metrics = {"actor/empty_steps": self._num_empty_steps} | plan.metrics()
         if len(plan.keys):
             own["critic/rewards/mean"] = plan.mean_reward
         if "critic/kl" in mean:
@@ -177,28 +174,3 @@ class Learner:
                 adapt = bind(adaptive_coef, settings)
                 self._kl_factor = adapt(self._kl_factor, kl_per_answer, plan.num_answers)
         return own
-
-
-def _mean(updates: list[Metrics], role: str) -> Metrics:
-    """Means over the updates of a step, or extremes, under the names that a user reads."""
-    keys = updates[0] if updates else {}
-    return {_name(key, role): _over_updates(key, [m[key] for m in updates]) for key in keys}
-
-
-def _over_updates(key: str, values: list[float]) -> float:
-    extreme = {"max": max, "min": min}.get(key.rpartition("/")[2])
-    return extreme(values) if extreme else sum(values) / len(values)
-
-
-def _name(key: str, role: str) -> str:
-    name = _NAMES.get((role, key), key)
-    own = role == "critic" and name.startswith("moe/")  # the policy's have no prefix
-    return name if "/" in name and not own else f"{role}/{name}"
-
-
-_NAMES = {
-    ("actor", "loss"): "pg_loss",
-    ("actor", "num_microbatches"): "backward_steps",
-    ("actor", "changed_share"): "publish/changed_share",
-    ("critic", "num_microbatches"): "backward_steps",
-}

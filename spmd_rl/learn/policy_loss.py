@@ -19,7 +19,6 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.own import policy_loss
-from spmd_rl.learn.trajectories import by_trajectory
 from spmd_rl.train.base import Loss
 
 PerToken = tuple[Tensor, Mapping[str, Tensor]]
@@ -62,6 +61,20 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
         marked=None if batch.marked is None else batch.marked[mask],
     )
     return tokens, order
+
+
+def by_trajectory(batch: Batch) -> tuple[Tensor | None, Tensor]:
+    """The order of the N sampled tokens in which those of a trajectory are neighbours, its segments in order, and the
+    number of each one's trajectory in that order: int64 [N], 0, 1, ... without gaps. No order: they are already.
+
+    What is computed over whole trajectories takes tokens in this order; a micro-batch holds all segments of each.
+    """
+    if batch.trajectories is None:
+        return None, batch.sampled.samples
+    numbers = batch.trajectories.repeat_interleave(batch.starts.diff(), output_size=batch.num_tokens)
+    numbers = numbers[batch.sampled.index]
+    order = numbers.argsort(stable=True)
+    return order, torch.unique_consecutive(numbers[order], return_inverse=True)[1]
 
 
 def _loss(

@@ -7,13 +7,15 @@ distribution of the samples over the data shards, in (ticket, answer) order. Not
 `redistribute.py` carries the plan out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.moments import Moments
@@ -22,11 +24,9 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.balance import assign, divide
 from spmd_rl.learn.binding import bind
-from spmd_rl.learn.credit import credit
-from spmd_rl.learn.masking import mask
-from spmd_rl.learn.scores import Key, Metadata, keys
+from spmd_rl.learn.credit import Credit, credit, mask, whole_samples
+from spmd_rl.learn.scores import Key, Metadata, Samples, keys
 from spmd_rl.learn.transfer import Route
-from spmd_rl.rollout import Collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,10 @@ class Plan:
         """How many answers train."""
         return len(np.unique(self.trajectories))
 
+    def metrics(self) -> dict[str, float]:
+        """How the work is spread, and how much of what was collected is of use."""
+        return {"actor/balance": self.balance, "actor/left_out": self.left_out}
+
     def columns(self) -> tuple[Any, ...]:
         """Everything: what ranks compare."""
         return tuple([getattr(self, name) for name in self.__slots__])
@@ -94,7 +98,7 @@ class Plan:
 
 
 def plan(
-    collected: Collected,
+    collected: Samples,
     settings: AlgorithmConfig,
     running: Moments,
     *,
@@ -115,11 +119,37 @@ def plan(
     data = Metadata.of(collected, greedy_answer)
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
     found = credit(data, settings, running, max_tokens, extra)
-    masked, weights = mask(data, settings)
+    aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
+    shares = num_updates, num_shards, hidden_size
+    return _deal(collected.step, data, found, *mask(data, settings), aggregate, shares), found.running
+
+
+def plan_supervised(collected: Samples, num_updates: int, num_shards: int, hidden_size: int) -> Plan:
+    """The plan by which all sampled tokens of an update weigh the same, whatever their scores. Parameters: `plan`."""
+    data = Metadata.of(collected)
+    ones = torch.ones(len(data.answers), dtype=torch.float64)
+    found = Credit(ones.numpy(), whole_samples(data), ones, Moments())
+    shares = num_updates, num_shards, hidden_size
+    return _deal(collected.step, data, found, {}, ones.clone(), AGGREGATIONS["token-mean"], shares)
+
+
+def _deal(
+    step: int,
+    data: Metadata,
+    found: Credit,
+    masked: Mapping[int, str],
+    weights: Tensor,
+    aggregate: Callable[[Tensor], Tensor],
+    shares: tuple[int, int, int],
+) -> Plan:
+    """Spread the answers that are not `masked` over `shares`, which are `num_updates` and so on.
+
+    weights: float64, of each of them, beside its share of the mean.
+    """
+    num_updates, num_shards, hidden_size = shares
     trains = np.ones(len(data.answers), np.bool_)
     trains[list(masked)] = False
     minibatches = divide(data.answers["ticket"][trains], num_updates)
-    aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
     bounds_in = partial(np.searchsorted, v=np.arange(num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
         weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
@@ -129,8 +159,8 @@ def plan(
     rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
     data_rank, imbalance = assign(rows, bounds_in(minibatches[owners]).tolist(), num_shards, hidden_size)
     left_out = data.num_excluded + len(masked)
-    made = Plan(
-        step=collected.step,
+    return Plan(
+        step=step,
         keys=np.stack((samples["ticket"], samples["answer"]), axis=1),
         units=samples["unit"].astype(np.int64),
         lengths=samples["num_tokens"].astype(np.int64),
@@ -151,7 +181,6 @@ def plan(
         balance=imbalance,
         mean_reward=float(found.scores.mean()) if len(found.scores) else 0.0,
     )
-    return made, found.running
 
 
 def _reasons(data: Metadata, masked: Mapping[int, str]) -> tuple[tuple[Key, str], ...]:

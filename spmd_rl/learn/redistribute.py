@@ -12,12 +12,12 @@ from torch import Tensor
 from spmd_rl.batch import Batch, pack
 from spmd_rl.distributed import DataShard, World
 from spmd_rl.learn.prepare import Plan
+from spmd_rl.learn.scores import Samples
 from spmd_rl.learn.transfer import transfer
-from spmd_rl.rollout import Collected
 
 
 def redistribute(
-    collected: Collected,
+    collected: Samples,
     plan: Plan,
     num_updates: int,
     data: DataShard,

@@ -6,13 +6,12 @@ from spmd_rl.algo.shaping import repetition_penalty
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.binding import bind
-from spmd_rl.learn.scores import Key
-from spmd_rl.rollout import Collected
+from spmd_rl.learn.scores import Key, Samples
 from spmd_rl.rollout.outcomes import trajectories_of
 from spmd_rl.types import concat
 
 
-def penalties(collected: Collected, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
+def penalties(collected: Samples, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
     """[all] What each answer of the groups that train loses for repeating itself, counted over all its turns.
 
     An answer of several samples goes by the key of its last one.

@@ -3,44 +3,40 @@
 import numpy as np
 import torch
 
-from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.distributed import World
+from spmd_rl.config.schema import DeviceSpecConfig
 from spmd_rl.learn.balance import begins
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.rollout import Collected
+from spmd_rl.learn.scores import Samples
 from spmd_rl.track.roofline import Devices, Pass, TokenCounts, find_device_spec, roofline
-from spmd_rl.train.base import CriticBackend, Metrics, TrainBackend
+from spmd_rl.train import Roles
+from spmd_rl.train.base import Metrics
 
 
 class Roofline:
     """The work of one step on the devices of this run. It has no metrics where the rates of a device are not known."""
 
-    def __init__(
-        self,
-        cfg: RlvrConfig,
-        policy: TrainBackend,
-        reference: TrainBackend | None,
-        critic: CriticBackend | None,
-        world: World,
-    ) -> None:
-        """`world`: all ranks, which are all devices."""
-        self._policy, self._reference, self._critic = policy, reference, critic
-        self._warmup = cfg.algorithm.critic_warmup
-        self._spec = find_device_spec(cfg.track.device, world.device, cfg.policy.dtype)
-        self._devices = Devices(world.size, cfg.engine.tp, getattr(torch, cfg.policy.dtype).itemsize)
+    def __init__(self, roles: Roles, spec: DeviceSpecConfig, dtype: str, tp: int) -> None:
+        """The ranks of the policy are all devices. dtype: computed in. tp: of the engine."""
+        self._policy, self._reference, self._critic = roles
+        world = self._policy.layout.world
+        self._spec = find_device_spec(spec, world.device, dtype)
+        self._devices = Devices(world.size, tp, getattr(torch, dtype).itemsize)
 
-    def metrics(self, collected: Collected, plan: Plan, needs_old: bool) -> Metrics:
-        """Seconds by phase, equal on all ranks. needs_old: the policy's logprobs were computed before the update."""
+    def metrics(self, collected: Samples, plan: Plan, needs_old: bool, trains: bool) -> Metrics:
+        """Seconds by phase, equal on all ranks.
+
+        needs_old: the policy's logprobs were computed before the update. trains: the policy is updated.
+        """
         if self._spec is None:
             return {}
         answers = collected.outcomes.answers
         width = 1 + answers["answer"].max(initial=0)
-        trains = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
-        passes = [Pass(self._policy.size, int(needs_old), plan.step > self._warmup)]
+        used = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
+        passes = [Pass(self._policy.size, int(needs_old), trains)]
         passes += [Pass(self._reference.size, 1, False)] if self._reference else []
         passes += [Pass(self._critic.size, 1, True)] if self._critic else []
         seconds = roofline(
-            _tokens(answers), _tokens(answers[trains]), self._policy.size, passes, self._devices, self._spec
+            _tokens(answers), _tokens(answers[used]), self._policy.size, passes, self._devices, self._spec
         )
         return {f"roofline/{phase}": value for phase, value in seconds.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.rollout import Collected
@@ -21,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @contextmanager
-def logged(track: Run, collected: Collected, learner: Learner) -> Iterator[None]:
+def logged(track: Run, collected: Collected, learner: Learner | Imitation) -> Iterator[None]:
     """[all] Log the step's samples after what is inside: `learner.prepare`, which finds their advantages.
 
     They are logged too where that raises, or where the step ends the run (`Collected.failure`, which is then raised).

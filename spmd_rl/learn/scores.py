@@ -5,7 +5,9 @@ its answer out altogether, out of its group's baseline too. An answer, or trajec
 segments that `Sample.last` ends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -16,8 +18,19 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
-from spmd_rl.rollout import Collected
-from spmd_rl.rollout.outcomes import last_segments
+from spmd_rl.rollout.outcomes import Outcomes, last_segments
+from spmd_rl.types import Group
+
+
+class Samples(Protocol):
+    """What a step learns from, whoever made it; `rollout.Collected`, for one."""
+
+    step: int
+    groups: Sequence[Group]
+    """This rank's."""
+    outcomes: Outcomes
+    """Equal on all ranks."""
+
 
 Key = tuple[int, int]
 """(ticket, answer)"""
@@ -60,7 +73,7 @@ class Metadata:
     """scored answers that may not train"""
 
     @classmethod
-    def of(cls, collected: Collected, greedy_answer: int | None = None) -> "Metadata":
+    def of(cls, collected: Samples, greedy_answer: int | None = None) -> "Metadata":
         """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
         outcomes = collected.outcomes
         samples, steps = outcomes.accepted, outcomes.steps

@@ -7,13 +7,14 @@ needs sums over all data shards. Three numbers travel; never tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
 from spmd_rl.algo import KL_ESTIMATORS, TOKEN_ADVANTAGES
 from spmd_rl.algo.advantages.tokens import token_rewards
-from spmd_rl.algo.moments import whiten
+from spmd_rl.algo.moments import Moments, merged, whiten
 from spmd_rl.algo.shaping import clip
 from spmd_rl.algo.values import explained_variance
 from spmd_rl.batch import Batch
@@ -21,10 +22,9 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.own import token_advantage
+from spmd_rl.learn.policy_loss import by_trajectory
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.statistics import moments_of
 from spmd_rl.learn.token_selection import SHARES, mark
-from spmd_rl.learn.trajectories import by_trajectory
 
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
@@ -103,3 +103,13 @@ def _flow_back(rewards: Tensor, scores: Tensor, turns: Tensor, samples: Tensor, 
         return back(rewards, None, samples)[0]
     own = token_rewards(scores, turns)
     return back(own, None, turns)[0] + back(rewards - own, None, samples)[0]
+
+
+def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataShard) -> Moments:
+    """[all] Of a column's values at the sampled tokens of all data shards and mini-batches; equal on all ranks.
+
+    columns: float32 [T] of each batch.
+    """
+    mine = Moments.of(torch.cat([c[batch.loss_mask] for batch, c in zip(batches, columns, strict=True)]))
+    records = data.gather("prepare: moments", astuple(mine))  # [all]
+    return merged(Moments(*record) for record in records)

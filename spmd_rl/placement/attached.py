@@ -23,7 +23,7 @@ def attached(job: Job) -> Iterator[Place]:
     with serve_attached(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
         with job.starting():
             environments = job.connect()[1] if job.envs else None  # demonstrations are played here
-            roles = train.build_roles(cfg, world)  # [all]
+            roles = train.build_roles(cfg.roles, world)  # [all]
         rollouts = HandedIn(cfg, job.source, job.tokenizer, side)  # [all]
         publish = CrewPublisher(rollouts, roles.policy, side, world.store, cfg.publish)
         yield Place(None, world, roles, rollouts, publish, environments, rollouts.begin)
@@ -39,7 +39,7 @@ def attaches(job: Job) -> Iterator[Place]:
     with attach(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
 
         def generate() -> None:
-            with Crew.build(cfg, job.source, job.tokenizer, side, world) as crew:  # [all]
+            with Crew.build(cfg, job.source, job.tokenizer, side, world, job.envs) as crew:  # [all]
                 crew.run_attached()  # [all] until the run is over
 
         yield Place(generate=generate)

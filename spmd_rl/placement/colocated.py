@@ -33,8 +33,8 @@ def colocated(job: Job, make: Callable[..., Rollouts] = Rollouts) -> Iterator[Pl
     job.open_run(world)  # [all]
     with job.starting():
         scorer, environments = job.connect(cfg.debug)
-        roles = train.build_roles(cfg, world)  # [all]
-        generator = engine.build(cfg, world)  # [all]
+        roles = train.build_roles(cfg.roles, world)  # [all]
+        generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
     publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
     parts = cfg, generator, job.source, scorer, job.tokenizer, world, job.episode, environments
     rollouts = job.stack.enter_context(closing(make(*parts)))  # [all]

@@ -26,7 +26,7 @@ def split(job: Job) -> Iterator[Place]:
         job.open_run(side.world)  # [train]
         with job.starting():
             _, environments = job.connect()  # the host is also for the ranks of this machine that generate
-            roles = train.build_roles(cfg, side.world)  # [train]
+            roles = train.build_roles(cfg.roles, side.world)  # [train]
         publish = StagingPublisher(roles.policy, side, world.store, cfg.publish)
         rollouts = HandedOver(cfg, job.source, job.tokenizer, side)  # [train]
         yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
@@ -44,7 +44,7 @@ def lent(job: Job) -> Iterator[Place]:
         job.open_run(side.world)  # [train]
         with job.starting():
             scorer, environments = job.connect()
-            roles = train.build_roles(cfg, side.world)  # [train]
+            roles = train.build_roles(cfg.roles, side.world)  # [train]
         services = {"episode": job.episode, "environments": environments}
         with Lent.build(cfg, job.source, scorer, job.tokenizer, side, world, **services) as rollouts:  # [all]
             publish = LendingPublisher(roles.policy, rollouts.engine, side, world.store, cfg.publish)
@@ -52,7 +52,8 @@ def lent(job: Job) -> Iterator[Place]:
 
 
 def _generate(job: Job, sides: Sides) -> None:
-    with Generator.build(job.cfg, job.source, job.tokenizer, sides.generate, job.world) as generator:  # [generate]
+    parts = job.cfg, job.source, job.tokenizer, sides.generate, job.world, job.envs
+    with Generator.build(*parts) as generator:  # [generate]
         start, tickets = job.world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
         generator.run(start, tickets)  # [generate] to the last step
 

@@ -119,12 +119,11 @@ class _Run:
         self._roles: dict[str, Any] = {}
 
     def traced(self) -> Trace:
-        cfg, used = self._cfg, self._cfg.algorithm
-        names = ["policy", *["reference"] * used.uses_reference, *["critic"] * used.uses_critic]
-        for name in names:
-            with progress(f"rank {self._world.rank}: building the {name}"):
-                self._roles[name] = build_role(name, cfg, self._world, source=partial(self._model, name))
-            self._tag(name)
+        cfg = self._cfg
+        for role in cfg.roles:
+            with progress(f"rank {self._world.rank}: building the {role.name}"):
+                self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
+            self._tag(role.name)
         policy = self._roles["policy"]
         most = num_microbatches(cfg, policy.layout.data.size, cfg.train.tokens_per_microbatch)
         vocabulary = self._models["policy"].config.get_text_config().vocab_size
@@ -159,7 +158,7 @@ class _Run:
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
         """A batch for a role, how many micro-batches it has, and how many those of a step have."""
         cfg, layout = self._cfg, self._roles[name].layout
-        train = cfg.train if name == "policy" else getattr(cfg, name).train.over(cfg.train)
+        train = cfg.role(name).train
         count = num_microbatches(cfg, layout.data.size, train.tokens_per_microbatch)
         traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
         return (

@@ -3,7 +3,7 @@
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected, Generated, RankReport, StepResult, review
 from spmd_rl.rollout.collection import Rollouts
-from spmd_rl.rollout.demonstrations import Demonstrations, demonstrate
+from spmd_rl.rollout.demonstrations import Demonstrations, Demonstrator
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
 from spmd_rl.rollout.outcomes import Outcome
 from spmd_rl.rollout.parts import mean_parts, sum_parts
@@ -14,13 +14,13 @@ __all__ = [
     "Collected",
     "Context",
     "Demonstrations",
+    "Demonstrator",
     "Generated",
     "Outcome",
     "RankReport",
     "Rollouts",
     "Sampling",
     "StepResult",
-    "demonstrate",
     "mean_parts",
     "review",
     "single_turn",

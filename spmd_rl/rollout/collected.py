@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from spmd_rl.config.schema import RlvrConfig, RolloutConfig
+from spmd_rl.config.schema import RewardsConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.rollout.coordinator import Coordinator
@@ -216,12 +216,12 @@ def _joined(slices: list[Group]) -> Group:
     return Group(slices[0].prompt, slices[0].ticket, tuple(sample for some in slices for sample in some.samples))
 
 
-def review(collected: Collected, cfg: RlvrConfig, world: World) -> Collected:
+def review(collected: Collected, reward: RewardsConfig, rollout: RolloutConfig, world: World) -> Collected:
     """[all] Print one line for answers without a score, and one where a step has fewer groups than it wants.
 
     Returns the step, with a `failure` if the answers without a score are more than the error budget allows.
     """
-    step, budget, wanted = collected.step, cfg.reward.error_budget, cfg.rollout.prompts_per_step
+    step, budget, wanted = collected.step, reward.error_budget, rollout.prompts_per_step
     outcomes, rank = collected.outcomes, world.rank
     if outcomes.details:
         first = f"of step {step} got no score; the first: {next(iter(outcomes.details.values()))}"

@@ -82,7 +82,8 @@ class Rollouts:
         """
         self.prompts, self._longest = prompts, (cfg.rollout.max_prompt_tokens, "")
         if environments is None:
-            self.prompts, *self._longest = drop_overlong(prompts, tokenizer, cfg, world)  # [all]
+            sections = cfg.rollout, cfg.data, cfg.reward
+            self.prompts, *self._longest = drop_overlong(prompts, tokenizer, *sections, world)  # [all]
         self._cfg, self._settings = cfg, cfg.rollout
         self._engine, self._tokenizer, self._world = engine, tokenizer, world
         self._scorer = ExpectedVerdicts(scorer, cfg.reward, world.journal)
@@ -133,7 +134,7 @@ class Rollouts:
 
     def check(self) -> None:
         """UserError, alike on all ranks, for a prompt or an answer that cannot fit."""
-        check_room(self._cfg, *self._longest, self._engine.capacity.max_tokens)
+        check_room(self._settings, self._cfg.engine.kv_tokens, *self._longest, self._engine.capacity.max_tokens)
         if self._cfg.eval.every and not self.prompts.eval and self._world.rank == 0:
             tell("warning: eval.every: no prompt is held out, nothing is evaluated")
 
@@ -143,7 +144,7 @@ class Rollouts:
         with self._world.phase("coordination"):
             collected = generated.result.collected(step, generated.finished)
             collected = replace(collected, pace=generated.pace)
-        return review(collected, self._cfg, self._world)  # [all]
+        return review(collected, self._cfg.reward, self._cfg.rollout, self._world)  # [all]
 
     def generate(self, step: int, swap: Swap | None = None) -> Generated:
         """[all] What comes of a step, before anybody has looked at it; the next call begins the next step's tickets.

@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.config.sections.env import EnvConfig
+from spmd_rl.config.sections.env import EnvConfig, EnvsConfig, WarmupConfig
+from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, UserError
@@ -33,22 +33,40 @@ FORMS = {
 """An answer with an action in it, for each named `env.<tag>.pattern`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Demonstrator:
+    """Plays tasks as their environments' own solutions do."""
+
+    envs: EnvsConfig
+    rollout: RolloutConfig
+    kv_tokens: int
+    """See `engine.kv_tokens`."""
+    seed: int
+    environments: Environments
+    tokenizer: Tokenizer
+
+    async def play(self, task: Prompt, ticket: int) -> Group:
+        """Return a group of one trajectory, without a score if the environment cannot play the task."""
+        env, rollout, shown = self.envs.tags[task.domain], self.rollout, _Shown(self.environments)
+        sampling = Sampling(self.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
+        budget = Budget(rollout.max_context_tokens or self.kv_tokens, rollout.max_turns)
+        ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, self.tokenizer, None, None, shown, env=env)
+        return Group(task, ticket, tuple(await play(Agent(self.envs), ctx)))
+
+
 class Demonstrations:
     """The demonstrations of a run's warm-up, no two of the same seed."""
 
-    def __init__(
-        self, cfg: AgenticConfig, tasks: EnvTasks, environments: Environments, tokenizer: Tokenizer, world: World
-    ) -> None:
+    def __init__(self, warmup: WarmupConfig, tasks: EnvTasks, by: Demonstrator, world: World) -> None:
         """UserError for an environment whose pattern is the user's own: nobody knows how to fill it in."""
-        self._cfg, self._tasks, self._environments = cfg, tasks, environments
-        self._tokenizer, self._world = tokenizer, world
-        for tag, env in cfg.env.tags.items():
-            if cfg.warmup.steps and env.share and env.pattern_for(False) not in FORMS:
+        self._warmup, self._tasks, self._by, self._world = warmup, tasks, by, world
+        for tag, env in by.envs.tags.items():
+            if warmup.steps and env.share and env.pattern_for(False) not in FORMS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
 
     def collect(self, step: int) -> Collected:
         """[all] Return the demonstrations of a step, each a group of its own."""
-        count, world = self._cfg.warmup.episodes, self._world
+        count, world = self._warmup.episodes, self._world
         with world.phase("generate"):
             mine = range(world.rank, count, world.size)
             groups = asyncio.run(self._play([(step * count + number, number) for number in mine]))
@@ -60,21 +78,8 @@ class Demonstrations:
         return Collected(step, tuple(groups), (), outcomes, bubble=0.0, num_aborted=0, num_carried=0)
 
     async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
-        tasks = [(self._tasks.demonstration(number, self._cfg.seed), ticket) for number, ticket in numbers]
-        fixed = self._cfg, self._environments, self._tokenizer
-        return await asyncio.gather(*[demonstrate(task, ticket, *fixed) for task, ticket in tasks])
-
-
-async def demonstrate(
-    task: Prompt, ticket: int, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
-) -> Group:
-    """Play a task as its environment's own solution does: a group of one trajectory, without a score if it cannot."""
-    env, rollout = cfg.env.tags[task.domain], cfg.rollout
-    sampling = Sampling(cfg.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
-    budget = Budget(rollout.max_context_tokens or cfg.engine.kv_tokens, rollout.max_turns)
-    shown = _Shown(environments)
-    ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, tokenizer, None, None, shown, env=env)
-    return Group(task, ticket, tuple(await play(Agent(cfg.env), ctx)))
+        tasks = [(self._tasks.demonstration(number, self._by.seed), ticket) for number, ticket in numbers]
+        return await asyncio.gather(*[self._by.play(*task) for task in tasks])
 
 
 class _Shown:

@@ -1,7 +1,7 @@
 """Prompts that do not fit are left out, or refused, before the first step: those that are longer than
 `rollout.max_prompt_tokens`, and rows that their reward cannot judge."""
 
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import DataConfig, RewardsConfig, RolloutConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
@@ -9,14 +9,21 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.sidecar.support import counted, find_unsupported, may_refuse
 
 
-def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world: World) -> tuple[Prompts, int, str]:
+def drop_overlong(
+    prompts: Prompts,
+    tokenizer: Tokenizer,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    reward: RewardsConfig,
+    world: World,
+) -> tuple[Prompts, int, str]:
     """[all] Return the prompts that fit, the length in tokens of the longest of them, and its id; alike on all ranks.
 
     Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
     no training prompt is left, or without these no held-out one.
     """
-    prompts = _drop_unsupported(prompts, cfg, world)  # [all]
-    limit, everything = cfg.rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
+    prompts = _drop_unsupported(prompts, reward, world)  # [all]
+    limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
     mine = range(world.rank, len(everything), world.size)
     lengths = [(len(tokenizer.render(everything[i].messages)), i) for i in mine]
     fitting = max(([length, everything[i].id] for length, i in lengths if length <= limit), default=[0, ""])
@@ -25,7 +32,7 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
     if not overlong:
         return prompts, longest, prompt_id
     most, index = max(overlong)
-    if cfg.data.overlong == "error":
+    if data.overlong == "error":
         raise UserError(
             f"rollout.max_prompt_tokens={limit}: prompt {everything[index].id} has {most} tokens, and "
             f"{len(overlong) - 1} other prompts are too long; data.overlong=drop leaves them out"
@@ -48,13 +55,13 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
     return prompts.without(indices), longest, prompt_id
 
 
-def _drop_unsupported(prompts: Prompts, cfg: RlvrConfig, world: World) -> Prompts:
+def _drop_unsupported(prompts: Prompts, reward: RewardsConfig, world: World) -> Prompts:
     """[all] Return the prompts without the rows that their reward cannot judge, whatever the answer; each rank asks for
     its share. UserError if no training prompt is left, or without these no held-out one."""
-    if not any(may_refuse(domain, reward) for domain, reward in cfg.reward.domains.items()):
+    if not any(may_refuse(domain, one) for domain, one in reward.domains.items()):
         return prompts
     everything = list(enumerate((*prompts.train, *prompts.eval)))
-    mine = find_unsupported(everything[world.rank :: world.size], cfg.reward.domains)
+    mine = find_unsupported(everything[world.rank :: world.size], reward.domains)
     found = [item for theirs in world.gather("start: rows", mine) for item in theirs]  # [all]
     if not found:
         return prompts
@@ -70,12 +77,11 @@ def _drop_unsupported(prompts: Prompts, cfg: RlvrConfig, world: World) -> Prompt
     return prompts.without({index for index, _ in found})
 
 
-def check_room(cfg: RlvrConfig, length: int, prompt_id: str, room: int) -> None:
+def check_room(s: RolloutConfig, kv_tokens: int, length: int, prompt_id: str, room: int) -> None:
     """UserError if an answer to the longest prompt does not fit into the `room` tokens that an engine has for one.
 
     prompt_id: the one of this `length`; empty where it is only known how long prompts may be.
     """
-    s = cfg.rollout
     key, needed = f"rollout.max_new_tokens={s.max_new_tokens}: with a prompt of {length} tokens it", length
     if s.max_context_tokens is None:
         needed += s.max_new_tokens
@@ -85,6 +91,4 @@ def check_room(cfg: RlvrConfig, length: int, prompt_id: str, room: int) -> None:
             prompt = f"prompt {prompt_id} of" if prompt_id else "a prompt of rollout.max_prompt_tokens ="
             raise UserError(f"{key} leaves no room to answer {prompt} {length} tokens")
     if needed > room:
-        raise UserError(
-            f"{key} exceeds the {room} that fit (engine.kv_tokens={cfg.engine.kv_tokens}, and the model's own limit)"
-        )
+        raise UserError(f"{key} exceeds the {room} that fit (engine.kv_tokens={kv_tokens}, and the model's own limit)")

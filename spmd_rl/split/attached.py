@@ -22,7 +22,7 @@ from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import common_values
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.errors import tell
-from spmd_rl.learn import questions
+from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, review
 from spmd_rl.rollout.rounds import GroupSlice
@@ -96,12 +96,12 @@ class HandedIn(HandedOver):
 
     def __init__(self, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide) -> None:
         super().__init__(cfg, prompts, tokenizer, side)
+        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._notice, self._start = Notice(side.world.rank), 0
 
     def begin(self, start: int) -> None:
         """[all] Open the steps after `start`, and wait until there are `placement.min_generate` ranks to do them."""
-        warmup = getattr(self._cfg, "warmup", None)
-        first, wanted = max(start, warmup.steps if warmup else 0) + 1, self._cfg.placement.min_generate
+        first, wanted = max(start, self._cfg.num_shown) + 1, self._cfg.placement.min_generate
         self._start = start
         if self._world.rank == 0:
             self._exchange.at_desk(lambda desk: desk.begin(start, first, self._cfg.steps, self._cursor))
@@ -119,7 +119,7 @@ class HandedIn(HandedOver):
         if self._world.rank:
             return
         version = announcement.version
-        prompts, _ = questions(self._cfg, self.prompts.eval, version)
+        prompts, _ = self._evaluation.questions(self.prompts.eval, version)
 
         def ask(desk: Desk) -> None:
             if announcement.probed:
@@ -177,7 +177,7 @@ class HandedIn(HandedOver):
             "placement/attached": float(len(ended.reports)),
             "rollout/lag/max": float(lag.max(initial=0)),
         }
-        return review(replace(collected, pace=pace), self._cfg, world)  # [all]
+        return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy."""

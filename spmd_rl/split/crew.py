@@ -18,7 +18,7 @@ from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import check_values
-from spmd_rl.learn import questions
+from spmd_rl.learn import Evaluation
 from spmd_rl.rollout import Rollouts
 from spmd_rl.rollout.outcomes import SliceReport
 from spmd_rl.rollout.rounds import GroupSlice
@@ -96,9 +96,9 @@ class CrewRollouts(Rollouts):
                 self._runner.run(self._until_end(under_way))
         self._finished.clear()
 
-    def answer_claimed(self, version: int, courier: CrewCourier) -> None:
+    def answer_claimed(self, version: int, courier: CrewCourier, evaluation: Evaluation) -> None:
         """[all] ranks of a replica: answer held-out prompts as long as there are some that nobody has claimed."""
-        held_out, samplings = questions(self._cfg, self.prompts.eval, version)
+        held_out, samplings = evaluation.questions(self.prompts.eval, version)
         room, engine = max(1, self._engine.capacity.max_running // max(1, len(samplings))), self._engine
         with self._world.phase("eval"), engine.awake(), engine.driven():
             while engine.leads and (places := courier.claim("eval", version, version, room)[1]):
@@ -166,7 +166,7 @@ class Crew(Generator):
                 self._load(task.newest)  # [all]
                 self._met = task.number
             elif task.kind == "eval":
-                self._rollouts.answer_claimed(task.number, self._courier)  # [all]
+                self._rollouts.answer_claimed(task.number, self._courier, self._evaluation)  # [all]
             else:
                 self._world.journal.set_step(task.number)
                 claimed = ClaimedStep(self._courier, task.number, lambda: self._weights.version)

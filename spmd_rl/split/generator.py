@@ -10,11 +10,12 @@ import msgspec
 
 from spmd_rl import sidecar
 from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
-from spmd_rl.learn import questions
+from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts
 from spmd_rl.split.engine_weights import EngineWeights
@@ -39,6 +40,7 @@ class Generator:
     def __init__(self, cfg: PipelineConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
         """store: that of all ranks."""
         self._cfg, self._rollouts = cfg, rollouts
+        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._courier, self._world, self._together, self._start = side.courier, side.world, side.together, 0
         road = ReplicaRoad(side.world, cfg.engine.tp)  # [all] that generate
         self._store = store
@@ -51,15 +53,20 @@ class Generator:
     @classmethod
     @contextmanager
     def build(
-        cls, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: GenerateSide, world: World
+        cls,
+        cfg: PipelineConfig,
+        prompts: Prompts | EnvTasks,
+        tokenizer: Tokenizer,
+        side: GenerateSide,
+        world: World,
+        envs: EnvsConfig | None = None,
     ) -> Iterator["Generator"]:
         """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
-        envs = getattr(cfg, "env", None)
         with ExitStack() as stack:
             with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
                 host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
                 scorer, environments = stack.enter_context(host)
-                engine = build_engine(cfg, side.together)  # [all]
+                engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, side.together)  # [all]
             episode = Agent(envs) if envs and not cfg.rollout.target else None
             services = {"episode": episode, "environments": environments if envs else None, "handover": side.handover}
             rollouts = cls.rollouts_class(  # [all]
@@ -78,11 +85,9 @@ class Generator:
         an engine then holds, are not those that the trainers announced.
         """
         self._rollouts.load_state(tickets)
-        last, warmup = self._cfg.steps, getattr(self._cfg, "warmup", None)
-        shown = warmup.steps if warmup else 0  # the steps in which the trainers need nobody
-        self._start = start
+        last, self._start = self._cfg.steps, start
         self._follow(start)  # [all]
-        for step in range(max(start, shown) + 1, last + 1):
+        for step in range(max(start, self._cfg.num_shown) + 1, last + 1):
             self._world.journal.set_step(step)
             self._step(step)  # [all]
         self._follow(last)  # [all] which may be evaluated
@@ -174,7 +179,7 @@ class Generator:
         """
         if self._together is not self._world:
             return
-        prompts, samplings = questions(self._cfg, self._rollouts.prompts.eval, version)
+        prompts, samplings = self._evaluation.questions(self._rollouts.prompts.eval, version)
         if samplings and is_evaluated(version, self._start):
             with self._world.phase("eval"):
                 groups = self._rollouts.answer(prompts, samplings)  # [all]

@@ -41,7 +41,7 @@ class Arrived:
     seconds: float
     """For which this rank waited."""
 
-    def pace(self, collected: Collected, cfg: PipelineConfig, world: World) -> Mapping[str, float]:
+    def pace(self, collected: Collected, swap: str, world: World) -> Mapping[str, float]:
         """[all] that train: how the two sides keep up with each other; means over the ranks of a side."""
         lag = collected.outcomes.answers["lag"]
         pace = {
@@ -49,7 +49,7 @@ class Arrived:
             "placement/generate_wait_seconds": fmean(one.waited for one in self.told),
             "rollout/lag/max": float(lag.max(initial=0)),
         }
-        if cfg.placement.swap != "step":
+        if swap != "step":
             pace["placement/swaps"] = fmean(len(one.swaps) for one in self.told)
             pace["placement/swap_seconds"] = fmean(sum(one.swaps) for one in self.told)
         return pace
@@ -84,7 +84,8 @@ class HandedOver:
         """[all] that train. prompts: of tasks, what they say is known when they begin."""
         self.prompts = prompts
         if isinstance(prompts, Prompts):
-            self.prompts, *_ = drop_overlong(prompts, tokenizer, cfg, side.world)  # [all]
+            sections = cfg.rollout, cfg.data, cfg.reward
+            self.prompts, *_ = drop_overlong(prompts, tokenizer, *sections, side.world)  # [all]
         self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.mine
         self._cursor = Cursor()
 
@@ -102,8 +103,8 @@ class HandedOver:
         arrived = take_step(step, self._exchange, self._senders, world)  # [all]
         with world.phase("coordination"):
             collected = self._collected(step, [one.report for one in arrived.told], arrived.finished)
-        collected = replace(collected, pace=arrived.pace(collected, self._cfg, world))  # [all]
-        return review(collected, self._cfg, world)  # [all]
+        collected = replace(collected, pace=arrived.pace(collected, self._cfg.placement.swap, world))  # [all]
+        return review(collected, self._cfg.reward, self._cfg.rollout, world)  # [all]
 
     def _collected(self, step: int, reports: list[RankReport], finished: Mapping[GroupSlice, Group]) -> Collected:
         """What the reports of all generating ranks make of a step, of which this rank has what is `finished`."""
@@ -116,7 +117,7 @@ class HandedOver:
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy.
 
-        The generating ranks know by themselves what is asked when (`learn.questions`).
+        The generating ranks know by themselves what is asked when (`learn.Evaluation`).
         """
         with self._world.journal.waiting("eval: answers of ranks that generate"):
             delivered = self._exchange.take("eval", self._exchange.newest, self._senders)

@@ -55,7 +55,7 @@ class Lent:
     ) -> Iterator["Lent"]:
         """[all] `world`: all ranks of the job, which also leave this together. services: what else `Rollouts` takes."""
         with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
-            engine = build_engine(cfg, world)  # [all]
+            engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
         parts, lent = (cfg, engine, prompts, scorer, tokenizer), {"holder": side.world.rank, "leaves": True}
         together = Rollouts(*parts, world, **services, **lent, handover=side.handover)  # [all]
         with closing(together), closing(Rollouts(*parts, side.world, **services)) as held_out:  # [all] that train
@@ -88,8 +88,8 @@ class Lent:
         arrived = take_step(step, self._side.exchange, self._side.mine, world)  # [all] that train
         with world.phase("coordination"):
             collected = generated.result.collected(step, {**generated.finished, **arrived.finished})
-        collected = replace(collected, pace=arrived.pace(collected, self._cfg, world))  # [all] that train
-        return review(collected, self._cfg, world)  # [all] that train
+        pace = arrived.pace(collected, self._cfg.placement.swap, world)  # [all] that train
+        return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all] that train
 
 
 class LendingPublisher:

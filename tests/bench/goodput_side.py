@@ -32,18 +32,18 @@ def slowly(owner: Any, verb: str, seconds: float) -> None:
     setattr(owner, verb, slow)
 
 
-def slow_engine(cfg: RlvrConfig, world: Any, build: Any = engine.build) -> Any:
+def slow_engine(*settings: Any, build: Any = engine.build) -> Any:
     """[all] Return the engine of the settings."""
-    built = build(cfg, world)  # [all]
+    built = build(*settings)  # [all]
     slowly(built, "step", TOKEN_SECONDS)
     return built
 
 
-def slow_roles(cfg: RlvrConfig, world: Any, build: Any = train.build_roles) -> Any:
+def slow_roles(roles: Any, world: Any, build: Any = train.build_roles) -> Any:
     """[all] Return the roles of the settings."""
-    roles = build(cfg, world)  # [all]
-    slowly(roles.policy, "update", TRAIN_SECONDS * int(os.environ["WORLD_SIZE"]) / world.size)
-    return roles
+    built = build(roles, world)  # [all]
+    slowly(built.policy, "update", TRAIN_SECONDS * int(os.environ["WORLD_SIZE"]) / world.size)
+    return built
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ PARTS = {"gather": "gather_seconds", "load": "copy_seconds", "hashes": "hash_sec
 def rounds(world: World, overrides: Sequence[str], steps: int) -> dict[str, Any]:
     """[all] Seconds of each round, of the slowest rank; publish's CPU-seconds, of the mean rank."""
     cfg = work.loaded(overrides)
-    policy = train.build_roles(cfg, world).policy
-    generator = engine.build(cfg, world)
+    policy = train.build_roles(cfg.roles, world).policy
+    generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     publish = sync.build(policy, generator, world)
     publish(version=0)
     source = [tensor.clone() for _, tensor in policy.weights()]

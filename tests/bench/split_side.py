@@ -45,7 +45,7 @@ class SleepingEngine(StubEngine):
     """Generates a token a step for all requests that run, each step as long as one of an engine."""
 
     def __init__(self, cfg: RlvrConfig) -> None:
-        super().__init__(cfg)
+        super().__init__(cfg.engine)
         self._lengths, self._answers = lengths(cfg.seed), cfg.rollout.answers_per_prompt
         self._gone: set[str] = set()
 
@@ -120,8 +120,13 @@ def tell_ends() -> None:
     Run.step = timed
 
 
+def run_asleep(cfg: RlvrConfig) -> None:
+    """[all] The pipeline over this engine."""
+    engine.build = lambda *_: SleepingEngine(cfg)
+    run(cfg)  # [all]
+
+
 if __name__ == "__main__":
-    engine.build = lambda cfg, world: SleepingEngine(cfg)
-    train.build_roles = lambda cfg, world: Roles(SleepingTrainer(world), None, None)
+    train.build_roles = lambda _, world: Roles(SleepingTrainer(world), None, None)
     tell_ends()
-    main("rlvr", RlvrConfig, run)
+    main("rlvr", RlvrConfig, run_asleep)

@@ -18,6 +18,7 @@ from torch import Tensor
 from spmd_rl import engine, train
 from spmd_rl.batch import Batch
 from spmd_rl.config import RlvrConfig, main
+from spmd_rl.config.sections.models import EngineConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.rlvr import run
@@ -39,8 +40,8 @@ class StubEngine:
 
     leads = True
 
-    def __init__(self, cfg: RlvrConfig) -> None:
-        self.capacity = Capacity(cfg.engine.max_running, cfg.engine.kv_tokens, cfg.engine.kv_tokens)
+    def __init__(self, settings: EngineConfig) -> None:
+        self.capacity = Capacity(settings.max_running, settings.kv_tokens, settings.kv_tokens)
         self.prompt_tokens = PromptTokens()
         self._ends: dict[int, list[tuple[Request, int]]] = defaultdict(list)
         self._now = self._version = self.num_unfinished = 0
@@ -128,7 +129,7 @@ class StubTrainer:
 
 
 if __name__ == "__main__":
-    engine.build = lambda cfg, world: StubEngine(cfg)
-    train.build_roles = lambda cfg, world: Roles(StubTrainer(world), None, None)
+    engine.build = lambda settings, *_: StubEngine(settings)
+    train.build_roles = lambda _, world: Roles(StubTrainer(world), None, None)
     our_side.hold()
     main("rlvr", RlvrConfig, run)

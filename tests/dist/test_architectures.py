@@ -104,7 +104,7 @@ def compare(world, name: str, path: Path, axes: dict[str, int]) -> dict:
     assert not verdict(path), verdict(path)
     policy = PolicyConfig(model=str(path), dtype="float32", max_grad_norm=1e9)
     try:
-        role = build_role("policy", RlvrConfig(policy=policy, train=TrainConfig(**axes)), world)  # [all]
+        role = build_role(RlvrConfig(policy=policy, train=TrainConfig(**axes)).role("policy"), world)  # [all]
     except UserError as error:  # on all ranks
         assert str(error).startswith("train.")
         return {"refused": str(error)}
@@ -155,7 +155,7 @@ def test_what_is_accepted_computes_what_transformers_computes(
 def guarded_critic(world, path: str, axes: dict[str, int]) -> str:
     """[all] What a critic with a short convolution in its layers is told; the critic without has passed."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"), train=TrainConfig(**axes))
-    role = build_role("critic", cfg, world)  # [all]
+    role = build_role(cfg.role("critic"), world)  # [all]
     check_packing("critic", role, torch.float32)  # [all]
     batch = global_batch().select([0, 1])
     assert not role.values(batch).any()  # [all] its head starts at 0

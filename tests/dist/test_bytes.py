@@ -62,7 +62,7 @@ def counted(world: World, path: str, axes: dict[str, int], budget: int) -> dict:
     """What this rank reads, holds and sends; tokens that enter its model in all micro-batches."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"))
     cfg.train = TrainConfig(tokens_per_microbatch=budget, **axes)
-    role = build_role("policy", cfg, world)
+    role = build_role(cfg.role("policy"), world)
     held = {part: sum(local(t).nbytes for t in tensors.values()) for part, tensors in role.state_dict().items()}
     share = share_of(role, "dealt", global_batch())
     seen: list[int] = []

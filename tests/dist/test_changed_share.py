@@ -15,7 +15,7 @@ from tests.training import TEMPERATURE, global_batch, loss, share_of
 def shares(world: World, path: str, tp: int) -> tuple[float, float]:
     """As the role reports it, and as its published weights show it."""
     policy = PolicyConfig(model=path, dtype="bfloat16", lr=1e-4)
-    role = build_role("policy", RlvrConfig(policy=policy, train=TrainConfig(tp=tp)), world)
+    role = build_role(RlvrConfig(policy=policy, train=TrainConfig(tp=tp)).role("policy"), world)
     before = {name: tensor.clone() for name, tensor in role.weights()}
     metrics = role.update(share_of(role, "dealt", global_batch()), loss, TEMPERATURE)
     num_changed = sum(int((tensor != before[name]).sum()) for name, tensor in role.weights())

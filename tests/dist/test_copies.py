@@ -112,7 +112,7 @@ def started(world: World, path: str) -> dict[str, bool]:
     for copies in (1, 2):
         policy = PolicyConfig(model=path, dtype="bfloat16", lr=1e-4)
         cfg = RlvrConfig(policy=policy, train=TrainConfig(dp_replicate=copies))
-        roles[copies] = build_role("policy", cfg, world)
+        roles[copies] = build_role(cfg.role("policy"), world)
     lines = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
     one, two = (line["bytes"] for line in lines if line["event"] == "loaded")
     states = [whole_state(role) for role in roles.values()]

@@ -15,7 +15,7 @@ from tests.models import tiny
 def masters(world: World, path: str, tp: int, dither: bool) -> str:
     """A hash over all master weights, put together."""
     policy = PolicyConfig(model=path, dtype="bfloat16", dither=dither)
-    role = build_role("policy", RlvrConfig(policy=policy, train=TrainConfig(tp=tp)), world)
+    role = build_role(RlvrConfig(policy=policy, train=TrainConfig(tp=tp)).role("policy"), world)
     found = sha256()
     for name, tensor in sorted(role.state_dict()["model"].items()):
         found.update(name.encode() + tensor.full_tensor().numpy().tobytes())

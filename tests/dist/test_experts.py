@@ -235,10 +235,10 @@ def test_a_checkpoint_loads_with_other_shares_of_experts_to_the_bit(saver, loade
 def started(world: World, path: str, axes: dict[str, int]) -> dict[str, float]:
     """Bytes read at start and held, of a role filled from files; whether it exports what is stored, bit for bit."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32", dither=False), train=TrainConfig(**axes))
-    policy = build_role("policy", cfg, world)
+    policy = build_role(cfg.role("policy"), world)
     lines = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
     held = sum(t.to_local().nbytes for t in policy.state_dict()["model"].values())
-    stored = build_role("policy", RlvrConfig(policy=cfg.policy), world)
+    stored = build_role(RlvrConfig(policy=cfg.policy).role("policy"), world)
     pairs = zip(policy.weights(), stored.weights(), strict=True)
     equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     read = next(line["bytes"] for line in lines if line["event"] == "loaded")

@@ -129,12 +129,12 @@ def from_the_file(world: World, path: str) -> dict:
     """A policy filled from the file against one that takes over a whole model; what this rank has read of the file."""
     stored, batch = load_file(Path(path) / "model.safetensors"), global_batch()
     cfg = settings(path, **PP2)
-    cfg.policy = PolicyConfig(model=path, dtype="float32", **SETTINGS)
-    ours, whole = build_role("policy", cfg, world, total_updates=5), backend(world, path, axes=PP2)
+    cfg.policy, cfg.steps = PolicyConfig(model=path, dtype="float32", **SETTINGS), 5
+    ours, whole = build_role(cfg.role("policy"), world), backend(world, path, axes=PP2)
     published = {name: tensor.clone() for name, tensor in ours.weights()}
     share = share_of(ours, "uneven", batch)
     told = [role.update(share, loss, TEMPERATURE) for role in (ours, whole)]
-    critic = build_role("critic", cfg, world)
+    critic = build_role(cfg.role("critic"), world)
     return {
         "bytes": all(torch.equal(published[name], tensor) for name, tensor in stored.items()),
         "names": published.keys() == stored.keys(),

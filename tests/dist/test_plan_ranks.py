@@ -38,7 +38,7 @@ def measured(world: World, overrides: list[str], count: int) -> dict[str, Any]:
     """Peaks of a real update of so many micro-batches."""
     cfg, before = settings(overrides), resident()
     with Book() as book:
-        role = build_role("policy", cfg, world)
+        role = build_role(cfg.role("policy"), world)
         batch = full_batch(cfg, count, TOKENS, 49152)
         with book.window("publish"):
             for _ in role.weights():

@@ -246,7 +246,7 @@ def replica_of_two(world, path):
         policy=PolicyConfig(model=path, dtype="float32"),
         engine=EngineConfig(name="vllm", tp=2, max_running=16, kv_tokens=1024),
     )
-    engine = engines.build(cfg, world)
+    engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     publish, whole = sync.build(policy, engine, world), policy.weights
     last = world.rank == world.size - 1
     diffs = [publish(version=0)["publish/probe_abs_diff"]]
@@ -304,7 +304,7 @@ def serve_alone(world, path, tp):
         policy=PolicyConfig(model=path, dtype="float32"),
         engine=EngineConfig(name="vllm", tp=tp, max_running=16, kv_tokens=1024),
     )
-    engine = engines.build(cfg, world)
+    engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     engine.load(build_model(path, torch.float32, "cpu").named_parameters(), version=0)
     return serve(engine)
 

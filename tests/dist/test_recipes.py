@@ -98,7 +98,8 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
     built once, and every case finds them as they were built, but for the number of updates so far.
     """
     metrics = {}
-    built = build_roles(settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1"), world)  # all that a case may read
+    most = settings(path, "algorithm=ppo", "algorithm.kl_coef=0.1")  # all that a case may read
+    built = build_roles(most.roles, world)
     start = [(tensor, tensor.clone()) for role in built.trained.values() for tensor in tensors(role)]
     for name, case in cases.items():
         cfg = msgspec.convert(case, RlvrConfig)
@@ -106,7 +107,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
         roles = Roles(built.policy, *(role if read else None for role, read in zip(built[1:], reads, strict=True)))
         for tensor, as_built in start:
             tensor.copy_(as_built)
-        learner = Learner(cfg, *roles, world)
+        learner = Learner(roles, cfg.algorithm, cfg.rollout, cfg.train.updates_per_step, cfg.seed)
         batches = learner.prepare(harvest(world, 1, cfg.algorithm.uses_greedy))
         for batch in batches:
             from_engine = cfg.algorithm.old_logprobs == "engine"

@@ -89,7 +89,7 @@ class Traffic(TorchDispatchMode):
 def held_and_sent(world: World, path: str) -> dict[str, int]:
     """Bytes read and held by this rank, and the collectives of an update."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"), train=TrainConfig(tp=world.size))
-    role = build_role("policy", cfg, world)
+    role = build_role(cfg.role("policy"), world)
     (line,) = [line for line in map(json.loads, world.journal.path.open()) if line["event"] == "loaded"]
     held = {part: sum(local(t).nbytes for t in tensors.values()) for part, tensors in role.state_dict().items()}
     with Traffic() as traffic:

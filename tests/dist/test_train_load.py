@@ -35,10 +35,10 @@ def bytes_read(world: World) -> list[int]:
 def start(world: World, path: str, name: str) -> dict[str, int]:
     """Bytes that the role's start reads, and by which it raises this process's peak of resident memory."""
     cfg = settings(path)
-    build_role(name, settings(f"{path}/tiny"), world)  # what is allocated once, whatever the model
+    build_role(settings(f"{path}/tiny").role(name), world)  # what is allocated once, whatever the model
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
-    build_role(name, cfg, world)
+    build_role(cfg.role(name), world)
     return {"read": bytes_read(world)[-1], "peak": status("VmHWM") - before}
 
 
@@ -66,8 +66,8 @@ def test_no_rank_reads_or_holds_more_than_its_share(name: str, tmp_path) -> None
 def as_whole(world: World, path: str, tp: int) -> dict[str, bool]:
     """Roles filled from the file against roles that take over a whole model, bit for bit."""
     batch, cfg = global_batch(), settings(path, tp=tp)
-    cfg.policy = PolicyConfig(model=path, dtype="float32", **SETTINGS)
-    ours = build_role("policy", cfg, world, total_updates=5)
+    cfg.policy, cfg.steps = PolicyConfig(model=path, dtype="float32", **SETTINGS), 5
+    ours = build_role(cfg.role("policy"), world)
     whole = backend(world, path, axes={"tp": tp})
     share = share_of(ours, "uneven", batch)
     facts = {}
@@ -77,7 +77,7 @@ def as_whole(world: World, path: str, tp: int) -> dict[str, bool]:
         facts[f"metrics {number}"] = len({str(role.update(share, loss, TEMPERATURE)) for role in (ours, whole)}) == 1
     held = [{name: tensor.clone() for name, tensor in role.weights()} for role in (ours, whole)]
     facts["weights"] = all(torch.equal(held[0][name], held[1][name]) for name in held[1])
-    critic = build_role("critic", cfg, world)
+    critic = build_role(cfg.role("critic"), world)
     facts["values are zero"] = not critic.values(share).any()
     return facts | {"read": len(bytes_read(world)) == 2}
 
@@ -93,7 +93,7 @@ def experts(world: World, path: str) -> dict[str, bool]:
     """A mixture whose three experts two ranks cannot share out whole: names, bytes and the share that is read."""
     stored = load_file(Path(path) / "model.safetensors")
     facts = as_whole(world, path, 1)
-    policy = build_role("policy", settings(path), world)
+    policy = build_role(settings(path).role("policy"), world)
     held = {name: tensor.clone() for name, tensor in policy.weights()}
     return facts | {
         "names": held.keys() == stored.keys(),
@@ -115,7 +115,7 @@ def own_settings(world: World, path: str, other: str) -> dict[str, bool]:
         reference=ReferenceConfig(model=other, dtype="bfloat16", train=TrainOverrides(tp=2)),
         critic=CriticConfig(dtype="float32", train=TrainOverrides(tokens_per_microbatch=16)),
     )
-    policy, reference, critic = (build_role(name, cfg, world) for name in ("policy", "reference", "critic"))
+    policy, reference, critic = (build_role(cfg.role(name), world) for name in ("policy", "reference", "critic"))
     batch = global_batch()
     values = critic.update(share_of(critic, "dealt", batch), lambda v, b: (v.square(), {}))
     held = {name: tensor.clone() for name, tensor in reference.weights()}

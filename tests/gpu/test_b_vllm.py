@@ -37,7 +37,8 @@ def request(id: str, seed: int, temperature: float = 1.0, new: int = 16, prompt=
 
 def promises(world, path) -> None:
     """A seed alone decides, in any company; logprobs are the trainer's; the same weights twice, the same tokens."""
-    engine = engines.build(vllm_settings(path, max_running=64, kv_tokens=16384), world)
+    cfg = vllm_settings(path, max_running=64, kv_tokens=16384)
+    engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     model = build_model(path, torch.float32, "cpu", attention="sdpa")
     with engine.awake():
         engine.load(weights_of(model.to(torch.bfloat16)).items(), version=1)
@@ -75,7 +76,8 @@ def test_2_thirty_cycles_beside_a_large_trainer(tmp_path):
     path = random_model("1.7b", tmp_path / "model")
     with one_rank(tmp_path / "run") as world:
         policy = trainer(world, path, offload=True)
-        engine = engines.build(vllm_settings(path, max_running=64, kv_tokens=65536), world)
+        cfg = vllm_settings(path, max_running=64, kv_tokens=65536)
+        engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
         publish = sync.build(policy, engine, world, 1)
         asleep = []
         for version in range(30):
@@ -97,7 +99,8 @@ def test_3_speed_of_decoding(name, tmp_path):
     path = random_model(name, tmp_path / "model")
     with one_rank(tmp_path / "run") as world:
         policy = trainer(world, path, offload=True)
-        engine = engines.build(vllm_settings(path, max_running=1024, kv_tokens=1024 * 640), world)
+        cfg = vllm_settings(path, max_running=1024, kv_tokens=1024 * 640)
+        engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
         sync.build(policy, engine, world, 0)(version=0)
         with engine.awake():
             ask(engine, request("warm", 0))

@@ -399,12 +399,12 @@ def test_build_by_name(path):
     cfg = RlvrConfig()
     cfg.policy = replace(cfg.policy, model=str(path), dtype="float32")
     world = type("World", (), {"device": torch.device("cpu")})()
-    built = engines.build(cfg, world)
+    built = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
     assert built.capacity.max_running == 64 and built.capacity.max_tokens == 512
     with pytest.raises(UserError, match="'vlm'; known: native"):
-        engines.build(replace(cfg, engine=EngineConfig(name="vlm")), world)
+        engines.build(EngineConfig(name="vlm"), cfg.policy, False, world)
     with pytest.raises(UserError, match="tp=2"):
-        engines.build(replace(cfg, engine=EngineConfig(tp=2)), world)
+        engines.build(EngineConfig(tp=2), cfg.policy, False, world)
 
 
 def test_a_pool_too_small_for_anything(path):

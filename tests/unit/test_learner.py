@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from spmd_rl.batch import pack
-from spmd_rl.config.schema import AgenticConfig, AlgorithmConfig, RlvrConfig
+from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.learn import Imitation, Learner, evaluate, policy_loss, sample_log
+from spmd_rl.learn import Evaluation, Imitation, Learner, policy_loss, sample_log
 from spmd_rl.rollout import Rollouts
+from spmd_rl.train import Roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 from tests.unit.test_prepare import GROUPS, collected, group, plan_of, planned, sample
@@ -50,10 +51,19 @@ class FakeBackend:
         return nullcontext()
 
 
+def learner_of(cfg: RlvrConfig, policy, reference, critic, world) -> Learner:
+    policy.layout = Layout(world)
+    return Learner(Roles(policy, reference, critic), cfg.algorithm, cfg.rollout, cfg.train.updates_per_step, cfg.seed)
+
+
+def evaluation(cfg: RlvrConfig) -> Evaluation:
+    return Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
+
+
 def step(cfg: RlvrConfig, harvest, reference=None, critic=None):
     policy, cfg.policy.dtype = FakeBackend(), "bfloat16"
     with solo() as world:
-        learner = Learner(cfg, policy, reference, critic, world)
+        learner = learner_of(cfg, policy, reference, critic, world)
         metrics = learner.update(learner.prepare(harvest))
         return policy, metrics, learner
 
@@ -102,7 +112,7 @@ def test_a_step_outside_of_a_bound_stops_before_its_update_or_warns_once(bound: 
     setattr(cfg.algorithm.bounds, key, float(value))
     policy, cfg.policy.dtype, breaks = FakeBackend(), "bfloat16", key != "max_lag" or version == 1
     with solo() as world:
-        learner = Learner(cfg, policy, None, None, world)
+        learner = learner_of(cfg, policy, None, None, world)
         for _ in range(3):
             learner.update(learner.prepare(harvest))
         said = [line for line in capsys.readouterr().err.splitlines() if "algorithm.bounds" in line]
@@ -142,7 +152,7 @@ def steps_of(harvests: list, **keys) -> tuple[Learner, list[dict[str, float]]]:
     cfg = RlvrConfig()
     cfg.policy.dtype, cfg.algorithm = "bfloat16", AlgorithmConfig(**keys)
     with solo() as world:
-        learner = Learner(cfg, FakeBackend(), None, None, world)
+        learner = learner_of(cfg, FakeBackend(), None, None, world)
         return learner, [learner.update(learner.prepare(harvest)) for harvest in harvests]
 
 
@@ -156,7 +166,7 @@ def test_steps_from_which_nothing_can_be_learnt_are_told(capsys) -> None:
     with solo() as world:
         cfg = RlvrConfig()
         cfg.policy.dtype = "bfloat16"
-        resumed = Learner(cfg, FakeBackend(), None, None, world)
+        resumed = learner_of(cfg, FakeBackend(), None, None, world)
         resumed.load_state(json.loads(json.dumps(learner.state())))
         resumed.prepare(collected([]))
     told = capsys.readouterr().err
@@ -238,7 +248,7 @@ def test_the_controller_drives_the_kl_to_its_target_and_survives_a_resume() -> N
         assert metrics["critic/kl"] == pytest.approx(0.1) and metrics["critic/kl_coef"] == 0.5
         assert learner.state()["kl_factor"] == pytest.approx(factor)
         with solo() as world:
-            resumed = Learner(cfg, FakeBackend(), FarReference(), None, world)
+            resumed = learner_of(cfg, FakeBackend(), FarReference(), None, world)
             resumed.load_state(json.loads(json.dumps(learner.state())))
             assert resumed.state() == learner.state()
             metrics = resumed.update(resumed.prepare(collected(GROUPS)))
@@ -251,8 +261,8 @@ def test_evaluation_is_due_before_every_n_and_at_the_end() -> None:
     with solo() as world:
         even = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
         rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(4), even, FakeTokenizer(), world)
-        due = [s for s in range(8) if evaluate(cfg, rollouts, world, s)]
-        metrics = evaluate(cfg, rollouts, world, 3)
+        due = [s for s in range(8) if evaluation(cfg)(rollouts, world, s)]
+        metrics = evaluation(cfg)(rollouts, world, 3)
     assert due == [0, 3, 6, 7]
     assert metrics.keys() == {
         "val/score/mean", "val/score_greedy/mean", "val/toy/score/mean", "val/toy/score_greedy/mean",
@@ -272,27 +282,28 @@ def test_held_out_answers_without_a_score_are_counted_and_said(capsys: pytest.Ca
     cfg = RlvrConfig(steps=7)
     with solo() as world:
         rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(4), Broken(lambda *_: 1.0), FakeTokenizer(), world)
-        metrics = evaluate(cfg, rollouts, world, 0)
+        metrics = evaluation(cfg)(rollouts, world, 0)
         assert (metrics["val/num_prompts"], metrics["val/error_share"], metrics["val/score/mean"]) == (2, 0.5, 1.0)
         line = "2 of 4 held-out answers of step 0 got no score; the first: no judge"
         assert f"warning: {line}; val/* leave them out" in capsys.readouterr().err
         cfg.steps = 0  # then there is nothing else to go on for
         with pytest.raises(RunFailed) as caught:
-            evaluate(cfg, rollouts, world, 0)
+            evaluation(cfg)(rollouts, world, 0)
         assert str(caught.value) == f"reward.error_budget=0.1: {line}"
         cfg.reward.error_budget = 0.5
-        assert evaluate(cfg, rollouts, world, 0) == metrics
+        assert evaluation(cfg)(rollouts, world, 0) == metrics
 
 
 def test_demonstrations_have_no_engine_to_differ_from(capsys: pytest.CaptureFixture) -> None:
     """Their logprobs mean nothing: no metric, no warning and no end of the run comes of them."""
-    for updates in (1, 3):  # the second makes a pass for logprobs first
-        cfg, policy = AgenticConfig(), FakeBackend(-6.9)
-        cfg.policy.dtype, cfg.train.updates_per_step, cfg.algorithm.bounds.on_breach = "bfloat16", updates, "stop"
+    for updates in (1, 3):
+        policy = FakeBackend(-6.9)
         with solo() as world:
-            imitation = Imitation(cfg, policy, world)
+            policy.layout = Layout(world)
+            imitation = Imitation(policy, updates, 1.0, 1.0)
             metrics = imitation.update(imitation.prepare(collected(GROUPS)))
-        assert metrics["warmup/loss"] > 0 and not [key for key in metrics if key.startswith("train_infer/")]
+        assert "logprobs" not in policy.asked and metrics["warmup/loss"] == pytest.approx(6.9 * 15 / updates)
+        assert not [key for key in metrics if key.startswith("train_infer/")]
         assert capsys.readouterr().err == ""
 
 

@@ -8,7 +8,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import solo
 from spmd_rl.learn import prepare, repetition, sample_log
-from spmd_rl.learn.masking import mask
+from spmd_rl.learn.credit import mask
 from spmd_rl.learn.scores import Metadata, shape
 from spmd_rl.types import Group, Verdict
 from tests.unit.test_prepare import GROUPS, collected, group, planned

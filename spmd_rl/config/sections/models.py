@@ -233,6 +233,27 @@ class CriticConfig(TrainedModelConfig):
     train: TrainOverrides = field(default_factory=TrainOverrides)
 
 
+@dataclass(frozen=True)
+class RoleConfig:
+    """What a role is built from: its own section, and what of the policy's that leaves open."""
+
+    name: str
+    """`policy`, `reference` or `critic`"""
+    own: ModelConfig
+    """Its section."""
+    model: str
+    dtype: str
+    trust_remote_code: bool
+    train: TrainConfig
+    total_updates: int
+    """Where the schedule of the learning rate ends."""
+
+    @property
+    def key(self) -> str:
+        """Where its `train` stands in the settings."""
+        return "train" if self.name == "policy" else f"{self.name}.train"
+
+
 @dataclass
 class EngineConfig:
     """The generation engine: group `engine`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
 from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
@@ -21,13 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["NativeEngine", "build", "empty_module"]
 
 
-def build(cfg: RlvrConfig, world: "World") -> NativeEngine:
+def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> NativeEngine:
     """The policy's architecture in the policy's dtype, on this rank's device, without weights."""
-    if cfg.engine.tp != 1:
-        raise UserError(f"engine.tp: the native engine holds a whole copy per rank (tp=1), not tp={cfg.engine.tp}")
-    dtype = getattr(torch, cfg.policy.dtype)
-    module = empty_module(cfg.policy.model, dtype, world.device, trust=cfg.policy.trust_remote_code)
-    text_of = text_of_model(cfg.policy.model, cfg.policy.trust_remote_code)
-    return NativeEngine(
-        module, cfg.engine.max_running, cfg.engine.kv_tokens, cfg.train.offload, text_of, cfg.policy.router_replay
-    )
+    if settings.tp != 1:
+        raise UserError(f"engine.tp: the native engine holds a whole copy per rank (tp=1), not tp={settings.tp}")
+    module = empty_module(policy.model, getattr(torch, policy.dtype), world.device, trust=policy.trust_remote_code)
+    text_of = text_of_model(policy.model, policy.trust_remote_code)
+    return NativeEngine(module, settings.max_running, settings.kv_tokens, sleeps, text_of, policy.router_replay)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
 from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.replicated import ReplicatedEngine
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 __all__ = ["build"]
 
 
-def build(cfg: RlvrConfig, world: "World") -> Engine:
+def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
-    tp = cfg.engine.tp
+    tp = settings.tp
     first = world.rank // tp * tp
     with world.collective("engine: start vllm"), hosted(world.device.type):  # [all]
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
         from spmd_rl.engine.vllm.weights import expected_shapes
 
-        shapes = expected_shapes(cfg.policy.model, cfg.policy.trust_remote_code)
+        shapes = expected_shapes(policy.model, policy.trust_remote_code)
         cpu = world.device.type == "cpu"
-        sleeps = cfg.train.offload and not cpu
+        sleeps = sleeps and not cpu
         llm = start(
-            cfg.policy.model,
-            getattr(torch, cfg.policy.dtype),
+            policy.model,
+            getattr(torch, policy.dtype),
             world.device,
             tp=tp,
-            max_running=cfg.engine.max_running,
-            kv_tokens=cfg.engine.kv_tokens,
+            max_running=settings.max_running,
+            kv_tokens=settings.kv_tokens,
             local_rank=world.local_rank,
             replica=world.process_group(
                 "vllm", "gloo" if cpu else None, range(first, first + tp)
             ),  # [all] of the replica
             sleeps=sleeps,
-            trust=cfg.policy.trust_remote_code,
-            args=cfg.engine.args,
+            trust=policy.trust_remote_code,
+            args=settings.args,
         )
-        text_of = text_of_model(cfg.policy.model, cfg.policy.trust_remote_code)
+        text_of = text_of_model(policy.model, policy.trust_remote_code)
         one = VllmEngine(llm, shapes, sleeps=sleeps, text_of=text_of)
-    return one if cfg.engine.tp == 1 else ReplicatedEngine(one, world, cfg.engine.tp)  # [all]
+    return one if tp == 1 else ReplicatedEngine(one, world, tp)  # [all]
