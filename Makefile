@@ -15,8 +15,6 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, len(os.sched_getaffinity(0)) // $(RANKS)))")
 
-QUICK := $(BIN)/python -m pytest -m 'not slow and not gpu'
-
 .PHONY: setup setup-test setup-bench model demo demo-agent test test-gpu test-slow bench lint clean
 
 # torch comes first and pinned: a plain `torch` would bring gigabytes of CUDA libraries. So would vLLM's own dependencies.
@@ -59,6 +57,7 @@ demo-agent: model
 	$(BIN)/torchrun --nproc-per-node $(RANKS) -m spmd_rl.agentic +experiment=demo_sokoban $(ARGS)
 
 # Seven parts, four at a time, though there may be two cores: each waits much of its time for processes that it started.
+# Each has a limit as a whole, which a hang cannot outlive (tests/parts.py), and all of them end after 80 minutes.
 PARTS := units plugs walls runs ends layouts rest
 TESTS_plugs := tests/unit/envs tests/unit/rewards $(foreach name,config session view play simulate,$(wildcard tests/unit/test_$(name)*))
 TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
@@ -70,14 +69,16 @@ TESTS_layouts := $(sort $(foreach name,$(LAYOUTS),$(wildcard tests/dist/test_*$(
 TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house $(addprefix --ignore ,$(TESTS_layouts))
 
 test: $(BIN)/.setup-test model
-	@$(MAKE) --no-print-directory --jobs 4 --keep-going --output-sync=target $(PARTS:%=test-%)
+	@rm -rf runs/tests
+	@TEST_UNTIL=$$(($$(date +%s) + 4800)) $(MAKE) --no-print-directory --jobs 4 --keep-going --output-sync=target $(PARTS:%=test-%) || true
+	@$(BIN)/python -m tests.parts sum $(PARTS)
 
 # This environment is the CPU's, on a machine with a GPU too: a rank would refuse a device that its torch cannot use.
 demo demo-agent test $(PARTS:%=test-%) test-slow bench: export CUDA_VISIBLE_DEVICES ?=
 
 .PHONY: $(PARTS:%=test-%)
 $(PARTS:%=test-%): test-%: $(BIN)/.setup-test
-	@TEST_PATIENCE=7 $(QUICK) $(TESTS_$*)
+	@TEST_PATIENCE=7 $(BIN)/python -m tests.parts run $* -m 'not slow and not gpu' --timeout 600 $(TESTS_$*)
 
 # One GPU, and an environment that runs on it (README): what cannot be proven without one, the most valuable first.
 test-gpu: model

@@ -10,12 +10,16 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 RETURNED = "returned"
+T = TypeVar("T")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -69,6 +73,23 @@ def deadline(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+def in_background(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run `work` on a thread of its own, and return what it will give.
+
+    Unlike a thread of a pool it never keeps the interpreter from ending, whoever forgets to close what it serves.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> tuple[list[str], str]:

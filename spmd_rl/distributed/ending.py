@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -24,16 +24,19 @@ from spmd_rl.errors import printable
 from spmd_rl.process import tell_torchrun
 
 _CALLBACK_SECONDS = 3.0
-_PEER_SECONDS = 1.0
+_PEER_SECONDS = _STORE_SECONDS = 1.0
+_END_SECONDS = 10.0
+"""From then on no callback, disk or lock keeps this process."""
 GRACE_SECONDS = 0.5
 """Two ticks of the watchdog: by then the other ranks have read the reason."""
 _KEY = "end"
+T = TypeVar("T")
 
 
 class End(msgspec.Struct, frozen=True):
     """Why the run ends, as the first rank to know it wrote for the others."""
 
-    kind: Literal["error", "stall", "signal"]
+    kind: Literal["error", "stall", "signal", "cut off"]
     rank: int
     text: str
 
@@ -53,49 +56,49 @@ class Ending:
 
     def announce(self, end: End) -> End:
         """Write why the run ends, for all ranks. Returns the first reason written, which may be another rank's."""
-        first = [end]
 
-        def write() -> None:
-            with contextlib.suppress(dist.DistError):  # without a store the other ranks know anyway
-                found = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
-                first[0] = msgspec.msgpack.decode(found, type=End)
+        def write() -> End:
+            found = self._store.compare_set(_KEY, "", msgspec.msgpack.encode(end))
+            return msgspec.msgpack.decode(found, type=End)
 
-        _call_with_limit(write, 1.0)
-        return first[0]
+        return _within(_STORE_SECONDS, write, end)  # without a store the other ranks know anyway
 
     def announced(self) -> End | None:
         """Return why the run ends, if a rank has announced it."""
         return msgspec.msgpack.decode(self._store.get(_KEY), type=End) if self._store.check([_KEY]) else None
 
     def end_with(self, end: End) -> NoReturn:
-        """End this process because of what another rank announced, or of a stall."""
-        if end.kind == "stall":
+        """End this process because of what another rank announced, of a stall, or because it is cut off."""
+        if end.kind in ("stall", "cut off"):
+            faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)
             self._dump_stacks()
             if end.rank == self._rank:
-                with contextlib.suppress(OSError):
-                    (self._run_dir / "hang.txt").write_text(end.text + "\n")
+                name = "hang.txt" if end.kind == "stall" else f"hang-rank-{self._rank}.txt"
                 print_error(end.text)
+                with contextlib.suppress(OSError):
+                    (self._run_dir / name).write_text(end.text + "\n")
             time.sleep(GRACE_SECONDS)  # our end breaks the others' connections: let them dump where they hang
-            self.exit(1, "ended by a stall", end)
+            self.exit(1, "ended by a stall" if end.kind == "stall" else end.text.splitlines()[0], end)
         print_error(text := f"rank {self._rank}: ended because {end.text}")
         self.exit(1, text, end)
 
     def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
         """Tell journal and torchrun `text`, run rank 0's callbacks for some seconds, kill this node's ranks, exit."""
         began = time.monotonic()
+        faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)  # the disk may be out of reach as well
         with contextlib.suppress(OSError):
             self._journal.note("error", text=text)
         if code:
             tell_torchrun(text)
         failing = end.rank if end and end.kind == "error" else None  # it unwinds by itself
         peers = [peer for peer in self._heartbeats.local_peers() if peer.rank != failing]
-        live = self._heartbeats.live(peers)
+        live = _within(_STORE_SECONDS, lambda: self._heartbeats.live(peers), {peer.rank for peer in peers})
         if end and end.kind == "stall":
             for peer in peers:
                 if peer.rank not in live:
                     _send(peer.pid, signal.SIGUSR1)  # its stacks, if a call that holds the GIL silenced it
         for callback in [*self.callbacks * (self._rank == 0), sys.stdout.flush]:
-            _call_with_limit(callback, began + _CALLBACK_SECONDS - time.monotonic())
+            _within(began + _CALLBACK_SECONDS - time.monotonic(), callback, None)
         if all(self._rank < peer.rank for peer in peers if peer.rank in live):
             _kill_at([peer.pid for peer in peers], began + _PEER_SECONDS)
         os._exit(code)
@@ -107,11 +110,19 @@ class Ending:
             faulthandler.dump_traceback(out, all_threads=True)
 
 
-def _call_with_limit(call: Callable[[], object], seconds: float) -> None:
-    """Run `call` on a thread of its own and wait no longer than `seconds`; what it raises is printed, no more."""
-    thread = threading.Thread(target=call, daemon=True)
+def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+    """What `call` returns, on a thread of its own; `otherwise` if that takes longer, the store is lost or it raises,
+    which is printed."""
+    found = [otherwise]
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError):
+            found[0] = call()
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(max(0.0, seconds))
+    return found[0]
 
 
 def print_error(text: str) -> None:

@@ -16,7 +16,7 @@ from spmd_rl.distributed.report import Beat, Peer, Pulse
 BEAT_SECONDS = 0.25
 """Between beats, of up to 256 ranks; the more there are beyond, the longer, so that one store can serve them all."""
 SILENT_BEATS = 6
-"""A rank that has not been heard of for so many beats is stopped or dead."""
+"""A rank that has not been heard of for so many beats is stopped, dead or cut off."""
 
 
 class Heartbeats:
@@ -33,12 +33,17 @@ class Heartbeats:
     def beat(self) -> int:
         """Publish this rank's place; returns the progress of all ranks together since the start."""
         journal = self._journal
-        beat = Beat(time.monotonic(), journal.step, journal.phase_name, journal.inside, journal.last)
-        self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(beat))
+        self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(self.own_pulse().beat))
         journal.progress += journal.excused()
         progress = journal.progress
         increment, self._reported = progress - self._reported, progress
         return self._store.add("progress", increment)
+
+    def own_pulse(self) -> Pulse:
+        """Where this rank is now."""
+        journal = self._journal
+        beat = Beat(time.monotonic(), journal.step, journal.phase_name, journal.inside, journal.last)
+        return Pulse(self.me, beat, 0.0, True)
 
     def pulses(self, peers: Sequence[Peer] | None = None) -> list[Pulse]:
         """The last heartbeats of these ranks, by rank; of all ranks, unless given."""
@@ -56,11 +61,8 @@ class Heartbeats:
         return pulses
 
     def live(self, peers: Sequence[Peer]) -> set[int]:
-        """Which of these ranks have been heard of lately; all of them when the store is gone."""
-        try:
-            return {pulse.peer.rank for pulse in self.pulses(peers) if pulse.live}
-        except dist.DistError:
-            return {peer.rank for peer in peers}
+        """Which of these ranks have been heard of lately."""
+        return {pulse.peer.rank for pulse in self.pulses(peers) if pulse.live}
 
     def local_peers(self) -> list[Peer]:
         """The other ranks of this node."""

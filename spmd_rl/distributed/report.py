@@ -63,9 +63,21 @@ def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> s
         f"  did not arrive: {_ranks(missing)}",
     ]
     if dead and dead != missing:
-        lines.append(f"  stopped or dead: {_ranks(dead)}")
+        lines.append(f"  stopped, dead or cut off: {_ranks(dead)}")
     lines += [f"    {_where(pulse)}" for pulse in pulses if pulse not in arrived]
     return "\n".join([*lines, f"  stacks: {stacks}"])
+
+
+def cut_off_report(pulse: Pulse, silent_seconds: float, stall_seconds: float, stacks: str) -> str:
+    """The same of a rank that the store has not answered for so long: all it knows is where it is itself."""
+    return "\n".join(
+        [
+            f"spmd_rl: rank {pulse.peer.rank} is cut off: the store is out of reach, without an answer for "
+            f"{silent_seconds:.0f} s (journal.stall_seconds={stall_seconds:g}); its node or the way there is lost",
+            f"    {_where(pulse)}",
+            f"  stacks: {stacks}",
+        ]
+    )
 
 
 def _awaited(live: Sequence[Pulse], everyone: Sequence[int]) -> Place | None:
@@ -102,9 +114,9 @@ def _where(pulse: Pulse) -> str:
     peer, beat = pulse.peer, pulse.beat
     text = f"rank {peer.rank} (pid {peer.pid} on {peer.host}): "
     if beat is None:
-        return text + "no heartbeat ever: stopped or dead; no stack"
+        return text + "no heartbeat ever: stopped, dead or cut off; no stack"
     if not pulse.live:
-        text += f"no heartbeat for {pulse.age:.1f} s: stopped or dead; no stack. Last seen "
+        text += f"no heartbeat for {pulse.age:.1f} s: stopped, dead or cut off; no stack. Last seen "
     text += f"in phase {beat.phase or 'none'}, "
     if beat.place:
         return text + f"in collective {_place(beat.place)}"

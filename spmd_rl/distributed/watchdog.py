@@ -2,6 +2,10 @@
 
 A stall is *no rank's* progress counter moving for `stall_seconds`, never mere time in a phase: a rank may work for an
 hour in one call as long as anyone moves. One that works long in a library calls `World.progress`.
+
+All that is asked of the store, which waits for ever where packets are lost. A second thread, the clock, asks nobody: it
+ends the process where the store has not answered for `stall_seconds`. It counts time in which it ran: a rank that was
+stopped, or whose main thread kept the GIL, has not been cut off.
 """
 
 import threading
@@ -11,8 +15,9 @@ import torch.distributed as dist
 
 from spmd_rl.distributed.ending import GRACE_SECONDS, End, Ending
 from spmd_rl.distributed.heartbeat import Heartbeats
-from spmd_rl.distributed.report import hang_report
+from spmd_rl.distributed.report import cut_off_report, hang_report
 
+STOP_SECONDS = 5.0
 TICK_SECONDS = 0.25
 """Between looks whether another rank has announced the end, of up to 1024 ranks; of 4096, a second."""
 
@@ -26,6 +31,8 @@ class Watchdog:
         self._stall_seconds, self._stacks = stall_seconds, stacks
         self._progress = -1
         self._moved = self._ticked = self._beaten = time.monotonic()
+        self._answered = 0
+        """How often the store has answered."""
         self._tick_seconds = TICK_SECONDS * max(1.0, len(heartbeats.peers) / 1024)
         self._stopped = threading.Event()
         self.leaving = False
@@ -33,20 +40,36 @@ class Watchdog:
         heartbeats.beat()  # a rank that is stopped at once has been heard of
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._run_clock, name="watchdog clock", daemon=True).start()
 
     def stop(self) -> None:
-        """Returns when the thread has ended."""
+        """Returns when the thread has ended, or soon if it waits for a store that does not answer."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(STOP_SECONDS)
 
     def _run(self) -> None:
         try:
             while not self._stopped.wait(self._tick_seconds):
                 self._tick()
+                self._answered += 1
         except dist.DistError as lost:
             if not self.leaving and self._ending.claim():
                 rank = self._heartbeats.me.rank
                 self._ending.end_with(End("error", rank, f"the store is lost, its process or node is gone: {lost}"))
+
+    def _run_clock(self) -> None:
+        looked, answered, silent = time.monotonic(), self._answered, 0.0
+        while silent <= self._stall_seconds:
+            if self._stopped.wait(self._tick_seconds):
+                return
+            now = time.monotonic()
+            silent += min(now - looked, 2 * self._tick_seconds)
+            if answered != self._answered:
+                answered, silent = self._answered, 0.0
+            looked = now
+        if self._ending.claim():
+            report = cut_off_report(self._heartbeats.own_pulse(), silent, self._stall_seconds, self._stacks)
+            self._ending.end_with(End("cut off", self._heartbeats.me.rank, report))
 
     def _tick(self) -> None:
         now = time.monotonic()

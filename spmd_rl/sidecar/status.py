@@ -22,7 +22,8 @@ def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_S
     context = zmq.Context()
     try:
         dealer = open_dealer(context, address, keys)
-        dealer.setsockopt(zmq.RCVTIMEO, int(seconds * 1000))
+        for limit in (zmq.SNDTIMEO, zmq.RCVTIMEO):
+            dealer.setsockopt(limit, int(seconds * 1000))
         dealer.send(wire.encode(wire.GetStatus()))
         reply = wire.TO_STATUS.decode(dealer.recv())
     except zmq.Again:

@@ -51,13 +51,13 @@ class Courier:
         """Hand over to the training rank `holder`; returns once it is there."""
         socket = self._sockets[self.holder]
         header = messages.Delivery(kind, number, self._sender, messages.digest(payload))
-        socket.send_multipart([wire.encode(header), payload], copy=False)
+        self._send(socket, header, payload)
         self._receive(socket, messages.Received)
 
     def hold(self, version: int) -> bool:
         """Have a version kept until `fetch` has ended; return whether all training ranks still keep it."""
         for socket in self._sockets:
-            socket.send(wire.encode(messages.Begin(version, self._sender, None)))
+            self._send(socket, messages.Begin(version, self._sender, None))
         replies = [self._receive(socket, messages.Begun)[0] for socket in self._sockets]  # of all, whatever they say
         if all(reply.kept for reply in replies):
             return True
@@ -67,7 +67,7 @@ class Courier:
     def let_go(self, version: int) -> None:
         """Say that a version which is held here need not be kept any longer."""
         for socket in self._sockets:
-            socket.send(wire.encode(messages.Fetched(version, self._sender)))
+            self._send(socket, messages.Fetched(version, self._sender))
 
     def fetch(self, version: int, num_pieces: int, kept: Kept | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
@@ -77,7 +77,7 @@ class Courier:
         """
         self.num_bytes, base = 0, kept.base if kept else None
         for socket in self._sockets:
-            socket.send(wire.encode(messages.Begin(version, self._sender, base)))
+            self._send(socket, messages.Begin(version, self._sender, base))
         begun = [self._receive(socket, messages.Begun)[0] for socket in self._sockets]
         for rank, reply in enumerate(begun):
             if not reply.kept:
@@ -86,7 +86,7 @@ class Courier:
         asked: deque[int] = deque()
         for index in range(num_pieces):
             while len(asked) < AHEAD * len(self._sockets) and (following := index + len(asked)) < num_pieces:
-                self._socket_of(following).send(wire.encode(messages.GetPiece(version, following, deltas)))
+                self._send(self._socket_of(following), messages.GetPiece(version, following, deltas))
                 asked.append(following)
             asked.popleft()
             piece, payload = self._receive(self._socket_of(index), messages.Piece)
@@ -101,7 +101,7 @@ class Courier:
     def take_slice(self, trainer: int, ticket: int, number: int) -> memoryview:
         """Return what a training rank, by its index, has begun of a slice. RunFailed if it arrives damaged."""
         socket = self._sockets[trainer]
-        socket.send(wire.encode(messages.TakeSlice(ticket, number)))
+        self._send(socket, messages.TakeSlice(ticket, number))
         header, payload = self._receive(socket, messages.LeftSlice)
         if (header.ticket, header.number) != (ticket, number) or messages.digest(payload) != header.digest:
             raise RunFailed(f"what training rank {trainer} had begun of ticket {ticket} arrived damaged")
@@ -118,6 +118,12 @@ class Courier:
     def _socket_of(self, index: int) -> zmq.Socket:
         """The connection to the training rank that keeps this piece."""
         return self._sockets[index % len(self._sockets)]
+
+    def _send(self, socket: zmq.Socket, message: wire.Message, *payload: bytes) -> None:
+        """Send to a training rank; one that has refused this rank's key takes nothing, ever."""
+        while not socket.poll(POLL_MS, zmq.POLLOUT):
+            self._wait()
+        socket.send_multipart([wire.encode(message), *payload], copy=False)
 
     def _receive(self, socket: zmq.Socket, kind: type) -> tuple:
         """The next message from a training rank, which is of this kind, and its payload if there is one."""

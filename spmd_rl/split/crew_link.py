@@ -19,7 +19,7 @@ from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.sidecar.sockets import open_dealer
+from spmd_rl.sidecar.sockets import open_dealer, send
 from spmd_rl.split import crew_messages, messages
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.works import Place
@@ -63,7 +63,7 @@ def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> 
             continue
         with zmq.Context() as context:
             dealer = open_dealer(context, address, keys)
-            dealer.send(wire.encode(crew_messages.Hello()))
+            send(dealer, crew_messages.Hello())
             if dealer.poll(HELLO_MS):
                 notice.over()
                 reply = crew_messages.TO_CREW.decode(dealer.recv())
@@ -95,8 +95,9 @@ class Link:
         self._began, self._num_waits = journal.progress, 0
         self._context = zmq.Context()
         self._sockets = [open_dealer(self._context, address, keys) for address in self.addresses]
-        self._sockets[0].send(wire.encode(crew_messages.Join(name, leads)))
+        send(self._sockets[0], crew_messages.Join(name, leads))
         if not self._sockets[0].poll(1000 * self._silent_seconds):
+            self._context.destroy(linger=0)
             raise RunFailed(f"placement.attach: the training job at {self.addresses[0]} does not answer")
         reply = crew_messages.TO_CREW.decode(self._sockets[0].recv())
         assert isinstance(reply, crew_messages.Joined), f"{type(reply).__name__} is no place"
@@ -133,10 +134,8 @@ class Link:
         silent, last = 0.0, time.monotonic()
         while not self._closing.wait(self.news.pause):
             moved = max(0, self._journal.progress - self._began - self._num_waits)
-            beat = wire.encode(crew_messages.Beat(self.member, moved, self.ready))
             for dealer in self._sockets:
-                with contextlib.suppress(zmq.Again):
-                    dealer.send(beat, zmq.NOBLOCK)
+                send(dealer, crew_messages.Beat(self.member, moved, self.ready))
             heard = self._hear()
             now = time.monotonic()
             silent = 0.0 if heard else silent + min(now - last, 1.0)  # a pause of this process is none of the others'
@@ -144,8 +143,7 @@ class Link:
             if silent > self._silent_seconds and not self._lost:
                 self._lost = f"the training job at {self.addresses[0]} has not answered for {silent:.0f} s: it is gone"
         for dealer in self._sockets:
-            with contextlib.suppress(zmq.Again):
-                dealer.send(wire.encode(crew_messages.Leave(self.member)), zmq.NOBLOCK)
+            send(dealer, crew_messages.Leave(self.member))
 
     def _hear(self) -> bool:
         """Read what has come; whether the first training rank has said anything."""
@@ -171,7 +169,7 @@ class CrewCourier(Courier):
 
     def claim(self, kind: crew_messages.Kind, number: int, version: int, room: int) -> tuple[bool, list[Place]]:
         """Return whether this work has ended, and what of it this rank shall do."""
-        self._sockets[0].send(wire.encode(crew_messages.Claim(self._sender, kind, number, version, room)))
+        self._send(self._sockets[0], crew_messages.Claim(self._sender, kind, number, version, room))
         claimed, *_ = self._receive(self._sockets[0], crew_messages.Claimed)
         if not claimed.known:
             self.link.give_up()
@@ -187,12 +185,12 @@ class CrewCourier(Courier):
         header = self._sender, kind, number, list(place)
         holder, first = self._sockets[self.holder], self._sockets[0]
         deposit = crew_messages.Deposit(*header, messages.digest(piece))
-        holder.send_multipart([wire.encode(deposit), piece], copy=False)
+        self._send(holder, deposit, piece)
         kept, *_ = self._receive(holder, crew_messages.Kept)
         if not kept.whole:
             raise RunFailed(f"{kind} {number} {place} arrived damaged at training rank {self.holder}")
         report = crew_messages.Report(*header, messages.digest(content))
-        first.send_multipart([wire.encode(report), content], copy=False)
+        self._send(first, report, content)
         reported, *_ = self._receive(first, crew_messages.Reported)
         if not reported.known:
             self.link.give_up()

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
+from spmd_rl.process import in_background
 from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.sockets import claim_directory, received, remove_socket, socket_path
@@ -110,8 +110,7 @@ class Exchange:
         self.address = self._listen(bind)
         self._loop.watch(self._socket, self._receive)
         self._closing = False
-        self._thread = ThreadPoolExecutor(1, "exchange")
-        self._served: Future[None] = self._thread.submit(self._serve)
+        self._served = in_background("exchange", self._serve)
 
     def _listen(self, bind: str) -> str:
         """Listen; the address at which this rank can be reached."""
@@ -122,6 +121,7 @@ class Exchange:
                 return bind
             port = self._socket.bind_to_random_port(bind)
         except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             raise UserError(f"placement.bind: cannot listen on {bind}: {error.strerror}") from None
         return f"{bind.replace('*', own_address()) if '*' in bind else bind}:{port}"
 
@@ -163,9 +163,10 @@ class Exchange:
     def close(self) -> None:
         """Stop serving; idempotent. Raises what ended the thread, if anything did."""
         self._closing = True
-        self._thread.shutdown()
-        remove_socket(self.address)
-        self._served.result()
+        try:
+            self._served.result()
+        finally:
+            remove_socket(self.address)
 
     def _wait(self) -> None:
         """Wait for news from the thread, a moment at most; raise what ended it."""

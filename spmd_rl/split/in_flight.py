@@ -6,10 +6,11 @@ sampled stays; every token carries the version that sampled it (PipelineRL, arXi
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 
 import msgspec
 
+from spmd_rl.process import in_background
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.engine_weights import EngineWeights
 from spmd_rl.split.publisher import Announcement
@@ -33,7 +34,6 @@ class InFlight:
         """
         self._weights, self._keeps_cache, self._swaps = weights, keeps_cache, connect is not None
         self._courier = connect() if connect and weights.road.leads else None
-        self._thread = ThreadPoolExecutor(1, "fetch")
         self._coming: tuple[Announcement, Future] | None = None
         self._looked_at = -LOOK_SECONDS
         self._oldest_at = _any_version
@@ -57,7 +57,7 @@ class InFlight:
             self._looked_at = time.monotonic()
             newest = self._weights.newest()
             if newest and newest.version > self._weights.version and courier.hold(newest.version):
-                self._coming = newest, self._thread.submit(lambda: list(self._weights.fetch(newest, courier)))
+                self._coming = newest, in_background("fetch", lambda: list(self._weights.fetch(newest, courier)))
         return self._coming is not None and self._coming[1].done()
 
     def load(self) -> None:
@@ -105,6 +105,7 @@ class InFlight:
         """Give up what is on its way; idempotent."""
         if self._courier:
             self._courier.give_up()
-        self._thread.shutdown()
+        if self._coming:
+            wait([self._coming[1]])
         if self._courier:
             self._courier.close()

@@ -67,17 +67,16 @@ def meet(settings: PlacementConfig, keys: str | None, world: World) -> Iterator[
     apart = [rank for rank in placement.generate if rank not in placement.train]  # who does nothing but generate
     num_train, num_generate = len(placement.train), len(apart)
     exchange, address = None, ""
-    if world.rank in placement.train:
-        exchange = Exchange(bind_of(settings, world), keys and HostKeys.load(keys))
-        address = exchange.address
-    addresses = world.gather("start: exchanges", address, str)  # [all]
-    train_world = world.subset("train", placement.train)  # [train]
-    generate_world = world.subset("generate", apart)  # [generate]
-    of_trainers = [addresses[rank] for rank in placement.train]
-    clients = keys and ClientKeys.load(keys)
     with ExitStack() as stack:
+        if world.rank in placement.train:
+            exchange = stack.enter_context(closing(Exchange(bind_of(settings, world), keys and HostKeys.load(keys))))
+            address = exchange.address
+        addresses = world.gather("start: exchanges", address, str)  # [all]
+        train_world = world.subset("train", placement.train)  # [train]
+        generate_world = world.subset("generate", apart)  # [generate]
+        of_trainers = [addresses[rank] for rank in placement.train]
+        clients = keys and ClientKeys.load(keys)
         if exchange is not None:
-            stack.callback(exchange.close)
             senders = [list(range(rank, num_generate, num_train)) for rank in range(num_train)]
             handover = None
             if settings.is_lent:

@@ -5,7 +5,6 @@ and `run.dir/swanlab` later. `tensorboard --logdir RUN_DIR/tensorboard` shows Te
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from spmd_rl.config.schema import TrackConfig
 from spmd_rl.errors import UserError
+from spmd_rl.process import in_background
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ def swanlab(mode: str, run_dir: Path, run_id: str, settings: Mapping[str, Any]) 
         "settings": swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
     }
     # On the main thread it would take SIGINT, which belongs to the world's own thread.
-    with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(swanlab.init, **options).result()
+    run = in_background("swanlab", lambda: swanlab.init(**options)).result()
     return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 

@@ -111,14 +111,16 @@ def launch(
     stall_seconds: float = 60.0,
     env: dict[str, str] | None = None,
     per_machine: int | None = None,
+    store: Any = None,
 ) -> Job:
     """Start `size` ranks without an agent; the store lives in this process. `directory` must be empty or new.
 
     `per_machine`: ranks that take each other for neighbours; the last machine has what is left. By default all.
+    `store`: what has its `port`, where it lives elsewhere.
 
     They are forked from a process that has torch loaded, unless `env` must come before it.
     """
-    store = new_store()
+    store = store or new_store()
     job = Job(Path(directory), [], store)
     task = _task(job, fn, args, stall_seconds)
     for rank, mine in enumerate(rank_environments(store, size, per_machine)):

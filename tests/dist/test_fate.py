@@ -3,7 +3,10 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +19,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.rollout import Rollouts, Sampling, expected
 from tests.dist.harness import Job, alive, family, launch, torchrun
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.forked import Forked, new_store
 from tests.patience import patient
 
 STALL = 3.0
@@ -106,7 +110,7 @@ def test_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
         assert "arrived: rank 0\n" in report
         assert "did not arrive: rank 1\n" in report
         assert f"rank 1 (pid {stopped} on " in report
-        assert "stopped or dead; no stack. Last seen in phase update" in report
+        assert "stopped, dead or cut off; no stack. Last seen in phase update" in report
         assert "in gather" in (job.run_dir / "journal/stacks-rank-0.txt").read_text()
         assert not (job.run_dir / "journal/stacks-rank-1.txt").exists()
         assert (job.run_dir / "on_exit.txt").exists()
@@ -180,6 +184,67 @@ def test_lost_store_ends_the_ranks(tmp_path: Path) -> None:
         pids = list(job.pids().values())
         job.store = None  # closes it
         assert gone(pids, 6.0), [psutil.Process(pid).status() for pid in alive(pids)]
+
+
+def serve_store(port_file: str) -> None:
+    """A store in a process of its own, which can be stopped: to its clients the same as a link that loses all."""
+    store = new_store()
+    Path(port_file).write_text(str(store.port))
+    time.sleep(1000)
+
+
+@contextmanager
+def distant_store(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """Its `port`, and the `pid` of its process."""
+    place = tmp_path / "port"
+    process = Forked(tmp_path / "store.log", {}, serve_store, str(place))
+    try:
+        while not place.exists() or not place.read_text():
+            time.sleep(0.02)
+        yield SimpleNamespace(port=int(place.read_text()), pid=process.pid)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("odd", ["", "deaf"])
+def test_a_store_that_is_out_of_reach_ends_the_ranks(odd: str, tmp_path: Path) -> None:
+    """Whether their main threads work without it or wait for it."""
+    num_rounds = 20 if odd else 10_000
+    with (
+        distant_store(tmp_path) as store,
+        launch(2, rounds, num_rounds, odd, directory=tmp_path / "job", stall_seconds=STALL, store=store) as job,
+    ):
+        job.wait_for("exit", 2, phase="update", step=19)
+        os.kill(store.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert set(job.wait(3 * STALL)) <= {1, -signal.SIGKILL}
+        assert STALL - 0.5 < time.monotonic() - began < patient(2 * STALL)
+        said = f"is cut off: the store is out of reach, without an answer for {STALL:.0f} s"
+        assert all(f"rank {rank} {said}" in job.output() for rank in (0, 1)), job.output()
+        where = "in phase none" if odd else "in phase update"
+        assert any(where in path.read_text() for path in job.run_dir.glob("hang-rank-*.txt"))
+        assert (job.run_dir / "journal/stacks-rank-0.txt").exists()
+
+
+def test_a_store_that_answers_again_in_time_is_nothing(tmp_path: Path) -> None:
+    with (
+        distant_store(tmp_path) as store,
+        launch(2, rounds, 400, directory=tmp_path / "job", stall_seconds=STALL, store=store) as job,
+    ):
+        in_round_three(job)
+        os.kill(store.pid, signal.SIGSTOP)
+        time.sleep(STALL / 2)
+        os.kill(store.pid, signal.SIGCONT)
+        assert job.wait(60) == [0, 0], job.output()
+
+
+def test_a_rank_that_was_stopped_is_not_cut_off(tmp_path: Path) -> None:
+    with launch(1, rounds, 200, directory=tmp_path, stall_seconds=1.0) as job:
+        job.wait_for("exit", 1, phase="update", step=3)
+        os.kill(job.pids()[0], signal.SIGSTOP)
+        time.sleep(3.0)
+        os.kill(job.pids()[0], signal.SIGCONT)
+        assert job.wait(30) == [0], job.output()
 
 
 def slow_to_close(world: World) -> None:

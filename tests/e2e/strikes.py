@@ -65,6 +65,6 @@ def reported(run: Running, victim: str, record_property: Callable) -> str:
     report = (run.run_dir / "hang.txt").read_text()
     record_property("report", report)
     lines, rank = [line.strip() for line in report.splitlines()], f"rank {victim[-1]}"
-    assert f"did not arrive: {rank}" in lines or f"stopped or dead: {rank}" in lines
-    assert "stopped or dead; no stack" in next(line for line in lines if line.startswith(f"{rank} (pid"))
+    assert f"did not arrive: {rank}" in lines or f"stopped, dead or cut off: {rank}" in lines
+    assert "stopped, dead or cut off; no stack" in next(line for line in lines if line.startswith(f"{rank} (pid"))
     return lines[2].removeprefix("collective: '").rpartition("'")[0]

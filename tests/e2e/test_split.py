@@ -125,4 +125,4 @@ def test_a_stopped_rank_is_named(toy: Toy, victim: str) -> None:
         "rank-1": "'generate: step 2 from ranks that generate'",
     }
     assert waits[victim] in report
-    assert f"{victim.replace('-', ' ')} (pid" in report and "stopped or dead; no stack" in report
+    assert f"{victim.replace('-', ' ')} (pid" in report and "stopped, dead or cut off; no stack" in report

@@ -68,7 +68,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(toy: Toy, victim: str, phase: 
     assert lines[2].startswith(f"collective: '{AWAITED[phase]}'")
     assert lines[3] == f"arrived: rank {1 - int(victim[-1])}"
     assert lines[4] == f"did not arrive: {victim.replace('-', ' ')}"
-    assert lines[5].startswith(f"{victim.replace('-', ' ')} (pid") and "stopped or dead; no stack" in lines[5]
+    assert lines[5].startswith(f"{victim.replace('-', ' ')} (pid") and "stopped, dead or cut off; no stack" in lines[5]
 
 
 def skip(toy: Toy, collective: str, name: str) -> Running:

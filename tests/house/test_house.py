@@ -14,6 +14,7 @@ from tests.house.sources import DOORS, FILES, PACKAGES, ROOT, Function, function
 MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 60, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
+    "spmd_rl/process.py": "work in the background may raise anything: whoever waits for it gets it",
     "spmd_rl/targets.py": "the sidecar worker again: a plug-in's import and constructor, which the checks run first",
     "spmd_rl/config/main.py": "the rank's main",
     "spmd_rl/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",
@@ -141,6 +142,20 @@ def test_broad_excepts_only_at_the_boundaries() -> None:
                 names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
                 if names & {"bare", "Exception", "BaseException"} and rel(path) not in BROAD_EXCEPT:
                     found.append(f"{rel(path)}:{node.lineno}")
+    assert not found, "\n".join(found)
+
+
+def test_no_thread_keeps_an_interpreter_from_ending() -> None:
+    """Threads are daemons; those of a pool are not, and the interpreter waits for them at its end."""
+    found = []
+    for path in FILES:
+        for call in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
+            name, daemon = (
+                ast.unparse(call.func).rpartition(".")[2],
+                {k.arg: k.value for k in call.keywords}.get("daemon"),
+            )
+            if name == "ThreadPoolExecutor" or (name == "Thread" and (daemon is None or ast.unparse(daemon) != "True")):
+                found.append(f"{rel(path)}:{call.lineno}")
     assert not found, "\n".join(found)
 
 

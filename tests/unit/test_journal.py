@@ -158,12 +158,12 @@ def test_report_tells_apart_those_who_arrived() -> None:
         "  collective: 'plan' #9",
         "  arrived: ranks 0, 1",
         "  did not arrive: ranks 2, 3, 4, 5",
-        "  stopped or dead: ranks 3, 5",
+        "  stopped, dead or cut off: ranks 3, 5",
         "    rank 2 (pid 102 on host): in phase update, in collective 'norm' #9",
-        "    rank 3 (pid 103 on host): no heartbeat for 6.0 s: stopped or dead; no stack. "
+        "    rank 3 (pid 103 on host): no heartbeat for 6.0 s: stopped, dead or cut off; no stack. "
         "Last seen in phase prepare, in collective 'plan' #9",
         "    rank 4 (pid 104 on host): in phase generate, after collective 'plan' #8",
-        "    rank 5 (pid 7 on other): no heartbeat ever: stopped or dead; no stack",
+        "    rank 5 (pid 7 on other): no heartbeat ever: stopped, dead or cut off; no stack",
         "  stacks: here",
     ]
 
@@ -177,7 +177,7 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_is_dead() -> None:
     ]
     lines = [line.strip() for line in hang_report(pulses, 3.0, "here").splitlines()]
     assert "collective: 'eval: answers of ranks that generate' #3" in lines
-    assert "arrived: rank 1" in lines and "stopped or dead: rank 2" in lines
+    assert "arrived: rank 1" in lines and "stopped, dead or cut off: rank 2" in lines
 
 
 def test_of_two_waits_for_a_dead_rank_the_one_is_told_that_nobody_else_holds_up() -> None:

@@ -20,6 +20,7 @@ from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.types import Node, SessionLost
+from tests import sockets
 from tests.patience import patient
 from tests.unit.sidecar_helpers import host_of, private_node, workers_of
 from tests.unit.test_sessions import envs, expected, play, play_all, reasons
@@ -50,8 +51,6 @@ class Client:
 
     def __init__(self, context: zmq.Context, address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, int(patient(5000)))
         self.socket.connect(address)
 
     def send(self, *items) -> None:
@@ -75,8 +74,8 @@ def hosted(address: str, target: str = "Counts", **settings):
     ours, theirs = socket.socketpair()
     spec = wire.EnvPoolSpec(f"session_toys:{target}", {}, **{"workers": 1, "slots": 4} | settings)
     host = Host(wire.StartHost(0, address, {}, envs={"toy": spec}), theirs)
-    thread = threading.Thread(target=host.run)
-    with ours, theirs, zmq.Context() as context:
+    thread = threading.Thread(target=host.run, daemon=True)
+    with ours, theirs, sockets.context() as context:
         thread.start()
         try:
             assert receive_frame(ours, wire.FROM_CHILD) == wire.Ready()
@@ -284,7 +283,7 @@ def test_a_storm_of_garbled_frames(node, count):
         async def run():
             return await play_all(environments, range(40))
 
-        with zmq.Context() as context:
+        with sockets.context() as context:
             stranger = Client(context, node.address)
             for _ in range(count):
                 stranger.socket.send(garbled(rng))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from spmd_rl import sidecar, wire
 from spmd_rl.sidecar import host_client as client_module
 from spmd_rl.types import AnswerInfo, Node, Verdict
+from tests import sockets
 from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, gone_within, host_of, numbers, private_node, prompt, rewards, workers_of
 
@@ -179,13 +180,9 @@ def test_a_host_whose_owner_is_gone_ends_in_errors(node, monkeypatch):
 @contextlib.contextmanager
 def stranger(address: str):
     """A DEALER that is no client of ours."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 1000)
-    dealer.setsockopt(zmq.RCVTIMEO, int(patient(5000)))
-    dealer.connect(address)
-    yield dealer
-    context.destroy()
+    with sockets.context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(address)
+        yield dealer
 
 
 def test_garbage_does_not_hurt_a_host(node):

@@ -14,6 +14,7 @@ import zmq
 from spmd_rl import sidecar
 from spmd_rl.sidecar.frame_counter import PEER_BYTES, PEER_FRAMES, FrameCounter, Malformed
 from spmd_rl.sidecar.status import fetch_status
+from tests import sockets
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, rewards, workers_of
 from tests.unit.sidecar_storm import GREETING, READY
 
@@ -67,11 +68,10 @@ def test_what_is_no_zmtp_is_refused(data, why):
 
 
 def test_a_message_of_large_parts_is_cut_off(node):
-    with sidecar.connect(rewards("Number"), node) as scorer, zmq.Context() as context:
+    with sidecar.connect(rewards("Number"), node) as scorer, sockets.context() as context:
         host = host_of(scorer)
         before = most = host.memory_info().rss
         with context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(node.address)
             dealer.send_multipart([bytes(8 << 20)] * 150, copy=False)  # 1.2 GB
             deadline = time.monotonic() + 20

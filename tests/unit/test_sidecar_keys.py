@@ -16,8 +16,10 @@ from spmd_rl.config.checks import check_sidecar
 from spmd_rl.config.sections.run import SidecarConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
+from spmd_rl.sidecar.sockets import send
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.types import AnswerInfo
+from tests import sockets
 from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, free_address, host_of, numbers, private_node, prompt, rewards
 
@@ -112,17 +114,14 @@ def test_loopback_is_this_machine():
 @contextlib.contextmanager
 def stranger(address: str, keys: ClientKeys | None):
     """A DEALER that asks for what any client may ask for."""
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    if keys is not None:
-        keys.secure(dealer)
-    dealer.connect(address)
     question = wire.pack(wire.ScoreInput(prompt(), "a", AnswerInfo(1, "stop")))
-    dealer.send(wire.encode(wire.Ping()))
-    dealer.send(wire.encode(wire.ScoreRequests([wire.ScoreRequest(0, "toy", 1.0, question)])))
-    yield dealer
-    context.destroy(linger=0)
+    with sockets.context() as context, context.socket(zmq.DEALER) as dealer:
+        if keys is not None:
+            keys.secure(dealer)
+        dealer.connect(address)
+        for message in (wire.Ping(), wire.ScoreRequests([wire.ScoreRequest(0, "toy", 1.0, question)])):
+            send(dealer, message)  # whom the host has refused already sends nothing
+        yield dealer
 
 
 @pytest.mark.parametrize("bind", ["ipc", "tcp"])

@@ -23,6 +23,7 @@ from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.sidecar.verdicts import checked_reply
 from spmd_rl.types import AnswerInfo, Verdict
+from tests import sockets
 from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
@@ -38,11 +39,9 @@ def hosted(address: str, target: str = "Moody"):
     """A host on a thread of this process, so that a test can look into it, and a DEALER."""
     ours, theirs = socket.socketpair()
     host = Host(wire.StartHost(0, address, {"toy": wire.PoolSpec(f"sidecar_toys:{target}", {}, 1)}), theirs)
-    thread = threading.Thread(target=host.run)
-    with ours, theirs, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    thread = threading.Thread(target=host.run, daemon=True)
+    with ours, theirs, sockets.context() as context, context.socket(zmq.DEALER) as dealer:
         thread.start()
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RCVTIMEO, int(patient(5000)))
         dealer.setsockopt(zmq.RCVHWM, 10)
         dealer.connect(address)
         try:

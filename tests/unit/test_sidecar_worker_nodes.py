@@ -21,6 +21,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.sidecar.__main__ import main
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.sidecar.worker_node import AllowList
+from tests import sockets
 from tests.patience import patient
 from tests.unit.sidecar_helpers import ask, free_address, gone_within, host_of, numbers, private_node, rewards
 
@@ -184,9 +185,7 @@ def test_lines_that_cannot_be(words, line, capsys):
 
 
 def test_nobody_serves_a_host_without_keys(node):
-    with sidecar.connect(rewards("Number"), node), zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RCVTIMEO, int(patient(5000)))
+    with sidecar.connect(rewards("Number"), node), sockets.context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(node.address)
         for frame in (
             wire.Join("x", ["toy"]),

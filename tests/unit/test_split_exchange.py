@@ -1,8 +1,10 @@
 """What training ranks keep for generating ones, and what these deliver: whole, once, and only to whom they know."""
 
 import threading
+import time
 from array import array
-from contextlib import nullcontext
+from concurrent.futures import wait
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -11,14 +13,17 @@ import torch
 import zmq
 
 from launch import sidecar_keys
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import RunFailed
+from spmd_rl.process import in_background
+from spmd_rl.sidecar.sockets import send
 from spmd_rl.split import messages
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.exchange import Exchange, Staged
 from spmd_rl.split.groups import pack, unpack_groups
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Survivors, Turn, Verdict
+from tests import sockets
+from tests.patience import patient
 
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),
@@ -82,7 +87,7 @@ def test_a_version_stays_until_whoever_fetches_it_has_it(exchanges, courier) -> 
     pieces = courier.fetch(0, len(TENSORS), None)
     next(pieces)
     stage(exchanges, 1)
-    late = threading.Thread(target=stage, args=(exchanges, 2))
+    late = threading.Thread(target=stage, args=(exchanges, 2), daemon=True)
     late.start()
     late.join(0.3)
     assert late.is_alive()
@@ -113,22 +118,33 @@ def test_deliveries_are_taken_once_all_are_there(exchanges, courier) -> None:
 
 def test_only_listed_keys_are_served(tmp_path: Path) -> None:
     ours, foreign = (sidecar_keys.make(tmp_path / name) for name in ("ours", "foreign"))
-    exchange = Exchange("tcp://127.0.0.1", HostKeys.load(ours))
-    stage([exchange], 0)
-    known = Courier([exchange.address], 0, lambda: None, ClientKeys.load(ours))
-    assert len(list(known.fetch(0, len(TENSORS), None))) == len(TENSORS)
-    known.close()
-    with zmq.Context() as context:
+    with closing(Exchange("tcp://127.0.0.1", HostKeys.load(ours))) as exchange:
+        stage([exchange], 0)
+        with closing(Courier([exchange.address], 0, lambda: None, ClientKeys.load(ours))) as known:
+            assert len(list(known.fetch(0, len(TENSORS), None))) == len(TENSORS)
         for keys in (None, ClientKeys(ClientKeys.load(ours).server, ClientKeys.load(foreign).secret)):
-            stranger = context.socket(zmq.DEALER)
-            stranger.setsockopt(zmq.LINGER, 0)
-            if keys is not None:
-                keys.secure(stranger)
-            stranger.connect(exchange.address)
-            stranger.send(wire.encode(messages.Begin(0, 0, None)))
-            assert not stranger.poll(700)
-            stranger.close()
-    exchange.close()
+            with sockets.context() as context, context.socket(zmq.DEALER) as stranger:
+                if keys is not None:
+                    keys.secure(stranger)
+                stranger.connect(exchange.address)
+                for _ in range(3):  # from the moment in which it is refused nothing more is taken from it
+                    send(stranger, messages.Begin(0, 0, None))
+                    assert not stranger.poll(300)
+
+
+def test_a_courier_that_is_refused_can_be_given_up(tmp_path: Path) -> None:
+    ours, foreign = (sidecar_keys.make(tmp_path / name) for name in ("ours", "foreign"))
+    keys = ClientKeys(ClientKeys.load(ours).server, ClientKeys.load(foreign).secret)
+    with (
+        closing(Exchange("tcp://127.0.0.1", HostKeys.load(ours))) as exchange,
+        closing(Courier([exchange.address], 0, lambda: None, keys)) as courier,
+    ):
+        time.sleep(0.5)  # by now it is refused
+        fetching = in_background("fetch", lambda: list(courier.fetch(0, 1, None)))
+        assert not wait([fetching], 0.5).done
+        courier.give_up()
+        with pytest.raises(RunFailed, match="nobody waits any longer"):
+            fetching.result(patient(5))
 
 
 def test_groups_travel_whole() -> None:

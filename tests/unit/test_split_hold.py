@@ -33,7 +33,7 @@ def test_a_held_version_outlives_those_that_follow(ends) -> None:
         for exchange in exchanges:
             exchange.stage(version, pieces(version), None, nullcontext())
     assert courier.hold(1)
-    later = threading.Thread(target=exchanges[0].stage, args=(3, pieces(3), None, nullcontext()))
+    later = threading.Thread(target=exchanges[0].stage, args=(3, pieces(3), None, nullcontext()), daemon=True)
     later.start()
     ((name, tensor, _),) = courier.fetch(1, 1, None)
     assert name == "weight" and torch.equal(tensor, torch.ones(4, dtype=torch.uint8))

@@ -12,6 +12,7 @@ from launch import sidecar_keys
 from spmd_rl import sidecar, wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.types import AnswerInfo, EnvReply, Verdict
+from tests import sockets
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prompt, rewards
 
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
@@ -102,8 +103,7 @@ def test_a_host_lives_on(node, count, keyed, tmp_path):
     keys = str(sidecar_keys.make(tmp_path / "keys")) if keyed else None
     with sidecar.connect(rewards("Number", workers=1), node, keys=keys) as scorer:
         host = host_of(scorer)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-            stranger.setsockopt(zmq.LINGER, 0)
+        with sockets.context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.RCVTIMEO, 10_000)
             if keyed:  # a client or a node gone mad
                 ClientKeys.load(keys).secure(stranger)

@@ -51,7 +51,7 @@ def test_fork_bomb_with_leave_to_fork_stays_within_its_number(sandbox, body):
         while not done.wait(0.02):
             most[0] = max(most[0], sum(uid in uids for _, uid in processes()))
 
-    watcher = threading.Thread(target=count)
+    watcher = threading.Thread(target=count, daemon=True)
     watcher.start()
     try:
         result = sandbox.run(f"import os\n{body}", limits=replace(TIGHT, processes=8, wall_seconds=2.0))

@@ -71,7 +71,7 @@ def growth(sandbox, program: str, limits) -> float:
         while not done.wait(0.01):
             most[0] = max(most[0], kernel_mb() - before)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         result = sandbox.run(program, limits=limits)

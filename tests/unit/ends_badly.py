@@ -1,0 +1,56 @@
+"""Tests that go wrong on purpose, each in a run of its own; see `test_parts.py`. Not collected by name."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from spmd_rl import sidecar
+from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.split.courier import Courier
+from spmd_rl.split.exchange import Exchange
+from spmd_rl.types import Node
+from tests.engines import needs_vllm, vllm_engine
+from tests.models import tiny
+from tests.unit.sidecar_helpers import HERE, host_of, rewards
+
+kept = []
+"""What nobody closes, and nobody collects before the end."""
+
+
+def leave_open(tmp_path: Path, monkeypatch) -> None:
+    """An exchange, a host, and a courier whose message to a peer that is not there waits to be sent."""
+    monkeypatch.syspath_prepend(str(HERE))
+    exchange = Exchange("tcp://127.0.0.1")
+    opened = sidecar.connect(rewards("Number"), Node(0, 0, f"ipc://{tmp_path}/s/host"))
+    scorer = opened.__enter__()
+    courier = Courier([exchange.address, "tcp://127.0.0.1:9"], 0, lambda: None)
+    courier.deliver("step", 1, b"which nobody takes")
+    courier.let_go(1)
+    kept.extend([exchange, opened, scorer, courier])
+    Path(os.environ["HOST_PID"]).write_text(str(host_of(scorer).pid))
+
+
+def test_fails_with_a_native_engine(tmp_path: Path, monkeypatch) -> None:
+    leave_open(tmp_path, monkeypatch)
+    kept.append(NativeEngine(empty_module(tiny("llama", tmp_path / "model"), torch.float32), 4, 512))
+    assert not kept, "on purpose"
+
+
+@needs_vllm
+def test_fails_with_a_vllm_engine(tmp_path: Path, monkeypatch) -> None:
+    leave_open(tmp_path, monkeypatch)
+    opened = vllm_engine(tiny("llama", tmp_path / "model", hidden_size=128, head_dim=32))
+    kept.extend([opened, opened.__enter__()])
+    assert not kept, "on purpose"
+
+
+def test_hangs(tmp_path: Path, monkeypatch) -> None:
+    leave_open(tmp_path, monkeypatch)
+    time.sleep(10_000)
+
+
+def test_leaves_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(10_000,)).start()
