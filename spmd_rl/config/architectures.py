@@ -1,34 +1,65 @@
 """What `config.json` says about whether a model can be trained here: told before torch, and before weights are fetched.
 
-Training packs many sequences into one row and attends within each; whatever mixes tokens in another way is refused.
+Training packs many sequences into one row and attends within each (`model/attention.py`). Whatever mixes tokens in
+another way would train on wrong logprobs and not say so. So this is a list of what works: for each type on it,
+`tests/dist/test_architectures.py` compares packed logprobs, gradients and weights with those of plain transformers.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import UserError
 
-NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-RECURRENT = "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 rwkv recurrent_gemma qwen3_next nemotron_h lfm2"
-REFUSED = {
-    "gemma2": "caps its attention logits",
-    "gpt_oss": "has attention sinks",
-    **dict.fromkeys(("falcon", "bloom", "mpt"), "computes its attention by itself"),
-    "granitemoe": "has experts of a kind of its own",
-    **dict.fromkeys(RECURRENT.split(), "has recurrent layers"),
+FULL = (
+    "apertus arcee axk1 cohere deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe flex_olmo gemma glm glm4 "
+    "glm4_moe glm4_moe_lite gpt2 gpt_bigcode granite helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 "
+    "jetmoe llama longcat_flash minicpm3 minimax_m2 ministral3 mistral mixtral olmo olmo2 olmoe opt persimmon phi3 "
+    "phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu"
+)
+"""The types of models (`model_type`) that can be trained; of those that may have a window, it is that of all layers"""
+SLIDING = {"afmoe": 1024, "cohere2": 4096, "cwm": 8192, "dots1": 4096, "exaone4": 4096, "exaone_moe": 4096}
+SLIDING |= {"gemma3_text": 4096, "laguna": 512, "mellum": 1024, "ministral": 4096, "olmo3": 4096}
+"""As well, types some of whose layers see a window, even where `config.json` does not say it; and the window then"""
+ACCEPTED = sorted([*FULL.split(), *SLIDING])
+"""To add one: its name above, and the test must pass"""
+UNLESS_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Types that have no window but with `use_sliding_window`"""
+WINDOWS = {**SLIDING, **dict.fromkeys(("mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), 4096)}
+LAYERS = {"full_attention", "sliding_attention"}
+"""What `layer_types` may name"""
+POSITIONS = {**dict.fromkeys(("default", "linear", "llama3", "yarn"), ""), "dynamic": "max_position_embeddings"}
+POSITIONS |= dict.fromkeys(("longrope", "su"), "original_max_position_embeddings")
+"""Rotary positions that a model may have. A sequence longer than the key says changes those of its neighbours too"""
+REASONS = {
+    "has layers with a state, which runs on from one sequence into the next": (
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h "
+        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba "
+        "zamba2 zaya"
+    ),
+    "caps its attention logits": "gemma2 vaultgemma",
+    "scales its logits": "cohere2_moe hyperclovax",
+    "has attention sinks": "deepseek_v4 gpt_oss granite_swa granitemoe_swa mimo_v2_flash",
+    "chooses which tokens to attend to": "axk2 deepseek_v32 doge glm_moe_dsa hy_v4 minimax_m3_vl_text",
+    "attends in chunks": "llama4 llama4_text",
+    "computes its attention by itself": (
+        "bloom codegen falcon gpt_neo gpt_neox_japanese gptj mpt nemotron openai-gpt stablelm xglm"
+    ),
+    "has an output embedding with a bias": "phi",
+    "has experts of a kind of its own": "granitemoe granitemoeshared",
+    "cannot be loaded in shards": "biogpt gpt_neox",
 }
-"""By `model_type`, why it cannot be trained"""
+"""Why other types cannot be trained, where it is known"""
+NO_CAUSAL_LM = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 LOGIT_FACTORS = {"cohere": ("logit_scale", 1), "cohere2": ("logit_scale", 1), "granite": ("logits_scaling", -1)}
 """Types that multiply their logits by a number: the key of `config.json` that has it, and its exponent"""
-SCALES_HIDDEN_STATES = (*LOGIT_FACTORS, "minicpm3")
-"""Types whose own forward multiplies what comes out of the input embedding, or goes into the output embedding"""
+SCALES_HIDDEN_STATES = (*LOGIT_FACTORS, "afmoe", "minicpm3", "olmo")
+"""Types whose own forward multiplies what comes out of the input embedding, or goes into the output embedding, by what
+is no parameter"""
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-SLIDING = ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "cohere2", "olmo3", "exaone4")
-"""Types some of whose layers see only a window, even where `config.json` does not say it"""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of which one says how many experts each layer of a mixture has"""
-WORKING = "Llama, Qwen2, Qwen3, Mistral, Mixtral, Phi, OLMo2, Gemma, GPT-2 and OPT"
 
 
 def experts_in(folder: Path) -> int | None:
@@ -51,31 +82,64 @@ def check_architecture(key: str, folder: Path, engine: str, longest: int) -> Non
     """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        text: dict[str, Any] = config.get("text_config") or config
+        kind, names = config.get("model_type") or "this model", config.get("architectures") or []
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{key}: {folder / 'config.json'}: {error}") from None
-    pad, size = text.get("pad_token_id"), text.get("vocab_size")
+    pad, size = config.get("pad_token_id"), config.get("vocab_size")
     if isinstance(pad, int) and isinstance(size, int) and pad >= size:
         raise UserError(f"{key}: {folder / 'config.json'}: pad_token_id {pad} is outside of the vocabulary of {size}")
-    kind = text.get("model_type") or config.get("model_type") or "this model"
-    names = config.get("architectures") or []
     if config.get("is_encoder_decoder") or any(name.endswith(NO_CAUSAL_LM) for name in names):
         raise UserError(f"{key}: {folder} is no causal language model but {', '.join(names) or kind}")
-    reason = REFUSED.get(kind) or ("caps its attention logits" if text.get("attn_logit_softcapping") else "")
-    reason = reason or ("caps its logits" if text.get("final_logit_softcapping") else "")
-    if kind not in SCALES_HIDDEN_STATES and any(text.get(key, 1) != 1 for key in SCALES):
-        reason = reason or "scales its logits"
-    if reason:
-        raise UserError(f"{key}: {kind} {reason} and cannot be trained here; {WORKING} can, Gemma 3 with engine=vllm")
-    layers = {*(text.get("layer_types") or ())} - {"full_attention"}
-    if engine == "native" and (layers or kind in SLIDING or text.get("sliding_window_pattern")):
-        what = ", ".join(sorted(layers)) or "sliding_attention"
-        raise UserError(f"{key}: engine=native cannot run the {what} layers of {kind}; engine=vllm can")
-    if engine == "native" and text.get("kv_lora_rank"):
+    if reason := next(_reasons(kind, config), None):
+        raise UserError(f"{key}: {kind} {reason} and cannot be trained here; these can: {', '.join(ACCEPTED)}")
+    layers = {*(config.get("layer_types") or (["sliding_attention"] if kind in SLIDING else ()))} - {"full_attention"}
+    if engine == "native" and layers:
+        raise UserError(f"{key}: engine=native cannot run the sliding_attention layers of {kind}; engine=vllm can")
+    if engine == "native" and config.get("kv_lora_rank"):
         raise UserError(f"{key}: engine=native cannot run the latent attention of {kind}; engine=vllm can")
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if window and longest > window:
-        raise UserError(
-            f"{key}: samples of {longest} tokens exceed the sliding window of {kind}, which training has not: set "
-            f"rollout.max_prompt_tokens and rollout.max_new_tokens to {window} together"
-        )
+    for what, limit in _limits(kind, config):
+        if longest > limit:
+            raise UserError(
+                f"{key}: samples of {longest} tokens exceed {what}: set "
+                f"rollout.max_prompt_tokens and rollout.max_new_tokens to {limit} together"
+            )
+
+
+def _reasons(kind: str, config: dict[str, Any]) -> Iterator[str]:
+    """Why a model cannot be trained, whatever the lengths and the engine; nothing if it can."""
+    yield from (reason for reason, kinds in REASONS.items() if kind in kinds.split())
+    if "text_config" in config:
+        yield "has more in it than a language model"
+    if kind not in ACCEPTED:
+        yield "is not known to keep packed sequences apart"
+    if other := {*map(str, config.get("layer_types") or ())} - LAYERS:
+        yield f"has {', '.join(sorted(other))} layers"
+    if other := {name for name, _ in _positions(config)} - {*POSITIONS}:
+        yield f"has rotary positions of the type {', '.join(sorted(other))}"
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        yield "attends in both directions"
+    if config.get("attn_logit_softcapping"):
+        yield "caps its attention logits"
+    if config.get("final_logit_softcapping"):
+        yield "caps its logits"
+    if kind not in LOGIT_FACTORS and any(config.get(name, 1) != 1 for name in SCALES):
+        yield "scales its logits"
+
+
+def _limits(kind: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """What a sample must not be longer than, and how many tokens that is."""
+    asked, layers = config.get("use_sliding_window", kind not in UNLESS_ASKED), config.get("layer_types")
+    slides = asked and not (kind in SLIDING and layers and "sliding_attention" not in layers)
+    if slides and (window := config.get("sliding_window", WINDOWS.get(kind))):
+        yield f"the sliding window of {kind}, which training has not", window
+    for name, settings in _positions(config):
+        if where := POSITIONS[name]:
+            limit = config.get(where) or settings.get(where) or config.get("max_position_embeddings") or 0
+            yield f"the length up to which the {name} positions of {kind} are those of each sequence alone", limit
+
+
+def _positions(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The kinds of rotary positions, of all layers or of several kinds of layers, and their settings."""
+    found = [settings for key in ("rope_parameters", "rope_scaling") if isinstance(settings := config.get(key), dict)]
+    found += [value for settings in found for value in settings.values() if isinstance(value, dict)]
+    return [(settings.get("rope_type") or settings.get("type") or "default", settings) for settings in found]

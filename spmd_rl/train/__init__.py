@@ -11,6 +11,7 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights, mismatch
 from spmd_rl.train.base import CriticBackend, Role, TrainBackend
+from spmd_rl.train.packed_check import check_packing
 
 
 class Roles(NamedTuple):
@@ -29,13 +30,19 @@ class Roles(NamedTuple):
 
 
 def build_roles(cfg: RlvrConfig, world: World) -> Roles:
-    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load or does not fit."""
+    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load, fit, or pack."""
     updates = cfg.train.updates_per_step
     total = max(0, cfg.steps - cfg.algorithm.critic_warmup) * updates
     policy = build_role("policy", cfg, world, total)
     reference = build_role("reference", cfg, world) if cfg.algorithm.uses_reference else None
     critic = build_role("critic", cfg, world, cfg.steps * updates) if cfg.algorithm.uses_critic else None
-    return Roles(policy, reference, critic)
+    roles = Roles(policy, reference, critic)
+    for name, role in roles._asdict().items():
+        if role is not None:  # alike on all ranks
+            own = getattr(cfg, name)
+            dtype = getattr(torch, own.dtype or cfg.policy.dtype)
+            check_packing(f"{name}.model: {own.model or cfg.policy.model}", role, dtype)  # [all]
+    return roles
 
 
 class Stored(NamedTuple):

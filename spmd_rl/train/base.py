@@ -56,6 +56,13 @@ class Role(Protocol):
         """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
         ...
 
+    def probe(self, batch: Batch) -> Tensor:
+        """[all] Inside `awake`: a number of every sampled token that shows what the model has made of it: float32 [T].
+
+        Of a policy its logprob, in nats; of a critic, whose values all start at 0, one of its hidden state.
+        """
+        ...
+
     def save(self, folder: Path) -> list[Path]:
         """[all] Inside `awake`: write all tensors that training changes into the existing, empty `folder`.
 

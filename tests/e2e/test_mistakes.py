@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.e2e.runs import ROOT, Toy
 
 TOLD = Path(__file__).with_name("told_at_once.py")
+LEAKING = Path(__file__).with_name("leaking_rlvr.py")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,12 @@ def toy(tmp_path_factory) -> Toy:
     (toy.path / "elsewhere.jsonl").write_text("\n".join(elsewhere))
     (toy.path / "deep.jsonl").write_text(json.dumps(row)[:-1] + ', "x": ' + "[" * 900 + "]" * 900 + "}")
     (toy.path / "empty").mkdir()
+    for kind in ("qwen3_5", "olmo_hybrid"):
+        shutil.copytree(toy.model, toy.path / kind)
+        (toy.path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    layers = json.loads((toy.model / "config.json").read_text()) | {"layer_types": ["linear_attention"] * 2}
+    shutil.copytree(toy.model, toy.path / "linear")
+    (toy.path / "linear" / "config.json").write_text(json.dumps(layers))
     return toy
 
 
@@ -61,6 +69,18 @@ TOLD_AT_ONCE = [
     ("algorithm.kl_estimator=k9", "algorithm.kl_estimator: unknown name 'k9'; known: k1, "),
     ("policy.model=/no/such/dir", "policy.model: no directory /no/such/dir; "),
     ("policy.model={path}/empty", "policy.model: {path}/empty has no config.json; "),
+    (
+        "policy.model={path}/qwen3_5",
+        "policy.model: qwen3_5 has layers with a state, which runs on from one sequence in",
+    ),
+    (
+        "policy.model={path}/olmo_hybrid",
+        "policy.model: olmo_hybrid has layers with a state, which runs on from one seq",
+    ),
+    (
+        "policy.model={path}/linear",
+        "policy.model: llama has linear_attention layers and cannot be trained here; these ",
+    ),
     ("data.train={path}/none.jsonl", "data.train: no file {path}/none.jsonl; "),
     ("data.train={path}/broken.jsonl", "data.train: {path}/broken.jsonl:2: "),
     ("data.train={path}/wrong.jsonl", "data.train: {path}/wrong.jsonl:3: "),
@@ -180,6 +200,27 @@ def test_no_rank_takes_the_cpu_in_the_place_of_a_device_that_torch_cannot_use(to
     assert "this machine has /dev/davinci0, but torch" in line and "ASCEND_RT_VISIBLE_DEVICES=" in line
     asked = toy.start("steps=0", script=script, name="asked", env={"ASCEND_RT_VISIBLE_DEVICES": ""})
     assert asked.wait() == 0 and "(cpu)" in asked.text()
+
+
+@pytest.mark.parametrize(
+    ("leaks", "ranks", "settings"),
+    [
+        ("state", 0, ()),
+        ("state", 2, ()),
+        ("statistics", 1, ("policy.dtype=float32",)),
+        ("state", 2, ("train.pp=2", "policy.dtype=float32")),
+    ],
+)
+def test_a_model_that_mixes_packed_sequences_ends_before_the_first_step(
+    toy: Toy, leaks: str, ranks: int, settings: tuple[str, ...]
+) -> None:
+    name = "-".join([leaks, str(ranks), *settings]).replace("=", "-")
+    run = toy.start(*settings, ranks=ranks, name=name, script=LEAKING, env={"LEAKS": leaks})
+    assert run.wait() == 2, run.text()
+    (line,) = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: policy.model: {toy.model} does not keep packed sequences apart: neighbours change ")
+    assert "Traceback" not in run.text() and "step 0" not in run.text()
+    assert line == "error: " + (run.run_dir / "error.txt").read_text().strip()
 
 
 @pytest.mark.parametrize(

@@ -11,38 +11,105 @@ from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 from spmd_rl.config.architectures import check_architecture
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import UserError
+from spmd_rl.model.attention import Packing
+from spmd_rl.model.build import build_model
 from spmd_rl.types import Request
+from tests.models import tiny
 
 GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 512, "architectures": ["Gemma3ForCausalLM"]}
 MISTRAL = {"model_type": "mistral", "sliding_window": 4096}
+SHORT = "samples of 100 tokens exceed the sliding window of"
+LONG = "samples of 100 tokens exceed the length up to which"
+CANNOT = "and cannot be trained here"
+
+
+def rope(model_type: str, kind: str, limit: int) -> dict:
+    """Rotary positions of one kind that are trained up to `limit`."""
+    limits = {"max_position_embeddings": limit, "original_max_position_embeddings": limit}
+    return {"model_type": model_type, "rope_scaling": {"type": kind, "factor": 2.0}, **limits}
 
 
 @pytest.mark.parametrize(
     ("config", "engine", "line"),
     [
-        ({}, "native", ""),
+        ({"model_type": "llama"}, "native", ""),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, "native", ""),
+        ({"model_type": "qwen2", "sliding_window": 64}, "native", ""),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, "vllm", f"{SHORT} qwen2, which tr"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "vllm", ""),
         ({"model_type": "llama", "layer_types": ["full_attention"]}, "native", ""),
         (MISTRAL, "native", ""),
-        ({**MISTRAL, "sliding_window": 64}, "vllm", "samples of 100 tokens exceed the sliding window of mistral"),
+        ({**MISTRAL, "sliding_window": None}, "native", ""),
+        (
+            {**MISTRAL, "sliding_window": 64},
+            "vllm",
+            f"{SHORT} mistral, which training has not: set rollout.max_prompt_",
+        ),
         (GEMMA3, "native", "engine=native cannot run the sliding_attention layers of gemma3_text; engine=vllm can"),
-        ({"model_type": "gemma3", "text_config": GEMMA3}, "native", "engine=native cannot run the sliding_attention"),
+        ({"model_type": "cohere2"}, "native", "engine=native cannot run the sliding_attention layers of cohere2; "),
         (GEMMA3, "vllm", ""),
         (GEMMA3, "", ""),
+        ({**GEMMA3, "sliding_window": 64}, "vllm", f"{SHORT} gemma3_text"),
+        ({**GEMMA3, "sliding_window": 64, "layer_types": ["full_attention"]}, "native", ""),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "vllm", f"gemma3_text attends in both directions {CANNOT}"),
+        ({"model_type": "qwen2", "is_causal": False}, "vllm", f"qwen2 attends in both directions {CANNOT}"),
         (
-            {"model_type": "x", "layer_types": ["full_attention", "chunked"]},
-            "native",
-            "engine=native cannot run the chu",
+            {"model_type": "gemma3", "text_config": GEMMA3},
+            "vllm",
+            f"gemma3 has more in it than a language model {CANNOT}",
         ),
-        ({"model_type": "gemma2"}, "vllm", "gemma2 caps its attention logits and cannot be trained here; Llama, "),
-        ({"model_type": "y", "attn_logit_softcapping": 50.0}, "", "y caps its attention logits and cannot be trained"),
+        ({"model_type": "qwen3_5", "text_config": {}}, "vllm", "qwen3_5 has layers with a state, which runs on from"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"]}, "vllm", "qwen3 has linear_attention layers and"),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention", "chunked"]},
+            "",
+            "mistral has chunked layers and ca",
+        ),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 4},
+            "native",
+            "engine=native cannot run the latent attention of",
+        ),
+        (
+            {"model_type": "unheard_of"},
+            "vllm",
+            f"unheard_of is not known to keep packed sequences apart {CANNOT}; these",
+        ),
+        ({}, "vllm", f"this model is not known to keep packed sequences apart {CANNOT}; these can: afmoe, apertus, "),
+        ({"model_type": "gemma2"}, "vllm", f"gemma2 caps its attention logits {CANNOT}"),
+        (
+            {"model_type": "qwen3", "attn_logit_softcapping": 50.0},
+            "",
+            "qwen3 caps its attention logits and cannot be tr",
+        ),
+        ({"model_type": "llama", "final_logit_softcapping": 15.0}, "vllm", "llama caps its logits and cannot be"),
         ({"vocab_size": 260, "pad_token_id": 260}, "", "{folder}/config.json: pad_token_id 260 is outside of the voca"),
         ({"model_type": "granite", "logits_scaling": 8.0}, "vllm", ""),
-        ({"model_type": "granite_swa", "logits_scaling": 8.0}, "vllm", "granite_swa scales its logits and cannot be"),
-        ({"model_type": "nanochat", "final_logit_softcapping": 15.0}, "vllm", "nanochat caps its logits and cannot be"),
-        ({"model_type": "mamba2"}, "vllm", "mamba2 has recurrent layers and cannot be trained here"),
+        ({"model_type": "llama", "logits_scaling": 8.0}, "vllm", "llama scales its logits and cannot be"),
+        (
+            {"model_type": "mamba2"},
+            "vllm",
+            "mamba2 has layers with a state, which runs on from one sequence into the ne",
+        ),
         ({"architectures": ["BertForMaskedLM"]}, "vllm", "{folder} is no causal language model but BertForMaskedLM"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "vllm", "{folder} is no causal language model but t5"),
+        (rope("llama", "llama3", 64), "native", ""),
+        (rope("llama", "yarn", 64), "native", ""),
+        (rope("llama", "mrope", 64), "native", f"llama has rotary positions of the type mrope {CANNOT}"),
+        (rope("llama", "dynamic", 64), "native", f"{LONG} the dynamic positions of llama are those of each sequence a"),
+        (rope("llama", "dynamic", 100), "native", ""),
+        (
+            rope("phi3", "longrope", 64),
+            "vllm",
+            f"{LONG} the longrope positions of phi3 are those of each sequence alon",
+        ),
+        (rope("phi3", "su", 64), "vllm", f"{LONG} the su positions of phi3 are those of each sequence alone: set "),
+        (rope("phi3", "longrope", 100), "native", ""),
+        (
+            {**GEMMA3, "rope_parameters": {"full_attention": {"rope_type": "bent"}}},
+            "",
+            "gemma3_text has rotary positions",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_told_from_its_config(tmp_path: Path, config: dict, engine: str, line: str) -> None:
@@ -53,6 +120,23 @@ def test_what_cannot_be_trained_is_told_from_its_config(tmp_path: Path, config: 
     with pytest.raises(UserError) as caught:
         check_architecture("policy.model", tmp_path, engine, 100)
     assert str(caught.value).startswith(f"policy.model: {line.format(folder=tmp_path)}")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_beyond_their_limit_a_neighbour_changes_the_positions_of_a_sequence(kind: str, tmp_path: Path) -> None:
+    """Why there is one: until a row has a longer sequence, packed is alone to the bit."""
+    own = {"dynamic": {"factor": 4.0}, "longrope": {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8}}[kind]
+    rotary = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 16, **own}
+    limit = {"max_position_embeddings": 16} if kind == "dynamic" else {}
+    model = build_model(tiny("llama", tmp_path, rope_parameters=rotary, **limit), torch.float32, "cpu")
+    hidden = {}
+    for length in (0, 16, 48):  # of the neighbour
+        ids, bounds = torch.arange(16 + length), torch.tensor([0, 16, 16 + length][: 2 + (length > 0)])
+        positions = torch.cat([torch.arange(16), torch.arange(length)])
+        with torch.no_grad():
+            out = model(input_ids=ids[None], position_ids=positions[None], packing=Packing.of(bounds))
+        hidden[length] = out.logits[0, :16]
+    assert torch.equal(hidden[0], hidden[16]) and not torch.allclose(hidden[0], hidden[48], atol=1e-3)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])

@@ -22,7 +22,7 @@ def place(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (model / name).write_text("{}")
+        (model / name).write_text('{"model_type": "llama"}')
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     (tmp_path / "judges.py").write_text(
         "class Good:\n"
@@ -155,7 +155,13 @@ def test_what_is_in_the_way_of_a_run(place, name):
     assert refusal(place).startswith(f"run.dir: {path} is in the way: the run needs a ")
 
 
-SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152}
+SMOL = {
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +185,7 @@ SMOL = {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size":
     ],
 )
 def test_replicas_that_can_share_a_model(place, monkeypatch, tp, model, words):
-    (place / "model" / "config.json").write_text(json.dumps(model))
+    (place / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **model}))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setenv("WORLD_SIZE", str(tp))
     lines = ["engine=vllm", f"engine.tp={tp}"]

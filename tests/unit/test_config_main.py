@@ -45,7 +45,7 @@ def place(tmp_path_factory) -> Path:
     )
     (place / "model").mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (place / "model" / name).write_text("{}")
+        (place / "model" / name).write_text('{"model_type": "llama"}')
     (place / "work").mkdir()
     return place
 

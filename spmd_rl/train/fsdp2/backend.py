@@ -34,6 +34,10 @@ class FSDP2Backend(FSDP2Role):
         logprobs, entropy = self._evaluate("logprobs", batch, partial(self._forward, temperature=temperature), 2)
         return logprobs, entropy
 
+    def probe(self, batch: Batch) -> Tensor:
+        """See `Role`."""
+        return self.logprobs(batch, 1.0)[0]
+
     def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
         """See `TrainBackend`."""
         return self._update(batch, partial(self._forward, temperature=temperature), loss)

@@ -14,6 +14,14 @@ class FSDP2Critic(FSDP2Role):
         """See `CriticBackend`."""
         return self._evaluate("values", batch, self._forward, 1)[0]
 
+    def probe(self, batch: Batch) -> Tensor:
+        """See `Role`."""
+        head = self._model.get_output_embeddings()
+        head.is_probed = True
+        values = self.values(batch)
+        head.is_probed = False
+        return values
+
     def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
         """See `CriticBackend`."""
         return self._update(batch, self._forward, loss)
@@ -37,5 +45,9 @@ def with_value_head(model: nn.Module) -> nn.Module:
 
 
 class _ValueHead(nn.Linear):
+    is_probed = False
+
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.is_probed:
+            return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
         return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
