@@ -119,5 +119,5 @@ class HandedOver:
         The generating ranks know by themselves what is asked when (`learn.questions`).
         """
         with self._world.journal.waiting("eval: answers of ranks that generate"):
-            delivered = self._exchange.take("eval", self._exchange.newest, self._senders)
+            delivered = self._exchange.take("eval", self._exchange.weights.newest, self._senders)
         return [group for _, payload in sorted(delivered.items()) for group in unpack_groups(payload)]

@@ -5,6 +5,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+import torch.distributed as dist
+
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
@@ -12,6 +15,10 @@ from spmd_rl.distributed import World
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.exchange import Exchange, bind_of
 from spmd_rl.split.left import LeftSlices
+from spmd_rl.weights.messages import Announcement
+
+NEWEST = "split: newest version"
+"""Key, in the store of all ranks, of the announcement of the newest version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,23 @@ class TrainSide:
     def mine(self) -> list[int]:
         """Those that deliver to this rank."""
         return self.senders[self.world.rank]
+
+    def probe_answers(self, version: int) -> dict[int, bytes]:
+        """Wait for what engines of `mine` answer to the probe of a version; return it by sender."""
+        with self.world.journal.waiting("publish: answers of engines"):
+            return self.exchange.take("probe", version, self.mine)
+
+
+def announce(store: dist.Store, announcement: Announcement) -> None:
+    """Let the ranks that generate know of a version. store: of all ranks."""
+    store.set(NEWEST, msgspec.msgpack.encode(announcement))
+
+
+def announced(store: dist.Store) -> Announcement | None:
+    """Return the newest version that has been announced. store: of all ranks."""
+    if not store.check([NEWEST]):
+        return None
+    return msgspec.msgpack.decode(store.get(NEWEST), type=Announcement)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from spmd_rl.process import in_background
-from spmd_rl.split.courier import Courier
-from spmd_rl.split.engine_weights import EngineWeights
-from spmd_rl.split.publisher import Announcement
-from spmd_rl.split.replica_road import Piece
+from spmd_rl.weights.client import WeightClient
+from spmd_rl.weights.messages import Announcement
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.replica_broadcast import Piece
 
 LOOK_SECONDS = 0.02
 """The pause between two looks for a newer version."""
@@ -27,13 +27,13 @@ def _any_version(position: int) -> int:
 class InFlight:
     """A `rollout.Swap`. The first rank of a replica decides, and fetches for the others."""
 
-    def __init__(self, weights: EngineWeights, connect: Callable[[], Courier] | None, keeps_cache: bool) -> None:
-        """connect: makes a courier for the thread; without it, nothing comes in the middle of a step.
+    def __init__(self, receiver: WeightReceiver, connect: Callable[[], WeightClient] | None, keeps_cache: bool) -> None:
+        """connect: makes a client for the thread; without it, nothing comes in the middle of a step.
 
         keeps_cache: answers go on with keys and values of the older policy.
         """
-        self._weights, self._keeps_cache, self._swaps = weights, keeps_cache, connect is not None
-        self._courier = connect() if connect and weights.road.leads else None
+        self._receiver, self._keeps_cache, self._swaps = receiver, keeps_cache, connect is not None
+        self._client = connect() if connect and receiver.replica.leads else None
         self._coming: tuple[Announcement, Future] | None = None
         self._looked_at = -LOOK_SECONDS
         self._oldest_at = _any_version
@@ -52,17 +52,17 @@ class InFlight:
 
     def due(self) -> bool:
         """See `rollout.Swap`."""
-        courier = self._courier
-        if courier and self._coming is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
+        client = self._client
+        if client and self._coming is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
             self._looked_at = time.monotonic()
-            newest = self._weights.newest()
-            if newest and newest.version > self._weights.version and courier.hold(newest.version):
-                self._coming = newest, in_background("fetch", lambda: list(self._weights.fetch(newest, courier)))
+            newest = self._receiver.newest()
+            if newest and newest.version > self._receiver.version and client.hold(newest.version):
+                self._coming = newest, in_background("fetch", lambda: list(self._receiver.fetch(newest, client)))
         return self._coming is not None and self._coming[1].done()
 
     def load(self) -> None:
         """See `rollout.Swap`; waits for what is on its way. RunFailed if that is not what was announced."""
-        with self._weights.engine.joined(self._announcement()):
+        with self._receiver.engine.joined(self._announcement()):
             self._load()  # [all] of the replica
 
     def join(self, message: bytes) -> None:
@@ -73,7 +73,8 @@ class InFlight:
         """[all] of the replica, between two steps: load what is on its way."""
         if not self._swaps:
             return
-        announced = self._weights.road.tell("publish: on its way", self._announcement())  # [all] of the replica
+        replica = self._receiver.replica
+        announced = replica.broadcast("publish: on its way", self._announcement())  # [all] of the replica
         if self._coming is not None:
             self._load()  # [all] of the replica
         elif announced:
@@ -85,27 +86,27 @@ class InFlight:
 
     def _load(self) -> None:
         """[all] of the replica; the others `join`."""
-        assert self._courier is not None and self._coming is not None, "something was due"
+        assert self._client is not None and self._coming is not None, "something was due"
         (newest, fetched), self._coming = self._coming, None
-        with self._weights.waiting(newest.version):
+        with self._receiver.waiting(newest.version):
             pieces = fetched.result()
         self._take(newest, pieces)  # [all] of the replica
 
     def _take(self, newest: Announcement, pieces: list[Piece] | None) -> None:
         """[all] of the replica: give a version to the engine, of which the first rank has the pieces."""
         began = time.perf_counter()
-        self._weights.load(newest, pieces, self._courier)  # [all] of the replica
+        self._receiver.load(newest, pieces, self._client)  # [all] of the replica
         self.seconds.append(time.perf_counter() - began)
 
     def may_start(self, position: int) -> bool:
         """See `rollout.Swap`."""
-        return self._weights.version >= self._oldest_at(position)
+        return self._receiver.version >= self._oldest_at(position)
 
     def close(self) -> None:
         """Give up what is on its way; idempotent."""
-        if self._courier:
-            self._courier.give_up()
+        if self._client:
+            self._client.give_up()
         if self._coming:
             wait([self._coming[1]])
-        if self._courier:
-            self._courier.close()
+        if self._client:
+            self._client.close()

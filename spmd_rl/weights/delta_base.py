@@ -1,4 +1,4 @@
-"""`Kept`: a generating rank's own copy of the weights that it has loaded last, to which deltas are applied.
+"""`DeltaBase`: a generating rank's own copy of the weights that it has loaded last, to which deltas are applied.
 
 It lies in host memory and takes as many bytes as the weights: engines may pack, cast or shard what they are given, and
 a delta needs the very bits. Whatever `place` returns is never written to again: the next version is a new tensor.
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import RunFailed
-from spmd_rl.split import delta, messages
+from spmd_rl.weights import delta, messages
 
 
-class Kept:
+class DeltaBase:
     """Complete only between `complete` and the first piece of the next version."""
 
     def __init__(self) -> None:
-        self.base: messages.Base | None = None
+        self.version: messages.Base | None = None
         """The version that is here, whole and as its trainers announced it; or None."""
         self._tensors: dict[int, _Bytes] = {}
 
@@ -26,7 +26,7 @@ class Kept:
 
         RunFailed if it is the delta of another tensor than what is here, or does not lead to what the trainer has.
         """
-        self.base, held = None, self._tensors.get(piece.index)
+        self.version, held = None, self._tensors.get(piece.index)
         if piece.base is None:
             data = bytearray(payload)
         else:
@@ -40,7 +40,7 @@ class Kept:
 
     def complete(self, version: int, digest: bytes) -> None:
         """Say that all pieces of this version are here, and that they are what was announced with this digest."""
-        self.base = messages.Base(version, digest)
+        self.version = messages.Base(version, digest)
 
 
 class _Bytes(NamedTuple):

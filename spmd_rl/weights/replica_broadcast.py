@@ -1,4 +1,4 @@
-"""`ReplicaRoad`: the last stretch of the weight road, from the first rank of a replica, which fetches, to the others.
+"""`ReplicaBroadcast`: the last stretch of the weight road, from a replica's first rank, which fetches, to the others.
 
 The ranks of a replica (`engine.tp`) need the same weights, and lie close together: a version comes over the network
 once for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.distributed import World
-from spmd_rl.split import messages
+from spmd_rl.weights import messages
 
 BUCKET_BYTES = 64 * 2**20
 """Tensors are sent together until they are as large as that."""
@@ -24,7 +24,7 @@ Piece = tuple[str, Tensor, bytes]
 """Name, tensor and digest of its bytes."""
 
 
-class ReplicaRoad:
+class ReplicaBroadcast:
     """Of one replica: neighbouring ranks of `world`."""
 
     def __init__(self, world: World, num_ranks: int, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -37,8 +37,8 @@ class ReplicaRoad:
         self._group = world.process_group("weights", ranks=block) if num_ranks > 1 else None  # [block]
         self._first, self._bucket_bytes = world.ranks[block[0]], bucket_bytes
 
-    def tell(self, name: str, record: Any) -> Any:
-        """[all] of the replica: what its first rank says."""
+    def broadcast(self, name: str, record: Any) -> Any:
+        """[all] of the replica: the record of its first rank."""
         return self._world.broadcast(name, record)
 
     def carry(self, pieces: Iterable[Piece] | None) -> Iterable[Piece]:
