@@ -70,7 +70,7 @@ def serve_attached(cfg: PipelineConfig, data: dict[str, str], world: World) -> I
         world.barrier("start: exchanges are open")  # [all]
         if world.rank == 0:
             write_address(place.parent, addresses[0])
-        yield TrainSide(world, exchange, [[] for _ in addresses])
+        yield TrainSide(world, exchange, [])
         if world.rank == 0:
             exchange.say_over(OVER_SECONDS)
         world.barrier("end: attached jobs have left")  # [all]

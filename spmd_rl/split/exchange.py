@@ -124,20 +124,19 @@ class Exchange:
 
     def _receive(self) -> None:
         for peer, header, *payload in received(self._socket, copy=False):
-            self._answer(peer.bytes, self.codec.decode(header.bytes), payload)
+            with self._lock:
+                self._answer(peer.bytes, self.codec.decode(header.bytes), payload)
 
     def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
         match message:
             case messages.Delivery(kind, number, sender, expected):
                 content = payload[0].bytes
                 assert digest(content) == expected, f"{kind} {number} of generating rank {sender} arrived broken"
-                with self._lock:
-                    self._delivered[kind, number][sender] = content
-                    self._lock.notify_all()
+                self._delivered[kind, number][sender] = content
+                self._lock.notify_all()
                 self._socket.send_multipart([peer, wire.encode(messages.Received(kind, number))])
             case messages.TakeSlice(ticket, number):
-                with self._lock:
-                    content = self._left.pop((ticket, number))
+                content = self._left.pop((ticket, number))
                 header = messages.LeftSlice(ticket, number, digest(content))
                 self._socket.send_multipart([peer, wire.encode(header), content])
             case _ if frames := self.weights.answer(message):

@@ -85,7 +85,7 @@ class HandedOver:
         self.prompts = prompts
         if isinstance(prompts, Prompts):
             self.prompts, *_ = drop_overlong(prompts, tokenizer, cfg, side.world)  # [all]
-        self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.mine
+        self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.senders
         self._cursor = Cursor()
 
     def state(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Lent:
         """[all] Generate with the others until the step has ended; what of it lies on this rank."""
         generated = self._rollouts.generate(step)  # [all] of the job
         world = self._side.world
-        arrived = take_step(step, self._side.exchange, self._side.mine, world)  # [all] that train
+        arrived = take_step(step, self._side.exchange, self._side.senders, world)  # [all] that train
         with world.phase("coordination"):
             collected = generated.result.collected(step, {**generated.finished, **arrived.finished})
         collected = replace(collected, pace=arrived.pace(collected, self._cfg, world))  # [all] that train

@@ -28,20 +28,15 @@ class TrainSide:
     world: World
     """Of the ranks that train."""
     exchange: Exchange
-    senders: list[list[int]]
-    """The generating ranks (indices) that deliver to each training rank."""
+    senders: list[int]
+    """The generating ranks (indices) that deliver to this rank."""
     handover: LeftSlices | None = None
     """Where these ranks are lent."""
 
-    @property
-    def mine(self) -> list[int]:
-        """Those that deliver to this rank."""
-        return self.senders[self.world.rank]
-
     def probe_answers(self, version: int) -> dict[int, bytes]:
-        """Wait for what engines of `mine` answer to the probe of a version; return it by sender."""
+        """Wait for what engines of `senders` answer to the probe of a version; return it by sender."""
         with self.world.journal.waiting("publish: answers of engines"):
-            return self.exchange.take("probe", version, self.mine)
+            return self.exchange.take("probe", version, self.senders)
 
 
 def announce(store: dist.Store, announcement: Announcement) -> None:
@@ -101,7 +96,7 @@ def meet(settings: PlacementConfig, keys: str | None, world: World) -> Iterator[
         of_trainers = [addresses[rank] for rank in placement.train]
         clients = keys and ClientKeys.load(keys)
         if exchange is not None:
-            senders = [list(range(rank, num_generate, num_train)) for rank in range(num_train)]
+            senders = list(range(placement.train.index(world.rank), num_generate, num_train))
             handover = None
             if settings.is_lent:
                 index = num_generate + placement.train.index(world.rank)

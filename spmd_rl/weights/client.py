@@ -10,7 +10,7 @@ from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys, limit_connection
 from spmd_rl.errors import RunFailed
 from spmd_rl.weights import messages
-from spmd_rl.weights.delta_base import DeltaBase, tensor_of
+from spmd_rl.weights.delta import DeltaBase, tensor_of
 
 AHEAD = 4
 """Pieces of each training rank that are asked for before the first of them has come."""
@@ -30,20 +30,17 @@ class WeightClient:
 
         progress: called whenever something has come. keys: what the training ranks know this rank by.
         """
-        self.sender, self._progress, self._keys = sender, progress, keys
+        self.sender, self._progress = sender, progress
         self._context, self._given_up = zmq.Context(), False
-        self._sockets = [self._connect(address) for address in addresses]
+        self._sockets = [self._context.socket(zmq.DEALER) for _ in addresses]
+        for dealer, address in zip(self._sockets, addresses, strict=True):
+            dealer.setsockopt(zmq.LINGER, 0)
+            limit_connection(dealer, address)
+            if keys is not None:
+                keys.secure(dealer)
+            dealer.connect(address)
         self.num_bytes = 0
         """Bytes of weights that the last `fetch` has received."""
-
-    def _connect(self, address: str) -> zmq.Socket:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 0)
-        limit_connection(dealer, address)
-        if self._keys is not None:
-            self._keys.secure(dealer)
-        dealer.connect(address)
-        return dealer
 
     def hold(self, version: int) -> bool:
         """Have a version kept until `fetch` has ended; return whether all training ranks still keep it."""
@@ -54,14 +51,14 @@ class WeightClient:
 
     def let_go(self, version: int) -> None:
         """Say that a version which is held here need not be kept any longer."""
-        for trainer in self._trainers:
+        for trainer in range(self.num_trainers):
             self.send(trainer, messages.Fetched(version, self.sender))
 
     def _begin(self, version: int, base: messages.Base | None) -> list[messages.Begun]:
         """What all training ranks answer to who wants a version: of all, whatever they say."""
-        for trainer in self._trainers:
+        for trainer in range(self.num_trainers):
             self.send(trainer, messages.Begin(version, self.sender, base))
-        return [self.receive(trainer, messages.Begun)[0] for trainer in self._trainers]
+        return [self.receive(trainer, messages.Begun)[0] for trainer in range(self.num_trainers)]
 
     def fetch(self, version: int, num_pieces: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
@@ -102,10 +99,6 @@ class WeightClient:
     def num_trainers(self) -> int:
         """The number of ranks that train."""
         return len(self._sockets)
-
-    @property
-    def _trainers(self) -> range:
-        return range(self.num_trainers)
 
     def send(self, trainer: int, message: wire.Message, *payload: bytes) -> None:
         """Send to a training rank, by its index, modulo their number. One that has refused this rank's key takes

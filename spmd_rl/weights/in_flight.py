@@ -14,14 +14,9 @@ from spmd_rl.process import in_background
 from spmd_rl.weights.client import WeightClient
 from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.receiver import WeightReceiver
-from spmd_rl.weights.replica_broadcast import Piece
 
 LOOK_SECONDS = 0.02
 """The pause between two looks for a newer version."""
-
-
-def _any_version(position: int) -> int:
-    return -1
 
 
 class InFlight:
@@ -36,11 +31,11 @@ class InFlight:
         self._client = connect() if connect and receiver.replica.leads else None
         self._coming: tuple[Announcement, Future] | None = None
         self._looked_at = -LOOK_SECONDS
-        self._oldest_at = _any_version
+        self._oldest_at: Callable[[int], int] = lambda position: -1
         self.seconds: list[float] = []
         """What each swap of this step took, while nothing was generated."""
 
-    def begin(self, oldest_at: Callable[[int], int] = _any_version) -> None:
+    def begin(self, oldest_at: Callable[[int], int] = lambda position: -1) -> None:
         """Begin a step. oldest_at: the oldest version that may generate for the ticket at a position."""
         self._oldest_at = oldest_at
         self.seconds.clear()
@@ -62,41 +57,32 @@ class InFlight:
 
     def load(self) -> None:
         """See `rollout.Swap`; waits for what is on its way. RunFailed if that is not what was announced."""
-        with self._receiver.engine.joined(self._announcement()):
-            self._load()  # [all] of the replica
+        announced = self._announcement()
+        with self._receiver.engine.joined(announced):
+            self.join(announced)  # [all] of the replica
 
     def join(self, message: bytes) -> None:
-        """See `rollout.Swap`."""
-        self._take(msgspec.msgpack.decode(message, type=Announcement), None)  # [all] of the replica
+        """See `rollout.Swap`. On the first rank: with what is on its way there."""
+        newest, pieces = msgspec.msgpack.decode(message, type=Announcement), None
+        if self._coming is not None:
+            with self._receiver.waiting(newest.version):
+                pieces = self._coming[1].result()
+            self._coming = None
+        began = time.perf_counter()
+        self._receiver.load(newest, pieces, self._client)  # [all] of the replica
+        self.seconds.append(time.perf_counter() - began)
 
     def settle(self) -> None:
         """[all] of the replica, between two steps: load what is on its way."""
         if not self._swaps:
             return
         replica = self._receiver.replica
-        announced = replica.broadcast("publish: on its way", self._announcement())  # [all] of the replica
-        if self._coming is not None:
-            self._load()  # [all] of the replica
-        elif announced:
+        if announced := replica.broadcast("publish: on its way", self._announcement()):  # [all] of the replica
             self.join(announced)  # [all] of the replica
 
     def _announcement(self) -> bytes:
         """What is on its way here; nothing on any but the first rank of a replica."""
         return msgspec.msgpack.encode(self._coming[0]) if self._coming is not None else b""
-
-    def _load(self) -> None:
-        """[all] of the replica; the others `join`."""
-        assert self._client is not None and self._coming is not None, "something was due"
-        (newest, fetched), self._coming = self._coming, None
-        with self._receiver.waiting(newest.version):
-            pieces = fetched.result()
-        self._take(newest, pieces)  # [all] of the replica
-
-    def _take(self, newest: Announcement, pieces: list[Piece] | None) -> None:
-        """[all] of the replica: give a version to the engine, of which the first rank has the pieces."""
-        began = time.perf_counter()
-        self._receiver.load(newest, pieces, self._client)  # [all] of the replica
-        self.seconds.append(time.perf_counter() - began)
 
     def may_start(self, position: int) -> bool:
         """See `rollout.Swap`."""

@@ -1,8 +1,6 @@
-"""What ranks that fetch weights and ranks that keep them send each other: a header, checked against its schema, and
-maybe a payload.
+"""What ranks that fetch weights and ranks that keep them send each other; who fetches asks, and who keeps answers.
 
-A message has one or two frames: the header (`wire.encode`), and the payload, bytes whose digest the header holds. Who
-fetches asks, and who keeps answers.
+A message has one or two frames: the header (`wire.encode`), and maybe a payload, bytes whose digest the header holds.
 """
 
 from typing import Annotated

@@ -33,6 +33,7 @@ class Publisher:
         probe_every: the first publish is probed, and every one whose version is divisible by this; 0: the first alone.
         """
         self._policy, self._world, self._transports = policy, world, transports
+        self._engines = [transport.engine for transport in transports if transport.engine]
         self._probe_every, self._probed_once = probe_every, False
 
     def __call__(self, version: int) -> Metrics:
@@ -48,12 +49,12 @@ class Publisher:
         with self._world.phase("publish"):
             clock = [time.perf_counter()]
             with ExitStack() as awake:
-                for transport in self._transports:
-                    awake.enter_context(transport.awake())
+                for engine in self._engines:
+                    awake.enter_context(engine.awake())
                 stream, fault = self._send(version)  # [all]
                 clock.append(time.perf_counter())
-                for transport in self._transports:
-                    fault = fault or transport.difference(stream)
+                for engine in self._engines:
+                    fault = fault or stream.difference(engine)
                 self._agree(version, fault, stream.digest())  # [all]
                 clock.append(time.perf_counter())
                 for transport in self._transports:

@@ -15,10 +15,9 @@ from spmd_rl.engine import Engine
 from spmd_rl.errors import RunFailed
 from spmd_rl.weights import probe
 from spmd_rl.weights.client import WeightClient
-from spmd_rl.weights.delta_base import DeltaBase
+from spmd_rl.weights.delta import DeltaBase
 from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.replica_broadcast import Piece, ReplicaBroadcast
-from spmd_rl.weights.served import ProbePart
 from spmd_rl.weights.stream import WeightStream
 
 
@@ -83,4 +82,4 @@ class WeightReceiver:
             self._world.journal.note("fetched", version=newest.version, bytes=num_bytes, whole=stream.num_bytes)
         self.version = newest.version
         if newest.probed:
-            self._report(newest.version, msgspec.msgpack.encode(ProbePart(answers)))
+            self._report(newest.version, msgspec.msgpack.encode(answers))

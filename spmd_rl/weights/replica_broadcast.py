@@ -53,8 +53,9 @@ class ReplicaBroadcast:
     def _send(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for bucket in _buckets(pieces, self._bucket_bytes):
             tensors = [tensor.to(self._world.device) for _, tensor, _ in bucket]
-            self._world.broadcast(BUCKET, [_head(name, tensor) for name, tensor, _ in bucket])  # [all]
-            self._meet(torch.cat([_bytes(tensor) for tensor in tensors]))  # [all]
+            heads = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor, _ in bucket]
+            self._world.broadcast(BUCKET, heads)  # [all]
+            self._meet(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]))  # [all]
             for (name, _, digest), tensor in zip(bucket, tensors, strict=True):
                 yield name, tensor, digest
         self._world.broadcast(BUCKET, [])  # [all]
@@ -74,11 +75,6 @@ class ReplicaBroadcast:
             dist.broadcast(flat, self._first, group=self._group)
 
 
-def _head(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
-    """What a tensor is, without its bytes."""
-    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-
-
 def _buckets(pieces: Iterable[Piece], num_bytes: int) -> Iterator[list[Piece]]:
     """The pieces in order, some at a time: until they have so many bytes."""
     bucket: list[Piece] = []
@@ -89,8 +85,3 @@ def _buckets(pieces: Iterable[Piece], num_bytes: int) -> Iterator[list[Piece]]:
             bucket = []
     if bucket:
         yield bucket
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, which share its memory."""
-    return tensor.reshape(-1).view(torch.uint8)

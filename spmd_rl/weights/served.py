@@ -5,7 +5,6 @@ all of them have theirs, is the version's number, how many tensors it has, and a
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import torch
@@ -16,18 +15,14 @@ from spmd_rl.distributed import World
 from spmd_rl.train.base import Metrics
 from spmd_rl.weights import messages, probe
 from spmd_rl.weights.staged import Staged, StagedWeights, with_delta
-from spmd_rl.weights.stream import WeightStream
+from spmd_rl.weights.transport import Transport
+
+decode_answers = msgspec.msgpack.Decoder(list[probe.Answer]).decode
+"""What the engine of a generating rank answers to the probe."""
 
 
-class ProbePart(msgspec.Struct, array_like=True):
-    """What the engine of a generating rank answers to the probe."""
-
-    answers: list[probe.Answer]
-    """One for each of the probe's prompts."""
-
-
-class Served:
-    """A `Transport`. While a publish is probed, training waits for the engines' answers."""
+class Served(Transport):
+    """While a publish is probed, training waits for the engines' answers."""
 
     def __init__(
         self,
@@ -39,7 +34,7 @@ class Served:
     ) -> None:
         """announce: on the first rank of `world`, lets those that fetch know of a version. deltas: see `PublishConfig`.
 
-        answers: [all] waits for what engines answer to the probe of a version; each one's `ProbePart`, by its number,
+        answers: [all] waits for what engines answer to the probe of a version, encoded, by their numbers; each one's
         comes to one rank.
         """
         self._staged, self._world, self._announce, self._answers = staged, world, announce, answers
@@ -49,16 +44,12 @@ class Served:
         """This rank's share of the version that was sent last."""
         self._num_pieces, self._digest = 0, b""
 
-    def awake(self) -> AbstractContextManager[object]:
-        """See `Transport`: there is no engine here."""
-        return nullcontext()
-
     def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """See `Transport`: copies this rank's share."""
         before, self._pieces = self._pieces if self._deltas else {}, {}
         whole, self._num_pieces = xxhash.xxh3_128(), 0
         for index, (name, tensor) in enumerate(weights):  # [all]
-            payload = _bytes(tensor)
+            payload = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
             digest = messages.digest(payload)
             whole.update(name.encode() + digest)
             self._num_pieces = index + 1
@@ -68,10 +59,6 @@ class Served:
                 self._pieces[index] = with_delta(piece, before.get(index))
             yield name, tensor
         self._digest = whole.digest()
-
-    def difference(self, stream: WeightStream) -> str:
-        """See `Transport`: those that fetch look themselves."""
-        return ""
 
     def announce(self, version: int, probed: bool, num_bytes: int) -> Metrics:
         """See `Transport`.
@@ -94,10 +81,4 @@ class Served:
     def probe(self, version: int) -> tuple[dict[str, list[probe.Answer]], str]:
         """See `Transport`."""
         parts = sorted(self._answers(version).items())  # [all]
-        decode = msgspec.msgpack.Decoder(ProbePart).decode
-        return {f"generating rank {number}": decode(payload).answers for number, payload in parts}, ""
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the CPU; valid as long as the tensor is."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return {f"generating rank {number}": decode_answers(payload) for number, payload in parts}, ""

@@ -47,7 +47,7 @@ def with_delta(piece: Staged, before: Staged | None) -> Staged:
 
 
 class StagedWeights:
-    """Of one rank. `stage` is for the main thread, all else for the thread that serves."""
+    """Of one rank. `stage` is for the main thread, all else for the thread that serves, which holds the lock."""
 
     def __init__(self, lock: threading.Condition, wait: Callable[[], None]) -> None:
         """lock: of the server, which other threads hold too. wait: for its news, with the lock; raises if it ended."""
@@ -85,21 +85,20 @@ class StagedWeights:
 
     def answer(self, message: wire.Message) -> list[bytes | memoryview]:
         """Return the frames that answer one of `messages.REQUESTS`. LookupError for a piece that is not here."""
-        with self._lock:
-            match message:
-                case messages.GetPiece(version, index, wants_delta):
-                    piece = self._versions[version][index]
-                    sent = piece.delta if wants_delta and piece.delta else Delta(piece.payload, piece.digest, None)
-                    described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
-                    return [wire.encode(messages.Piece(version, index, *described)), sent.payload]
-                case messages.Begin(version, sender, base):
-                    if known := version in self._versions:
-                        self._fetching[version].add(sender)
-                    deltas = known and base is not None and base == self._bases[version]
-                    return [wire.encode(messages.Begun(version, known, deltas))]
-                case messages.Fetched(version, sender):
-                    self._fetching[version].discard(sender)
-                    self._lock.notify_all()
+        match message:
+            case messages.GetPiece(version, index, wants_delta):
+                piece = self._versions[version][index]
+                sent = piece.delta if wants_delta and piece.delta else Delta(piece.payload, piece.digest, None)
+                described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
+                return [wire.encode(messages.Piece(version, index, *described)), sent.payload]
+            case messages.Begin(version, sender, base):
+                if known := version in self._versions:
+                    self._fetching[version].add(sender)
+                deltas = known and base is not None and base == self._bases[version]
+                return [wire.encode(messages.Begun(version, known, deltas))]
+            case messages.Fetched(version, sender):
+                self._fetching[version].discard(sender)
+                self._lock.notify_all()
         return []
 
     def forget(self, sender: int) -> None:

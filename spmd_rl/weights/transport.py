@@ -1,22 +1,20 @@
 """`Transport`: how whole weights get from the ranks that train to engines. What it does is proven, not believed."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
+from spmd_rl.engine.base import Engine
 from spmd_rl.train.base import Metrics
 from spmd_rl.weights.probe import Answer
-from spmd_rl.weights.stream import WeightStream
 
 
 class Transport(Protocol):
-    """Of a rank that trains. A publish calls `send`, `difference`, `announce` and perhaps `probe`, in order."""
+    """Of a rank that trains. A publish calls `send`, `announce` and perhaps `probe`, in order."""
 
-    def awake(self) -> AbstractContextManager[object]:
-        """Have the engine of this process awake inside, if there is one."""
-        ...
+    engine: Engine | None = None
+    """Of this process, where it sends to that; awake from before `send` until after `probe`."""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """[all] while the result is iterated: take each tensor as it passes, and pass it on.
@@ -26,16 +24,12 @@ class Transport(Protocol):
         """
         ...
 
-    def difference(self, stream: WeightStream) -> str:
-        """Return the first difference between what was sent and what an engine of this process holds; or nothing."""
-        ...
-
     def announce(self, version: int, probed: bool, num_bytes: int) -> Metrics:
-        """[all] Let engines elsewhere fetch what was sent, which the ranks agree on; what there is to say of that.
+        """[all] Let engines elsewhere fetch what was sent, which the ranks agree on; what there is to measure in that.
 
         probed: those engines shall answer the probe. num_bytes: of all weights.
         """
-        ...
+        return {}
 
     def probe(self, version: int) -> tuple[dict[str, list[Answer]], str]:
         """[all] Return what engines answer to the probe, by the names of their ranks, and what is wrong with it.

@@ -133,7 +133,7 @@ class Job:
         self.delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
         self.steps: list = []
         self.saved: tuple[int, dict] = 0, {"next_ticket": 0, "skipped": [], "prompts": "fake"}
-        side = TrainSide(world, self, [[0]])
+        side = TrainSide(world, self, [0])
         self.handed_over = HandedOver(cfg, FakePrompts(7), FakeTokenizer(), side)
         self._slow, self.held = 0, None
 

@@ -16,7 +16,7 @@ from spmd_rl.split.courier import Courier
 from spmd_rl.split.exchange import Exchange
 from spmd_rl.split.sides import GenerateSide, announce
 from spmd_rl.weights import Publisher, Served, messages
-from spmd_rl.weights.delta_base import DeltaBase
+from spmd_rl.weights.delta import DeltaBase
 from spmd_rl.weights.staged import Delta, Staged, with_delta
 from tests.models import tiny
 from tests.unit.test_publish import Q1, Policy, native
