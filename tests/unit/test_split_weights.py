@@ -15,7 +15,7 @@ from spmd_rl.split import Generator
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.exchange import Exchange
 from spmd_rl.split.sides import GenerateSide, announce
-from spmd_rl.weights import Publisher, Served, messages
+from spmd_rl.weights import Local, Publisher, Served, messages
 from spmd_rl.weights.delta import DeltaBase
 from spmd_rl.weights.staged import Delta, Staged, with_delta
 from tests.models import tiny
@@ -31,21 +31,22 @@ class Road:
     """A training rank and the generating ranks that a test asks for, all in this process."""
 
     def __init__(self, model, stack: ExitStack, delta: bool = True) -> None:
-        self._model, self._stack = model, stack
+        self.model, self._stack = model, stack
         self.world = stack.enter_context(solo())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         self.exchange = stack.enter_context(closing(Exchange(f"ipc://{folder}/0/x")))
         self.policy = Policy(model, torch.bfloat16)
         self.cfg = RlvrConfig(steps=1, eval=EvalConfig(every=0), publish=PublishConfig(probe_every=0, delta=delta))
         announces = partial(announce, self.world.store)
-        served = Served(self.exchange.weights, self.world, announces, lambda version: {}, delta)  # no engine is probed
-        self.publish = Publisher(self.policy, self.world, [served], probe_every=0)
+        parts = self.exchange.weights, self.world, announces, lambda version: {}  # no engine elsewhere is probed
+        self.served = Served(*parts, deltas=delta)
+        self.publish = Publisher(self.policy, self.world, [self.served], probe_every=0)
 
     def generator(self, sender: int = 0) -> "Rank":
         """sender: its place among the generating ranks."""
         courier = Courier([self.exchange.address], sender, self.world.progress)
         self._stack.enter_context(closing(courier))
-        return Rank(self, native(self._model, torch.bfloat16), courier)
+        return Rank(self, native(self.model, torch.bfloat16), courier)
 
     def update(self) -> None:
         """Change a few elements of one weight; one of them is 0.0 and -0.0 by turns."""
@@ -105,6 +106,20 @@ def test_without_deltas_all_of_it_travels(llama):
         for version in (1, 2):
             metrics = road.publish(version)
             assert rank.follow(version) == metrics["publish/bytes"] and "publish/delta_bytes" not in metrics
+
+
+def test_one_pass_reaches_an_engine_here_and_those_that_fetch(road):
+    here, there = native(road.model, torch.bfloat16), road.generator()
+    publish = Publisher(road.policy, road.world, [road.served, Local(here, road.world)])
+    for version in (1, 2):
+        road.update()
+        road.policy.taken = 0
+        metrics = publish(version)
+        given = dict(road.policy.model.named_parameters())
+        assert road.policy.taken == len(given), "gathered once"
+        assert all(torch.equal(held, given[name]) for name, held in here.loaded_weights())
+        there.follow(version)
+    assert metrics["publish/probe_abs_diff"] < 0.02 and metrics["publish/delta_share"] < 0.01
 
 
 def test_a_weight_that_is_lost_stops_the_run(road):
