@@ -11,10 +11,13 @@ what is tested:
 | stdin and stdout | `test_cases`: `[{"stdin": ..., "expected_stdout": ...}]` (or `input`, `output`) |
 | function calls | the same, with `test_case_function`: a JSON argument a line, and the JSON result |
 
-A program that runs too long, prints too much or crashes is wrong: 0.0. One that waits without end while it hardly uses
-the processor is a `timeout`, since a crowded machine looks the same. A program has Python's standard library and the
-packages of `reward.<domain>.packages`; one that fails for want of another is wrong too, with the part
-`missing_package` and the package's name as `detail`, and the run counts these.
+A program that uses too much processor time, prints too much or crashes is wrong: 0.0. One that sleeps without end is a
+`timeout`. Tests get plain values alone from a program; a row whose tests need more, by their text or by what its gold
+answer does, is `unsupported`: it is left out. With `unproven` such rows are taken, and their tests run beside the
+program, which can make of them what it likes: each such verdict has the part `unproven`.
+
+A program has Python's standard library and the packages of `reward.<domain>.packages`; one that fails for want of
+another is wrong too, with the part `missing_package` and the package's name as `detail`, and the run counts these.
 
     reward.code.target=rewards.code:CodeReward reward.code.sandbox=auto reward.code.packages=[numpy,sympy]
 """
@@ -29,10 +32,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from spmd_rl.code_answer import program, same_output
-from spmd_rl.types import MISSING_PACKAGE, AnswerInfo, Message, Prompt, RunLimits, Sandbox, Verdict
+from spmd_rl.types import MISSING_PACKAGE, UNPROVEN, AnswerInfo, Message, Prompt, RunLimits, Sandbox, Verdict
 
 CHEATS = {
     "equal to everything": """class Anything:
@@ -43,7 +47,6 @@ CHEATS = {
     __call__ = __getattr__ = __getitem__ = lambda self, *_, **__: self
 cheat = Anything()""",
     "ends the process": "import os\ndef cheat(*_, **__): os._exit(0)",
-    "ends it at once": "import os\ncheat = os._exit(0)",
     "ends a loop": "def cheat(*_, **__): raise StopIteration",
     "skips the test": "import unittest\ndef cheat(*_, **__): raise unittest.SkipTest",
     "looks at the caller": """import sys
@@ -62,15 +65,17 @@ math.isclose = operator.eq = builtins.all = builtins.isinstance = lambda *_, **_
 builtins.AssertionError = StopIteration
 def cheat(*_, **__): return None""",
     "prints many numbers": "print(*range(2000), sep='\\n')\ncheat = None",
-    "prints its input": "import sys\nprint(sys.stdin.read())\ncheat = None",
+    "prints its input": "print(open(0).read())\ncheat = None",
 }
 """By title, programs that solve nothing: `cheat` stands for what the tests call."""
+TIME_IS_UP = "its processor time is used up"
 TELLTALES = re.compile(
-    r"__(?:eq|ne|lt|gt|le|ge|bool|contains|instancecheck)__\b[^\n]*(?:\n\s*return|lambda[^:\n]*:) *True\b"
-    r"|os\._exit|os\.kill\b|raise StopIteration"
+    r"__(?:eq|ne|lt|gt|le|ge|bool|contains|instancecheck|sub|rsub|abs|len|class)__\b"
+    r"[^\n]*(?:\n\s*return|:\s*return|lambda[^:\n]*:) *(?:True|1|0|0\.0|self|int|float|str|list|dict)\b(?! *[.(\[])"
+    r"|__class__ *= |os\._exit|os\.kill\b|raise StopIteration"
     r"|_getframe|currentframe|inspect\.stack|f_(?:back|globals|locals)\b|gc\.get_(?:objects|referrers)|\bctypes\b"
     r"|set(?:trace|profile)\b|/proc/|\bSkipTest\b|pytest\.(?:skip|exit|xfail)|sys\.modules|meta_path"
-    r"|\b(?:builtins|unittest|pytest|math|operator|json)(?:\.\w+)+ *=[^=]"
+    r"|setattr\((?:builtins|unittest|pytest)\b|\b(?:builtins|unittest|pytest|math|operator|json)(?:\.\w+)+ *=[^=]"
 )
 """What honest programs hardly ever need."""
 
@@ -84,59 +89,94 @@ class CodeReward:
         partial: bool = False,
         seconds: int = 4,
         total_seconds: float = 9.0,
-        memory_mb: int = 512,
-        output_mb: int = 16,
         tolerance: float = 1e-6,
+        unproven: bool = False,
+        **limits: Any,
     ) -> None:
-        """`seconds` limits the processor time of one program (all its tests, or one input), `total_seconds` the wall
-        time of the answer; `reward.<domain>.timeout` must be longer. A program that prints more than `output_mb` is
-        wrong. `tolerance`: how far a number that it prints may be from an expected one that is no integer."""
-        self._sandbox = sandbox
-        self._partial = partial
-        self._tolerance = tolerance
-        self._limits = RunLimits(seconds, total_seconds, memory_mb << 20, output_bytes=output_mb << 20)
+        """`seconds` limits the processor time of one program (all its tests, or one input), `total_seconds` that of all
+        inputs of an answer, and for how long it may sleep; `reward.<domain>.timeout` should be five times that.
+        `tolerance`: how far a number that it prints may be from an expected one that is no integer. `limits`:
+        `memory_mb` (512); `output_mb` (16), above which a program is wrong; `python`, another interpreter for it."""
+        known = {"memory_mb": 512, "output_mb": 16, "python": ""}
+        if unknown := limits.keys() - known.keys():
+            raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+        memory, output, python = (known | limits).values()
+        self._sandbox, self._partial, self._unproven, self._tolerance = sandbox, partial, unproven, tolerance
+        self._limits = RunLimits(seconds, total_seconds, memory << 20, output_bytes=output << 20)
+        self._reasons: dict[bytes, str] = {}
+        if python and sandbox is not None:
+            sandbox.use(python)
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         """Run the program against its tests. Raises if the row has none or they are at fault."""
         if (code := asked_program(prompt.extra, answer)) is None:
             return Verdict("wrong_format", 0.0, {"passed": 0.0})
         if pairs := stdin_cases(prompt.extra):
-            passed, why = self._run(code, pairs)
+            unproven, (passed, why) = False, self._run(code, pairs)
         else:
-            tests, prelude, entry = test_sources(prompt.extra, code)
-            result = self._sandbox.check(code, tests, prelude, entry, self._limits, self._partial)
+            given = (code, *test_sources(prompt.extra, code))
+            unproven = self._unproven and bool(self._reason(prompt))
+            result = self._sandbox.check(*given, self._limits, unproven)
             passed, why = list(result.passed), result.detail
+            lacks = passed and not all(passed) and not unproven and self._reason(prompt)
+            if reason := result.unsupported or lacks:
+                return Verdict("unsupported", detail=reason)
+            if result.end == "cpu" and not all(passed):
+                why = f"{TIME_IS_UP}: {self._limits.cpu_seconds} s"
         if not passed:
-            return Verdict("timeout", detail=f"not through after {self._limits.wall_seconds:g} s")
+            return Verdict("timeout", detail=f"it slept through {self._limits.wall_seconds:g} s of wall time")
         share = sum(passed) / len(passed)
         parts, package = {"passed": share}, missing_package(why) if share < 1.0 else ""
-        if package:
-            parts[MISSING_PACKAGE] = 1.0
-        return Verdict("ok", share if self._partial else float(share == 1.0), parts, package)
+        parts |= ({MISSING_PACKAGE: 1.0} if package else {}) | ({UNPROVEN: 1.0} if unproven else {})
+        told = why if why.startswith(TIME_IS_UP) else package
+        return Verdict("ok", share if self._partial else float(share == 1.0), parts, told)
+
+    def unsupported(self, prompt: Prompt) -> str:
+        """Return why the row's tests cannot be judged by plain values, whatever the answer, by their text or since its
+        gold answer passes beside the tests alone; empty if they can be."""
+        return "" if self._unproven or stdin_cases(prompt.extra) else self._reason(prompt)
+
+    def _reason(self, prompt: Prompt) -> str:
+        key = blake2b(repr(prompt.extra).encode()).digest()
+        if key not in self._reasons:
+            self._reasons[key] = self._examined(prompt)
+        return self._reasons[key]
+
+    def _examined(self, prompt: Prompt) -> str:
+        gold = asked_program(prompt.extra, self.gold(prompt)) or ""
+        given = (gold, *test_sources(prompt.extra, gold), self._limits)
+        result = self._sandbox.check(*given)
+        if result.unsupported or not gold or not result.passed or all(result.passed):
+            return result.unsupported
+        beside = self._sandbox.check(*given, True).passed
+        return (result.beyond or "the gold answer passes beside them alone") if beside and all(beside) else ""
 
     def _run(self, code: str, pairs: list[tuple[str, str]]) -> tuple[list[bool], str]:
         """Return which inputs give the right output, none after the first endless one, and the last line of stderr of
-        the first that failed. Empty if time ran out."""
-        passed, end, why = [False] * len(pairs), time.monotonic() + self._limits.wall_seconds, ""
+        the first that failed. Empty if it slept."""
+        passed, why, most = [False] * len(pairs), "", self._limits.wall_seconds
+        left, end = most, time.monotonic() + 5 * most  # as one program that uses the processor
         for i, (stdin, expected) in enumerate(pairs):
-            limits = replace(self._limits, wall_seconds=max(0.1, end - time.monotonic()))
-            result = self._sandbox.run(code, stdin, limits)
+            patience = min(most, max(0.1, end - time.monotonic()))
+            result = self._sandbox.run(code, stdin, replace(self._limits, wall_seconds=patience))
             if result.end == "wall":
                 return [], ""
+            left -= result.cpu_seconds
+            if result.end == "cpu" or left <= 0:
+                return passed, f"{TIME_IS_UP}: {self._limits.cpu_seconds} s for an input, {most:g} s for all"
             ended = result.end == "exit" and result.code == 0
             passed[i] = ended and same_output(result.stdout, expected, self._tolerance)
             if not passed[i]:
                 why = why or result.stderr.strip().rpartition("\n")[2]
-            if result.end == "cpu" or not (passed[i] or self._partial):
-                break
+                if not self._partial:
+                    break
         return passed, why
 
     def gold(self, prompt: Prompt) -> str:
         """Return the solution that the row has, as an answer; empty if it has none."""
-        extra = prompt.extra
-        known = (extra.get(key) for key in ("canonical_solution", "solution", "reference_solution"))
+        known = (prompt.extra.get(key) for key in ("canonical_solution", "solution", "reference_solution"))
         code = next((text for text in known if isinstance(text, str) and text), "")
-        begun = extra.get("prompt", "") if "canonical_solution" in extra else ""
+        begun = prompt.extra.get("prompt", "") if "canonical_solution" in prompt.extra else ""
         return f"```python\n{begun}{code}\n```" if code else ""
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:

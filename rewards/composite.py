@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from spmd_rl.types import MISSING_PACKAGE, AnswerInfo, Message, Prompt, Verdict
+from spmd_rl.types import MISSING_PACKAGE, UNPROVEN, AnswerInfo, Message, Prompt, Verdict
 
 MAX_BATCH = 64
 """The most answers at once, where no part says it."""
@@ -84,6 +84,7 @@ class CompositeReward:
             terms |= {name: verdict.score} | {f"{name}.{term}": value for term, value in verdict.parts.items()}
         package = next((v.detail for v in verdicts.values() if MISSING_PACKAGE in v.parts), "")
         terms |= {MISSING_PACKAGE: 1.0} if package else {}
+        terms |= {UNPROVEN: 1.0} if any(UNPROVEN in v.parts for v in verdicts.values()) else {}
         status = "wrong_format" if any(v.status == "wrong_format" for v in verdicts.values()) else "ok"
         return Verdict(status, sum(self._weights[name] * v.score for name, v in verdicts.items()), terms, package)
 
@@ -97,6 +98,11 @@ class CompositeReward:
         for name, part in self._parts.items():
             for kind, answer in part.cheats(prompt) if hasattr(part, "cheats") else ():
                 yield f"{name}: {kind}", answer
+
+    def unsupported(self, prompt: Prompt) -> str:
+        """Return why the first part cannot judge a row which cannot."""
+        found = (part.unsupported(prompt) for part in self._parts.values() if hasattr(part, "unsupported"))
+        return next((reason for reason in found if reason), "")
 
     def suspect(self, prompt: Prompt, answer: str) -> str:
         """Return what the first part finds suspect that finds something."""

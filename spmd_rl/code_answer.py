@@ -15,12 +15,14 @@ define itself, or that define other functions which the tests mention, if they d
 program that only defines functions the next block that calls them.
 (LiveCodeBench takes the last block whatever it is; verl and DeepCoder the last Python block.)
 
-**Equality of outputs.** They are equal if they have the same words in each line. Spaces between words, and empty lines
-at the beginning and the end, do not count; capital letters do. Two words are equal if they are the same text, or plain
-decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9 alone, no leading zeros, no underscores, neither inf nor nan) of
-the same value. If the expected number is a fraction or has an exponent, it may differ by `tolerance`, or by the noise
-of float arithmetic (1e-9 of it). (LiveCodeBench compares the values exactly: `tolerance=0`. APPS allows 1e-8 and 1e-5
-of it, Codeforces' checkers mostly 1e-6, absolute or relative. An error relative to a large number hides wrong digits.)
+**Equality of outputs.** They are equal if they have the same words in each line. Spaces and tabs between words, and
+empty lines at the beginning and the end, do not count; capital letters and control characters do. Two words are equal
+if they are the same text, or plain decimal numbers (`-1.50`, `.5`, `1e-3`; digits 0 to 9 alone, no leading zeros, no
+underscores, neither inf nor nan) of the same value; whole numbers of more than 15 digits as text alone. If the expected
+number is a fraction or has an exponent, it may differ by half a unit of the last digit that it shows, up to `tolerance`
+(of numbers above 1: times the number); and always by `tolerance`, or that times the number where this is less. So 0 is
+not `0.0000004`, and `0.333333` is `0.3333333333333333`. (LiveCodeBench compares the values exactly: `tolerance=0`. APPS
+allows 1e-8 and 1e-5 of it, Codeforces' checkers mostly 1e-6, absolute or relative.)
 
     program("```python\\nprint(input())\\n```")    # "print(input())\\n"
     same_output("0.3333333333333333\\n", "0.333333", tolerance=1e-6)
@@ -35,7 +37,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from itertools import islice, zip_longest
-from math import isclose, isfinite
+from math import isfinite
 
 _OPEN = re.compile(r"(?<![`~])(?P<fence>`{3,}(?!`)|~{3,}(?!~))(?P<info>[^`\n]*)$", re.MULTILINE)
 _LANGUAGE = re.compile(r"\W*([\w+#.-]*)")
@@ -47,9 +49,10 @@ _DEFINED = re.compile(r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MUL
 _ASSIGNED = re.compile(r"^(\w+)[ \t]*(?::[^=\n]+)?=(?!=)", re.MULTILINE)
 _DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 _MAX_PARSED, _MAX_ENDS = 200_000, 8
-_WORD = re.compile(r"\n|\S+")
+_BLANK = " \t\r\n"
+_WORD = re.compile(rf"\n|[^{_BLANK}]+")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
-_NOISE = 1e-9
+_LONG, _NOISE = 15, 5e-16
 
 
 def program(answer: str, tests: str = "") -> str | None:
@@ -205,9 +208,9 @@ def _unindented(code: str, before: str) -> str:
 
 def same_output(actual: str, expected: str, tolerance: float = 0.0) -> bool:
     """Return whether two outputs are equal by the rule above. It takes little memory, however long they are."""
-    if actual.strip() == expected.strip():
+    if actual.strip(_BLANK) == expected.strip(_BLANK):
         return True
-    words = (_WORD.finditer(text.strip()) for text in (actual, expected))
+    words = (_WORD.finditer(text.strip(_BLANK)) for text in (actual, expected))
     return all(
         left is not None and right is not None and _same_word(left[0], right[0], tolerance)
         for left, right in zip_longest(*words)
@@ -219,6 +222,12 @@ def _same_word(actual: str, expected: str, tolerance: float) -> bool:
         return True
     if max(len(actual), len(expected)) > 100 or not (_NUMBER.fullmatch(actual) and _NUMBER.fullmatch(expected)):
         return False
-    if tolerance and not expected.lstrip("+-").isdigit() and isfinite(value := float(expected)):
-        return isclose(float(actual), value, rel_tol=_NOISE, abs_tol=tolerance)
-    return Decimal(actual) == Decimal(expected)
+    digits = expected.lstrip("+-")
+    if digits.isdigit() and len(digits) > _LONG:
+        return False
+    value = Decimal(expected)
+    if tolerance and not digits.isdigit() and isfinite(number := float(expected)):
+        size, shown = abs(number), 0.5 * 10.0 ** min(max(value.as_tuple().exponent, -300), 300)
+        allowed = max(min(shown, tolerance * max(1.0, size)), tolerance * min(1.0, size), _NOISE * size)
+        return abs(float(actual) - number) <= allowed * (1 + 1e-6)
+    return Decimal(actual) == value

@@ -37,13 +37,16 @@ from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.errors import UserError, printable
 from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
-from spmd_rl.reward_audit import BARE, GOLD, GOLDEN, Kind, Trial
+from spmd_rl.reward_audit import BARE, GOLD, GOLDEN, UNSUPPORTED, Kind, Trial
+from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
 """Prompts that are shown"""
 RENDERED = 4000
 """Prompts that are rendered for their lengths"""
+ASKED = 100
+"""Rows of a domain of which its reward is asked whether it can judge them"""
 MAX_CHARACTERS = 1500
 """Of each part of a prompt"""
 
@@ -69,18 +72,19 @@ def show(cfg: RlvrConfig) -> None:
     table(console, "Batch arithmetic", _arithmetic(cfg, prompts, lengths, max(fitting)))
     domains = sorted({prompt.domain for prompt in shown})
     rewarders, found = {}, {}
-    for domain in domains:
-        reward, own = cfg.reward.domains[domain], [prompt for prompt in shown if prompt.domain == domain]
+    own = {domain: [prompt for prompt in shown if prompt.domain == domain] for domain in domains}
+    for domain, rows in own.items():
+        reward = cfg.reward.domains[domain]
         with phase(f"asking reward.{domain}"):
             rewarders[domain] = reward_audit.build_rewarder(domain, reward)
             if not isinstance(rewarders[domain], str):
                 template = with_line_breaks(cfg.data.format)
-                found[domain] = reward_audit.audit(rewarders[domain], own, SHOWN, template, reward.timeout)
+                found[domain] = reward_audit.audit(rewarders[domain], rows, SHOWN, template, reward.timeout)
     for prompt in _spread(shown):
-        lines, answer = _rewards(rewarders[prompt.domain], prompt, found.get(prompt.domain, {}).get(GOLD))
+        lines, answer = _rewards(rewarders[prompt.domain], prompt, found.get(prompt.domain, {}))
         _show_prompt(console, prompt, lines, answer, tokenizer, cfg.rollout.max_new_tokens)
     table(console, "Rewarders", [(domain, _examples(rewarders[domain])) for domain in domains])
-    table(console, "Audit", [(domain, _audit(rewarders[domain], found.get(domain))) for domain in domains])
+    table(console, "Audit", [(domain, _audit(rewarders[domain], found.get(domain), own[domain])) for domain in domains])
     table(console, "Would be written", outputs(cfg))
     console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
     failed = [f"reward.{domain}.target: {cfg.reward.domains[domain].target}: {line}"
@@ -198,12 +202,14 @@ def _show_prompt(
         console.print(Text(printable(line), "bold yellow" if line.startswith("!") else ""))
 
 
-def _rewards(rewarder: Rewarder | str, prompt: Prompt, gold: Kind | None) -> tuple[list[str], str]:
+def _rewards(rewarder: Rewarder | str, prompt: Prompt, kinds: dict[str, Kind]) -> tuple[list[str], str]:
     """Return what the rewarder says of the right answer and of a wrong one, and the right one as a model would say it,
     or in the form that is paid."""
     if isinstance(rewarder, str):
         return [f"The rewarder {rewarder}."], prompt.ground_truth
-    trial = gold.trials.get(prompt.id) if gold else None
+    if UNSUPPORTED in kinds and (reason := kinds[UNSUPPORTED].unsupported.get(prompt.id)):
+        return [f"The row is left out, which its reward cannot judge: {reason}"], prompt.ground_truth
+    trial = kinds[GOLD].trials.get(prompt.id) if GOLD in kinds else None
     if trial is None:
         return ["The row has no ground truth to be scored, or the row before it took too long."], prompt.ground_truth
     return _told(trial), fill(trial.best(trial.asked), trial.gold)
@@ -240,13 +246,17 @@ def _examples(rewarder: Rewarder | str) -> str:
     return text + (f"; the first that does not: {odd[0][0]!r:.80}, {_said(odd[0][2])}" if odd else "")
 
 
-def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None) -> str:
-    """Say which answers to the first prompts of a domain are paid although they solve nothing."""
-    if kinds is None:
+def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Sequence[Prompt]) -> str:
+    """Say which answers to the first prompts of a domain are paid although they solve nothing, and how many rows are
+    left out."""
+    if kinds is None or isinstance(rewarder, str):
         return str(rewarder)
+    asked = prompts[:: math.ceil(len(prompts) / ASKED)]
+    left_out = [reason for prompt in asked if (reason := unsupported(rewarder, prompt))]
+    told = f"; {len(left_out)} of {len(asked)} rows are left out: {counted(left_out)}" if left_out else ""
     if paid := reward_audit.paid_cheats(kinds):
-        return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl.audit says more"
-    return f"none of {sum(name not in GOLDEN for name in kinds)} answers that solve nothing is paid"
+        return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl.audit says more{told}"
+    return f"none of {len(kinds.keys() - {*GOLDEN, UNSUPPORTED})} answers that solve nothing is paid{told}"
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:

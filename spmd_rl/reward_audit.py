@@ -17,6 +17,7 @@ from spmd_rl.answer_form import SLOT, asked_forms, fill, shown
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.process import Overtime, deadline
 from spmd_rl.sidecar.services import service_factories
+from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.sidecar.worker import judge
 from spmd_rl.targets import build_target, guarded, start_target
 from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
@@ -33,6 +34,7 @@ FORM_ALONE = 0.5
 """The most that another row's gold answer may get, for its form."""
 GOLD, ASKED = "gold answer", "gold answer as the prompt asks"
 GOLDEN = (GOLD, ASKED)
+UNSUPPORTED = "not supported"
 EMPTY, PROMPT, OTHER = "empty answer", "the prompt itself", "another row's gold answer"
 NEVER = "no form of the ground truth is paid or scores more than a wrong answer: is this the reward for these rows?"
 
@@ -46,6 +48,8 @@ class Kind:
     """Of verdicts without a score: the status and the detail."""
     wrong: int = 0
     """How many of the rows got what they should not."""
+    unsupported: dict[str, str] = field(default_factory=dict)
+    """Why the reward cannot judge them whatever the answer, by id of the row."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Why the reward failed, by id of the row: its own error, or a right answer without a score."""
 
@@ -168,6 +172,9 @@ def audit(
     kinds: dict[str, Kind] = defaultdict(Kind)
     judged = partial(score, rewarder, seconds=seconds)
     for prompt in islice(prompts, rows):
+        if reason := unsupported(rewarder, prompt):
+            kinds[UNSUPPORTED].unsupported[prompt.id] = reason
+            continue
         gold, form = gold_answer(rewarder, prompt), BARE
         others = (gold_answer(rewarder, other) for other in prompts)
         other = next((answer for answer in others if answer not in ("", gold)), "")
@@ -229,6 +236,9 @@ def unpaid(kinds: dict[str, Kind]) -> list[str]:
 def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
     """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
     for name, kind in kinds.items():
+        if kind.unsupported:
+            yield name, f"{len(kind.unsupported)} rows, left out of a run: {counted(kind.unsupported.values())}"
+            continue
         text = "    -" if kind.mean is None else f"{kind.mean:5.2f}"
         text += f"  {len(kind.scores)} scored"
         if kind.failures:

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file without any"""
 COMMIT = "c" * 40
 
 

@@ -112,6 +112,8 @@ class Collected:
             metrics["rollout/missing_package"] = missing
         for domain, count in self.outcomes.suspects.items():
             metrics[f"reward/{domain}/suspect"] = count / int(np.count_nonzero(domains[domain]["score"] > 0))
+        for domain, count in self.outcomes.unproven.items():
+            metrics[f"reward/{domain}/unproven"] = count / int(np.count_nonzero(domains[domain]["last"]))
         if scores:
             metrics["critic/score/mean"] = fmean(list(chain.from_iterable(scores.values())))
             metrics |= {f"score/{domain}/mean": fmean(values) for domain, values in scores.items()}

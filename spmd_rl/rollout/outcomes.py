@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd_rl.data import counter_seed
 from spmd_rl.rollout.parts import mean_parts, sum_parts
-from spmd_rl.types import MISSING_PACKAGE, SCORED, SUSPECT, Group, Sample
+from spmd_rl.types import MISSING_PACKAGE, SCORED, SUSPECT, UNPROVEN, Group, Sample
 
 ANSWER = np.dtype(
     [
@@ -153,6 +153,8 @@ class SliceReport(msgspec.Struct, array_like=True):
     """The packages that answers failed for want of, one for each such answer."""
     num_suspect: int = 0
     """Paid answers that look like cheats."""
+    num_unproven: int = 0
+    """Answers that could have made their verdicts themselves."""
     parts: dict[str, tuple[float, int]] = {}
     """Of episodes of an environment: the sum of each of the verdicts' parts, and how many have it."""
     steps: list[StepRow] = []
@@ -176,6 +178,7 @@ class SliceReport(msgspec.Struct, array_like=True):
             detail=f"{failed.status}: {failed.detail}" if failed else "",
             missing=[verdict.detail for verdict in verdicts if verdict.parts.get(MISSING_PACKAGE)],
             num_suspect=sum(SUSPECT in verdict.parts for verdict in verdicts),
+            num_unproven=sum(UNPROVEN in verdict.parts for verdict in verdicts),
             steps=step_rows(group.samples),
             parts=sum_parts(group.samples),
         )
@@ -216,6 +219,8 @@ class Outcomes:
     """(domain, package) -> the number of answers that failed for want of the package."""
     suspects: dict[str, int] = field(default_factory=dict)
     """Domain -> the number of its paid answers that look like cheats, where there are some."""
+    unproven: dict[str, int] = field(default_factory=dict)
+    """Domain -> the number of its answers that could have made their verdicts themselves, where there are some."""
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     """Tag of an environment -> the mean of each part of its episodes' verdicts."""
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, STEP))
@@ -301,6 +306,7 @@ def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_sli
         details={ticket: detail for ticket, detail in details.items() if detail},
         missing=Counter((r.domain, package) for r in mine for package in r.missing),
         suspects={name: n for name in names if (n := sum(r.num_suspect for r in mine if r.domain == name))},
+        unproven={name: n for name in names if (n := sum(r.num_unproven for r in mine if r.domain == name))},
         parts={name: mean_parts(r.parts for r in mine if r.domain == name) for name in names},
         steps=np.array([tuple(row) for r in mine for row in r.steps], STEP),
     )

@@ -1,10 +1,12 @@
-"""Prompts that are longer than `rollout.max_prompt_tokens` are left out, or refused, before the first step."""
+"""Prompts that do not fit are left out, or refused, before the first step: those that are longer than
+`rollout.max_prompt_tokens`, and rows that their reward cannot judge."""
 
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.sidecar.support import counted, find_unsupported, may_refuse
 
 
 def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world: World) -> tuple[Prompts, int, str]:
@@ -13,6 +15,7 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
     Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
     no training prompt is left, or without these no held-out one.
     """
+    prompts = _drop_unsupported(prompts, cfg, world)  # [all]
     limit, everything = cfg.rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)
     mine = range(world.rank, len(everything), world.size)
     lengths = [(len(tokenizer.render(everything[i].messages)), i) for i in mine]
@@ -43,6 +46,28 @@ def drop_overlong(prompts: Prompts, tokenizer: Tokenizer, cfg: RlvrConfig, world
             f"prompts, which are longer than rollout.max_prompt_tokens={limit} (the longest has {most} tokens)"
         )
     return prompts.without(indices), longest, prompt_id
+
+
+def _drop_unsupported(prompts: Prompts, cfg: RlvrConfig, world: World) -> Prompts:
+    """[all] Return the prompts without the rows that their reward cannot judge, whatever the answer; each rank asks for
+    its share. UserError if no training prompt is left, or without these no held-out one."""
+    if not any(may_refuse(domain, reward) for domain, reward in cfg.reward.domains.items()):
+        return prompts
+    everything = list(enumerate((*prompts.train, *prompts.eval)))
+    mine = find_unsupported(everything[world.rank :: world.size], cfg.reward.domains)
+    found = [item for theirs in world.gather("start: rows", mine) for item in theirs]  # [all]
+    if not found:
+        return prompts
+    train = [reason for index, reason in found if index < len(prompts.train)]
+    told = (
+        f"{len(train)} of {len(prompts.train)} training rows and {len(found) - len(train)} of {len(prompts.eval)} "
+        f"held-out ones are left out, which their reward cannot judge: {counted(reason for _, reason in found)}"
+    )
+    if len(train if prompts.train else found) == len(prompts.train or prompts.eval):
+        raise UserError(told)
+    if world.rank == 0:
+        tell(told)
+    return prompts.without({index for index, _ in found})
 
 
 def check_room(cfg: RlvrConfig, length: int, prompt_id: str, room: int) -> None:

@@ -9,8 +9,6 @@
 | `unconfined` | no confinement, for those who ask for it |
 | `confine` | the system calls |
 | `packages` | the installed packages that code may import |
-| `exam` | runs code and tests together where they need it, several times, and decides what is proven |
-| `falsify`, `claims`, `expectations`, `literals` | write falsified twins of tests for it |
 | `guest/` | what runs inside: a program, or tested code, or its tests |
 
     sandbox = open_sandbox("auto", "reward.code.sandbox")

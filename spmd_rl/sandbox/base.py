@@ -1,24 +1,26 @@
 """What all sandboxes have in common: they start confined processes and wait for them.
 
 A confined process gets its job and its standard input as sealed files in memory and writes to pipes, which are read
-here up to a limit. It is killed here when its time is up. Tests run in a process of their own, in which there is no
-untrusted code (see `guest/stubs.py`); those that need more than plain values take the exam (see `exam.py`).
+here up to a limit. The kernel ends it when its processor time is used up; what sleeps is killed here. Tests run in a
+process of their own, in which there is no untrusted code and into which plain values alone come (`guest/stubs.py`).
 """
 
 import contextlib
 import fcntl
-import importlib
 import json
 import os
 import select
 import selectors
+import shutil
 import socket
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGKILL, SIGXCPU
 from typing import Any, Protocol
 
@@ -30,8 +32,13 @@ PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
 """A first import from a cold disk is slow."""
 DRAIN_SECONDS = 1.0
 """The time to read what is left in the pipes of a process that has ended."""
+PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
+"""What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
+and sleeps if it used less than this share of a processor since."""
 PARSED = 8
 """Bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code."""
+PRINTS = ("stdout", "stderr", "capsys", "capfd")
+"""Words of tests that want what the code prints."""
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
 _CHUNK = 1 << 16
 
@@ -83,7 +90,8 @@ class _Run:
         self.readers = readers
         self.data = {name: bytearray() for name in readers}
         self.started = time.monotonic()
-        self.deadline = self.started + limits.wall_seconds
+        self.pause = max(min(limits.wall_seconds, 0.5), limits.wall_seconds * LOOK)
+        self.deadline, self.used = self.started + limits.wall_seconds - self.pause, -1.0
         self.waited_for = False
         self.end: RunEnd | None = None
         self.result: RunResult | None = None
@@ -94,6 +102,15 @@ class _Run:
         self.deadline = float("inf")
         if not self.waited_for:
             self.process.kill()
+
+    def look(self, used: float) -> None:
+        """Kill the process past its deadline if it sleeps: `used` is the processor time of all that runs."""
+        now, limit = time.monotonic(), self.limits.wall_seconds
+        busy = self.used < 0 or used - self.used > SLEEPS * self.pause
+        patience = PATIENCE if self.limits.processes == 1 else 1
+        if not busy or now > self.started + patience * limit:
+            self.kill("wall")
+        self.used, self.deadline = used, now + self.pause if self.end is None else float("inf")
 
     def read(self, name: str) -> bool:
         """Read what one pipe holds, and return whether there may be more later."""
@@ -118,7 +135,8 @@ class _Run:
         end, code = ended(status, cpu_seconds >= self.limits.cpu_seconds)
         texts = [self.data[name].decode(errors="replace") for name in ("stdout", "stderr")]
         code = code if self.end in (None, end) else 0
-        self.result = RunResult(self.end or end, code, *texts, seconds)
+        final = end if (end, self.end) == ("cpu", "exit") else self.end or end
+        self.result = RunResult(final, code, *texts, seconds, cpu_seconds)
         if not self.data["report"] and self.end is None:  # it may have been killed here before it was ready
             raise RuntimeError(f"the sandbox did not start ({end} {code}): {texts[1].strip()[-300:]}")
 
@@ -137,6 +155,8 @@ class BaseSandbox(ABC):
 
     own_bytes = 0
     """Address space that the packages take which code may import, beside its own limit."""
+    python = sys.executable
+    """The interpreter that runs code."""
     own_processes = 0
     """The processes of the sandbox itself that the kernel counts beside a job's, for each job."""
 
@@ -146,6 +166,16 @@ class BaseSandbox(ABC):
     @abstractmethod
     def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> SandboxProcess:
         """Start a job in a confined process. `slot` is 0 or 1 and differs for processes that run at once."""
+
+    def owner(self) -> int:
+        """Return the process id below which all that runs is found."""
+        return os.getpid()
+
+    def use(self, python: str) -> None:
+        """Run code with another interpreter, as `Sandbox.use` says."""
+        if (found := shutil.which(os.path.expanduser(python))) is None:
+            raise RuntimeError(f"there is no interpreter {python}")
+        self.python = os.path.realpath(found)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release what the sandbox holds."""
@@ -168,7 +198,7 @@ class BaseSandbox(ABC):
         """
         with self._lock, ExitStack() as stack:
             runs = self._open(stack, jobs, limits, stdin)
-            _watch(runs)
+            _watch(runs, self.owner())
         return [Finished(run.result, bytes(run.data["report"][1:])) for run in runs]
 
     def check(
@@ -178,36 +208,27 @@ class BaseSandbox(ABC):
         prelude: str = "",
         entry: str = "",
         limits: RunLimits = LIMITS,
-        partial: bool = True,
+        unproven: bool = False,
     ) -> CheckResult:
         """Test code, as `Sandbox.check` says."""
-        end = time.monotonic() + limits.wall_seconds
         shared = {"prelude": prelude, "entry": entry, "message_bytes": limits.message_bytes}
-        prints = any(word in source for source in tests for word in ("stdout", "stderr"))
-        jobs = [
-            {"mode": "test", "tests": list(tests), **shared},
-            {"mode": "serve", "code": code, "prints": prints, **shared},
-        ]
-        testing, tested = self.run_jobs(jobs, limits)
-        if "wall" in (testing.result.end, tested.result.end):
+        jobs: list[dict[str, Any]] = [{"mode": "test", "tests": list(tests), **shared}]
+        if unproven:
+            jobs[0] |= {"mode": "beside", "code": code}
+        else:
+            prints = any(word in source for source in tests for word in PRINTS)
+            jobs.append({"mode": "serve", "code": code, "prints": prints, **shared})
+        testing, *tested = self.run_jobs(jobs, limits)
+        end = (tested or [testing])[0].result.end
+        if "wall" in (testing.result.end, end):
             return CheckResult("wall", ())
-        sources, passed, detail = _judged(testing, len(tests)), [], ""
-        for source, (status, outcomes, why) in zip(tests, sources, strict=True):
-            if status == "unjudged":
-                left = replace(limits, wall_seconds=max(0.1, end - time.monotonic()))
-                outcomes, why = self.examine(code, source, prelude, entry, left, partial)
-                if not outcomes:
-                    return CheckResult("wall", ())
-            passed += outcomes
-            detail = detail or why
-        return CheckResult(tested.result.end, tuple(passed), detail)
-
-    def examine(
-        self, code: str, source: str, prelude: str, entry: str, limits: RunLimits, partial: bool
-    ) -> tuple[list[bool], str]:
-        """Run one source of tests beside the code, and prove what passed; return that for each test, and why not."""
-        exam = importlib.import_module("spmd_rl.sandbox.exam")
-        return exam.examine(self, code, source, prelude, entry, limits, partial=partial)
+        sources = _judged(testing, len(tests), beside=unproven)
+        passed = tuple(outcome for _, outcomes, _, _ in sources for outcome in outcomes)
+        reasons = [why for supported, _, why, _ in sources if not supported]
+        if reasons:
+            return CheckResult(end, (), unsupported=reasons[0])
+        why, beyond = (next((source[i] for source in sources if source[i]), "") for i in (2, 3))
+        return CheckResult(end, passed, why, beyond=beyond)
 
     def _open(self, stack: ExitStack, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str) -> list[_Run]:
         """Start a process for each job, two with a socket pair between. `stack` ends them and our descriptors."""
@@ -224,7 +245,7 @@ class BaseSandbox(ABC):
                     os.set_blocking(readers[name], False)
                     stack.callback(os.close, readers[name])
                 files["stdin"] = _sealed(stdin)
-                room = PARSED * limits.message_bytes if job["mode"] == "test" else 0
+                room = PARSED * limits.message_bytes if job["mode"] in ("test", "beside") else 0
                 files["job"] = _sealed(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}))
                 for fd in files.values():
                     theirs.callback(os.close, fd)
@@ -234,20 +255,25 @@ class BaseSandbox(ABC):
         return runs
 
 
-def _judged(testing: Finished, num_sources: int) -> list[tuple[str, list[bool], str]]:
-    """Return the status of each source of tests, which tests passed, and why one failed. RuntimeError if the tests are
-    at fault. Whatever ends their process once the code has been asked is the code's doing."""
-    asked, text = testing.report.startswith(b"?"), testing.report.lstrip(b"?")
+def _judged(testing: Finished, num_sources: int, beside: bool) -> list[tuple[bool, list[bool], str, str]]:
+    """Return what is said of each source of tests. RuntimeError if the tests are at fault. Whatever ends their process
+    once the code has been asked is the code's doing; so is all that code beside its tests makes of the report."""
+    asked, text = testing.report.startswith(b"?") or beside, testing.report.lstrip(b"?")
     try:
         report = json.loads(text)
-    except ValueError:
+        sources = [
+            (bool(ok), [each is True for each in passed] or [False], str(why)[:1000], str(beyond)[:1000])
+            for ok, passed, why, beyond in report["sources"]
+        ]
+        error = str(report["error"])
+    except (ValueError, TypeError, KeyError, RecursionError):
         told = f"the tests ended by {testing.result.end} {testing.result.code}"
         if asked:
-            return [("judged", [False], f"{told}, after what the code answered")] * num_sources
+            return [(True, [False], f"{told}, after what the code answered", "")] * num_sources
         raise RuntimeError(f"{told}: {testing.result.stderr.strip()}") from None
-    if report["error"] or not report["sources"]:
-        raise RuntimeError(report["error"] or "there are no tests")
-    return report["sources"]
+    if error or not sources:
+        raise RuntimeError(error[:1000] or "there are no tests")
+    return sources
 
 
 def _give_up(run: _Run) -> None:
@@ -257,7 +283,21 @@ def _give_up(run: _Run) -> None:
             run.process.wait()
 
 
-def _watch(runs: list[_Run]) -> None:
+def used_seconds(owner: int) -> float:
+    """Return the processor time of all processes that descend from one, 0.0 where there is no `/proc` to tell."""
+    parents, used = {}, {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split() if name.isdigit() else ()
+            if words:
+                parents[int(name)], used[int(name)] = int(words[1]), int(words[11]) + int(words[12])
+    below = {owner}
+    while more := {pid for pid, parent in parents.items() if parent in below and pid not in below}:
+        below |= more
+    return sum(used[pid] for pid in below - {owner} if pid in used) / os.sysconf("SC_CLK_TCK")
+
+
+def _watch(runs: list[_Run], owner: int) -> None:
     """Wait until all have ended. When the first ends, the others are killed."""
     with selectors.DefaultSelector() as selector:
         for run in runs:
@@ -277,9 +317,10 @@ def _watch(runs: list[_Run]) -> None:
                                 other.kill("exit")
                 elif run.result is not None or not run.read(name):
                     selector.unregister(key.fileobj)
-            for run in running:
-                if run.result is None and time.monotonic() > run.deadline:
-                    run.kill("wall")
+            late = [run for run in running if run.result is None and time.monotonic() > run.deadline]
+            used = used_seconds(owner) if late else 0.0
+            for run in late:
+                run.look(used)
 
 
 def _sealed(text: str) -> int:

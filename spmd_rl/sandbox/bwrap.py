@@ -51,12 +51,13 @@ class Bubblewrap(ServedSandbox):
         self._bwrap = shutil.which("bwrap")
         if self._bwrap is None:
             raise RuntimeError("bwrap is not installed")
-        self._python = next((path for path in PYTHONS if os.access(path, os.X_OK) and _suits(path, packages)), None)
-        if self._python is None:
+        self._packages = packages
+        known = next((path for path in PYTHONS if os.access(path, os.X_OK) and _suits(path, packages)), None)
+        if known is None:
             which = f" of version {_VERSION}, for which the packages are installed," if packages else ""
             raise RuntimeError(f"there is no {' or '.join(PYTHONS)}{which} to run in it")
+        self.python = known
         self.first_uid = reserve_uids() if os.geteuid() == 0 else None
-        self._guest = _compiled_guest(self._python)
         self._layout = ["--ro-bind", "/usr", "/usr"]
         for path in DEVICES:
             self._layout += ["--dev-bind", path, path]
@@ -76,12 +77,17 @@ class Bubblewrap(ServedSandbox):
     def launch(self, fd: int, stack: ExitStack) -> subprocess.Popen:
         """Start the server, as `ServedSandbox.launch` says."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the server dies
-        guest = memory_file(self._guest)
+        if not _suits(self.python, self._packages):
+            raise RuntimeError(f"the packages are for Python {_VERSION}")
+        guest = memory_file(_compiled_guest(self.python))
+        prefix = str(Path(self.python).parents[1])
+        own = [] if prefix.startswith("/usr") else ["--ro-bind", prefix, prefix]
         stack.callback(os.close, guest)
         command = [self._bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
-        command += [*self._layout, "--ro-bind-data", str(guest), "/guest.zip", "--setenv", "PYTHONPATH", "/guest.zip"]
+        command += [*self._layout, *own, "--ro-bind-data", str(guest), "/guest.zip"]
+        command += ["--setenv", "PYTHONPATH", "/guest.zip"]
         command += ["--setenv", "PYTHONHASHSEED", "0", "--uid", "65534", "--gid", "65534", "--hostname", "box"]
-        command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self._python, "-s", "-S", "-B"]
+        command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self.python, "-s", "-S", "-B"]
         code = f"from spmd_rl.sandbox.forkserver_main import start; start{fd, None, True, PACKAGES}"
         user = {} if self.first_uid is None else {"user": self.first_uid, "group": self.first_uid, "extra_groups": []}
         return subprocess.Popen(

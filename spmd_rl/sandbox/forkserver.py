@@ -8,7 +8,6 @@ have files of its own too.
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +25,7 @@ for name, path in ("spmd_rl", ""), ("spmd_rl.sandbox", "sandbox"):
     module.__path__ = [os.path.join(sys.argv[1], path)]
 """
 """Skips our packages' own `__init__`, which load more than a confined process should hold."""
-PYTHON = [sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", "-c"]
+PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8", "-c"]
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """The same program prints its sets in the same order every time."""
 FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF
@@ -54,7 +53,7 @@ class ForkServer(ServedSandbox):
         arguments = (fd, self.first_uid, self._mounts, links)
         code = f"{BOOT}\nfrom spmd_rl.sandbox.forkserver_main import start\nstart{arguments}"
         return subprocess.Popen(
-            [*PYTHON, code, str(PACKAGE)],
+            [self.python, *PYTHON, code, str(PACKAGE)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[fd],

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from spmd_rl.process import die_with_parent
 from spmd_rl.sandbox import confine
-from spmd_rl.sandbox.guest import exam, main, serve, testing  # noqa: F401 - loaded before the fork
+from spmd_rl.sandbox.guest import main, serve, suite, testing  # noqa: F401 - loaded before the fork
 from spmd_rl.sandbox.namespaces import NamespaceServer
 from spmd_rl.sandbox.server import Child, Server, confined, do_job, open_streams, take_descriptors
 from spmd_rl.sandbox.zones import ZoneImporter
@@ -259,7 +259,7 @@ def start(fd: int, first_uid: int | None, mounts: bool, packages: str) -> None:
     with socket.socket(fileno=fd) as orders:
         preload()
         own_bytes = load_packages(Path(packages))
-        exam.prepare()
+        suite.prepare()
         open_streams()
         try:
             if first_uid is None:

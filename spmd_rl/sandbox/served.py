@@ -18,7 +18,7 @@ class ServedSandbox(BaseSandbox):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start_process()
+        self.open()
 
     @abstractmethod
     def launch(self, fd: int, stack: ExitStack) -> subprocess.Popen:
@@ -32,7 +32,7 @@ class ServedSandbox(BaseSandbox):
         """Start a job, as `BaseSandbox.start` says. A server that was killed is replaced."""
         if self.process.poll() is not None:
             self.close()
-            self._start_process()
+            self.open()
         ours, theirs = socket.socketpair()
         order = {"slot": slot, "disk_bytes": limits.disk_bytes, "processes": limits.processes}
         fds = [theirs.fileno(), files.stdin, files.stdout, files.stderr, files.job, files.report]
@@ -40,12 +40,24 @@ class ServedSandbox(BaseSandbox):
             socket.send_fds(self._orders, [json.dumps(order).encode()], fds + [files.rpc][: files.rpc >= 0])
         return Forked(ours)
 
+    def use(self, python: str) -> None:
+        """Run code with another interpreter, as `Sandbox.use` says."""
+        super().use(python)
+        self.close()
+        self.open()
+        self.prove()
+
     def close(self) -> None:
         """End the server, which ends its children first."""
         self._orders.close()
         self.process.wait()
 
-    def _start_process(self) -> None:
+    def owner(self) -> int:
+        """Return the process id of the server."""
+        return self.process.pid
+
+    def open(self) -> None:
+        """Start the server. RuntimeError where it cannot work."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ExitStack() as stack:
             with theirs:

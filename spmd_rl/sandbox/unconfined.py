@@ -42,7 +42,7 @@ class Unconfined(BaseSandbox):
         """Start a job, as `BaseSandbox.start` says."""
         numbers = (files.job, files.report, files.rpc)
         process = subprocess.Popen(
-            [*PYTHON, f"{BOOT}\nfrom spmd_rl.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
+            [self.python, *PYTHON, f"{BOOT}\nfrom spmd_rl.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
             stdin=files.stdin,
             stdout=files.stdout,
             stderr=files.stderr,

@@ -18,11 +18,14 @@ from msgspec import Struct
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token or a stop string came; `length`: the token limit was reached; `abort`: given up."""
 
-VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected"]
+VerdictStatus = Literal["ok", "wrong_format", "timeout", "error", "rejected", "unsupported"]
 """Only `ok` and `wrong_format` carry a score; the others take the sample out of its group's baseline."""
 
 MISSING_PACKAGE = "missing_package"
 """A verdict's part of that name says that the answer failed for want of a package, which `detail` names."""
+
+UNPROVEN = "unproven"
+"""A verdict's part of that name says that the answer could have made the verdict itself."""
 
 SUSPECT = "suspect"
 """A verdict's part of that name says that a paid answer looks like a cheat; `detail` says why."""
@@ -184,7 +187,7 @@ class Verdict(Struct, frozen=True, gc=False):
     parts: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Named terms of the score, logged per domain."""
     detail: str = ""
-    """Why, for `timeout`, `error` and `rejected`: one line. A verdict with a score may have one too."""
+    """Why, for `timeout`, `error`, `rejected` and `unsupported`: one line. A verdict with a score may have one too."""
     traceback: str = ""
     """Where the rewarder's code raised, for `error`: several lines."""
 

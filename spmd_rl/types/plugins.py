@@ -27,6 +27,9 @@ class Rewarder(Protocol):
     answer: an audit scores both. `suspect(prompt, answer)` returns what makes a paid answer look like a cheat, or an
     empty text; a run counts these.
 
+    It may offer `unsupported(prompt)`, why a row cannot be judged, whatever the answer, or an empty text: such rows are
+    left out of a run.
+
     It may offer `score_batch(prompts, answers, infos)` for up to `max_batch` answers at once, and `start()`, where it
     loads what is heavy: called once where it will work, whereas the settings' checks construct it too.
     """
@@ -123,7 +126,8 @@ class Environment(Protocol):
 
 
 RunEnd = Literal["exit", "signal", "cpu", "wall", "output"]
-"""How untrusted code ended: by itself, by a signal, or over its limit of processor time, wall time or output."""
+"""How untrusted code ended: by itself, by a signal, or over its limit of processor time, wall time or output. `wall`
+ends what sleeps; what works is ended by `cpu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class RunLimits:
     cpu_seconds: int = 4
     """Processor time of each process."""
     wall_seconds: float = 9.0
+    """For which it may sleep. What uses the processor may take five times that, on a machine that has other work."""
     memory_bytes: int = 512 << 20
     """Address space of each process beyond the interpreter's own."""
     disk_bytes: int = 16 << 20
@@ -156,6 +161,8 @@ class RunResult:
     stderr: str
     seconds: float
     """Wall time."""
+    cpu_seconds: float = 0.0
+    """Processor time, of all its processes that have ended before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +172,26 @@ class CheckResult:
     end: RunEnd
     """Of the untrusted code; `exit` too if it was still there when the tests were through, `wall` without a verdict."""
     passed: tuple[bool, ...]
-    """One for each test, one for each source of code that did not load; empty if the tests did not end in time."""
+    """One for each test, one for each source of code that did not load; empty if the tests did not end in time, or are
+    not supported."""
     detail: str = ""
     """Why the first failing test failed: one line."""
+    unsupported: str = ""
+    """What the tests need, by their text, that no plain value can do; the same for every code."""
+    beyond: str = ""
+    """Where a test wanted more of an object of this code than plain values, and so failed."""
 
 
 class Sandbox(Protocol):
     """Where untrusted Python runs: a system of its own without host files, network, environment or other processes.
 
     RuntimeError from a method means that the sandbox or the tests failed, which says nothing about the code: whatever
-    the code does is a failed test or run. Both methods block. See `sandbox/` for what is kept out and how.
+    the code does is a failed test or run. All methods block. See `sandbox/` for what is kept out and how.
     """
+
+    def use(self, python: str) -> None:
+        """Run code with another interpreter from now on, given by path or name. RuntimeError if it cannot be used."""
+        ...
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = ...) -> RunResult:
         """Run a program. What it printed is its own word; compare it with what it could not see."""
@@ -188,16 +204,15 @@ class Sandbox(Protocol):
         prelude: str = "",
         entry: str = "",
         limits: RunLimits = ...,
-        partial: bool = True,
+        unproven: bool = False,
     ) -> CheckResult:
         """Run tests, which the code cannot see, against the names that it defines.
 
         `tests`: sources, each a script or a file of pytest or unittest; a script is one test. A name that they do not
         define, or import `from solution`, is the code's. They run in a process of their own, which gets plain values
-        alone from the code. A source that needs more runs beside the code several times, in some of them falsified,
-        which the code must fail. `prelude`: trusted source that both run first. `entry`: a name that is the code's
-        although the prelude or a builtin has it too. A source that asks the code nothing is a RuntimeError. Without
-        `partial`, tests beside one that failed may count as failed, which takes less time.
+        alone from the code; a test that wants more of it has failed. `prelude`: trusted source that both run first.
+        `entry`: a name that is the code's although the prelude or a builtin has it too. A source that asks the code
+        nothing is a RuntimeError. `unproven`: the tests run beside the code, which can make of them what it likes.
         """
         ...
 

@@ -22,7 +22,17 @@ from spmd_rl import audit, wire
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import RunFailed
-from spmd_rl.reward_audit import ASKED, EMPTY, GOLD, OTHER, PROMPT, describe, paid_cheats, unjudged
+from spmd_rl.reward_audit import (
+    ASKED,
+    EMPTY,
+    GOLD,
+    OTHER,
+    PROMPT,
+    UNSUPPORTED,
+    describe,
+    paid_cheats,
+    unjudged,
+)
 from spmd_rl.reward_audit import audit as audited
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sidecar.worker import judge
@@ -36,6 +46,7 @@ def row(truth: str, question: str = "What is it?", **extra) -> Prompt:
 
 
 ADD = "def add(a, b):\n    return a + b"
+ONE_MORE = "class Any:\n    __contains__ = lambda *a: True\ndef add(a, b): return Any()"
 ROWS = {
     MathReward: [row("18"), row("\\frac{3}{4}"), row("(0, 1]"), row("{1, 2, 3}"), row("x^2 + 1"), row("5 \\text{ km}")],
     ChoiceReward: [row("B"), row("AC"), row("J")],
@@ -66,9 +77,14 @@ def test_no_known_cheat_of_code_is_paid():
         row("", test_cases=[{"input": "1\n2", "output": "3"}], test_case_function="add", solution=ADD),
         row("", test_cases=[{"input": "4", "output": "16"}], solution="print(int(input()) ** 2)"),
     ]
-    kinds = audited(CodeReward(sandbox), rows, 9)
+    rows.append(row("", test="def test_f(tmp_path): assert add(1, 2) == 3", solution=ADD))
+    rows.append(row("", test="def test_f(): assert add(1, 2) == 3", solution="class add(int):\n    pass"))
+    rows.append(row("", test="def test_f(): assert list(map(add, [1], [2])) in add(1, 2)", solution=ONE_MORE))
+    kinds = audited(CodeReward(sandbox), [msgspec.structs.replace(one, id=f"{i}") for i, one in enumerate(rows)], 9)
     sandbox.close()
-    assert kinds[GOLD].mean == 1.0 and not paid_cheats(kinds), dict(describe(kinds))
+    assert kinds[GOLD].scores == [1.0] * 4 + [0.0] and not paid_cheats(kinds), dict(describe(kinds))
+    told = dict(describe(kinds))[UNSUPPORTED]
+    assert told.startswith("2 rows, left out of a run: 1 x the tests need the fixture tmp_path; 1 x the tests use")
 
 
 def test_what_form_and_words_alone_pay_is_told():
@@ -100,6 +116,14 @@ SUSPECTS = [
     (CodeReward(None), "```python\nclass A:\n    def __eq__(self, other):\n        return True\n```", True),
     (CodeReward(None), "```python\nimport os\nos._exit(0)\n```", True),
     (CodeReward(None), "```python\nclass A:\n    def __eq__(self, o):\n        return self.x == o.x\n```", False),
+    (CodeReward(None), "```python\nclass A: __eq__ = lambda s, o: True\n```", True),
+    (CodeReward(None), "```python\nclass A: __sub__ = lambda s, o: 0\n```", True),
+    (CodeReward(None), "```python\nclass A:\n    def __bool__(self): return True\n```", True),
+    (CodeReward(None), "```python\nclass A: __class__ = int\n```", True),
+    (CodeReward(None), "```python\nimport gc, sys\ngc.get_objects()\n```", True),
+    (CodeReward(None), "```python\nimport builtins\nbuiltins.abs = lambda x: 0\n```", True),
+    (CodeReward(None), "```python\nclass A:\n    def __sub__(self, o): return A(self.x - o.x)\n```", False),
+    (CodeReward(None), "```python\nclass A:\n    def __len__(self): return len(self.x)\n```", False),
     (CompositeReward({"a": {"target": "rewards.format:FormatReward"}}, build_target), "<answer></answer>", True),
 ]
 

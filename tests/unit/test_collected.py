@@ -13,7 +13,7 @@ from spmd_rl.config.schema import FilterConfig
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.filters import reject_reason
 from spmd_rl.rollout.outcomes import ANSWER, SliceReport, answer_row, answer_rows, gather_outcomes
-from spmd_rl.types import MISSING_PACKAGE, SUSPECT, Group, Message, Prompt, Sample, Turn, Verdict
+from spmd_rl.types import MISSING_PACKAGE, SUSPECT, UNPROVEN, Group, Message, Prompt, Sample, Turn, Verdict
 
 STATUSES = ("ok", "ok", "ok", "wrong_format", "timeout", "error")
 VERSION = 3
@@ -223,8 +223,9 @@ def test_suspect_passes_are_counted_by_domain() -> None:
         samples = [msgspec.structs.replace(s, verdict=Verdict("ok", 1.0, p)) for s, p in zip(some.samples, parts)]
         return Group(some.prompt, ticket, tuple(samples))
 
-    groups = [passing(3, {SUSPECT: 1.0}, {}), passing(4, {}), passing(6, {SUSPECT: 1.0}, {})]
+    groups = [passing(3, {SUSPECT: 1.0}, {UNPROVEN: 1.0}), passing(4, {}), passing(6, {SUSPECT: 1.0}, {})]
     reports = [SliceReport.of(some, 0, 0, VERSION) for some in groups]
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reports), type=list[SliceReport])
     metrics = Collected(1, (), (), gather_outcomes(sent, [3, 4, 6], 1), 0.0, 0, 0).metrics()
     assert {name: value for name, value in metrics.items() if "suspect" in name} == {"reward/a/suspect": 0.5}
+    assert metrics["reward/a/unproven"] == 0.25

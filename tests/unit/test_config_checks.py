@@ -13,6 +13,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.config.sections.data import files
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import UserError
+from tests.fake_hub import NO_TENSORS
 from tests.unit.test_config_load import DOORS
 
 
@@ -21,8 +22,9 @@ def place(tmp_path, monkeypatch):
     """A directory with all that a good line names."""
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (model / name).write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
     (tmp_path / "judges.py").write_text(
         "class Good:\n"

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from spmd_rl.config.main import record
+from tests.fake_hub import NO_TENSORS
 from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +45,9 @@ def place(tmp_path_factory) -> Path:
         "class Judge:\n    def __init__(self, extract): ...\n    def score(self, prompt, answer, info): ...\n"
     )
     (place / "model").mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (place / "model" / name).write_text('{"model_type": "llama"}')
+    (place / "model" / "model.safetensors").write_bytes(NO_TENSORS)
     (place / "work").mkdir()
     return place
 

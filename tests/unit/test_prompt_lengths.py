@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from spmd_rl.config import RlvrConfig
+from spmd_rl.config.schema import RewardConfig
 from spmd_rl.data import Prompts
 from spmd_rl.errors import UserError
 from spmd_rl.rollout.prompt_lengths import drop_overlong
+from spmd_rl.sidecar.support import find_unsupported
 from spmd_rl.types import Message, Prompt
 from tests.fakes import FakeTokenizer
 
@@ -32,6 +34,9 @@ def prompts() -> Prompts:
     return Prompts(made[:8], made[8:])
 
 
+ALL = (*prompts().train, *prompts().eval)
+
+
 def bench() -> Prompts:
     return Prompts((), prompts().train)
 
@@ -40,6 +45,35 @@ def settings(limit: int, overlong: str = "drop") -> RlvrConfig:
     cfg = RlvrConfig()
     cfg.rollout.max_prompt_tokens, cfg.data.overlong = limit, overlong
     return cfg
+
+
+class OddRows:
+    """A reward that cannot judge prompts of an odd length."""
+
+    def score(self, prompt: Prompt, answer: str, info: Any) -> float:
+        return 1.0
+
+    def unsupported(self, prompt: Prompt) -> str:
+        return "it is odd" if len(prompt.messages[0].content) % 2 else ""
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_that_their_reward_cannot_judge_are_left_out_and_counted(size: int, capsys: pytest.CaptureFixture) -> None:
+    cfg = settings(100)
+    cfg.reward.domains["math"] = RewardConfig(f"{__name__}:OddRows")
+    brought: list[Any] = [
+        find_unsupported(list(enumerate(ALL))[rank::size], cfg.reward.domains) for rank in range(size)
+    ]
+
+    class Both(Ranks):
+        def gather(self, name: str, value: Any) -> list[Any]:
+            return super().gather(name, value) if name == "start: rows" else [value]
+
+    for rank in range(size):
+        left, _, _ = drop_overlong(prompts(), FakeTokenizer(), cfg, Both(rank, size, brought))
+        assert [p.id for p in (*left.train, *left.eval)] == ["id2", "id4", "id6", "id8", "id10"]
+    told = "4 of 8 training rows and 1 of 2 held-out ones are left out, which their reward cannot judge: 5 x it is odd"
+    assert capsys.readouterr().err.splitlines() == [told]
 
 
 def on_all_ranks(

@@ -4,8 +4,8 @@ It has three descriptors beside the program's 0, 1 and 2: `job`, JSON to read; `
 process is ready, then what the tests found; `rpc`, a socket between tested code and its tests.
 
 In mode `run` it executes the job's code as `__main__`; in mode `serve` it executes it as the module `solution` and lets
-the tests call it; in mode `test` it never executes it; in mode `exam` code and tests share the process. The report
-descriptor is closed before untrusted code runs, except in mode `exam`, whose report is not believed.
+the tests call it; in mode `test` it never executes it; in mode `beside` code and tests share the process. The report
+descriptor is closed before untrusted code runs, except in mode `beside`, whose report proves nothing.
 
     main(job=3, report=4, rpc=5)  # in a process of its own, which it ends
 """
@@ -38,8 +38,8 @@ def main(job, report, rpc):
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(MAX_DIGITS if job["mode"] == "test" else 0)
     os.write(report, b"r")
-    if job["mode"] in ("test", "exam"):
-        found = _part("testing").test(job, report, rpc) if job["mode"] == "test" else _part("exam").examine(job)
+    if job["mode"] in ("test", "beside"):
+        found = _part("testing").test(job, report, rpc)
         with open(report, "wb") as file:
             file.write(found)
         os._exit(0)
@@ -71,16 +71,16 @@ def set_limits(limits):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard))
 
 
-def execute(job, name):
-    """Execute the code as a module; return its names, and those that it had of the prelude."""
+def execute(job, name, shared=False):
+    """Execute the code as a module and return its names. `shared`: its builtins are those of all modules."""
     module = sys.modules[name] = types.ModuleType(name)
     namespace = vars(module)
     # beside the builtins, so that what the code imports itself is its own
-    namespace["__builtins__"] = {**common(job["prelude"] + job["code"], functions=True), **vars(builtins)}
+    known = common(job["prelude"] + job["code"], functions=True)
+    namespace.update(known if shared else {"__builtins__": {**known, **vars(builtins)}})
     exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
-    before = dict(namespace)
     exec(compile(job["code"], "<code>", "exec"), namespace)
-    return namespace, before
+    return namespace
 
 
 def _leave(code):

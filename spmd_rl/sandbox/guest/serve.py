@@ -7,20 +7,28 @@ A question is [verb, references, names, nodes], the references being to the targ
 | call | call the target with the rest; the last of it are keyword arguments, by `names` |
 | get | the attribute `names[0]` of the target |
 | set | set that attribute |
+| value | the target, which may have a plain form |
+| isinstance, issubclass | whether the target is among the classes of the other |
+| len, iter, next, getitem, setitem, delitem, str, repr | that of the target |
 
-An answer is [sort, references, texts, changed, nodes, printed]. `sort`: `=` a value; `!` an exception, its
-own name (empty for a builtin), its text and its builtin bases as texts; `~=` and `~!` the same of a coroutine;
-`refused` why there is no answer. `changed`: [number, node] of each container of the tests that has other contents than
-before the call.
+An answer is [sort, references, texts, changed, nodes, printed]. `sort`: `=` a value; `!` an exception and its
+arguments, its module, name (empty for a builtin), text and builtin bases as texts; `~=` and `~!` the same of a
+coroutine; `end` the end of an iterator; `refused` why there is no answer. `changed`: [number, node] of each container
+of the tests that has other contents than before the call. `printed`: to standard output, and to standard error.
+
+Before the first question it says `ready`, and of the classes of the code which are exceptions, and which have objects
+that are nothing but their fields.
 """
 
 import builtins
 import copy
+import dataclasses
+import enum
 import importlib
 import io
 import operator
 import types
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.link import Gone, Link
@@ -30,6 +38,12 @@ MAX_TEXT = 100_000
 """Characters of what an exception says."""
 MAX_KNOWN = 100_000
 """Items in containers of earlier questions that are compared after each call; with more of them, none are."""
+SPECIAL = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
+SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr)})
+ITERATORS = (
+    *(map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter("")), type(iter({}))),
+    *(type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter(range(0)))),
+)
 
 
 def serve(job, rpc):
@@ -37,13 +51,15 @@ def serve(job, rpc):
     link = Link(rpc, job["message_bytes"])
     with suppress(Gone):
         try:
-            namespace, _ = execute(job, "solution")
+            namespace = execute(job, "solution")
+            server = Server(namespace, job["prints"])
+            link.send(lambda big: ["ready", *server.packed(classes_of(namespace, server), big)])
+        except Gone:
+            raise
         except BaseException as error:  # noqa: BLE001 - untrusted code
             why = f"{type(error).__name__}: {error}"[:1000]
             link.send(lambda big: ["failed", why])
             return 1
-        server = Server(namespace, job["prints"])
-        link.send(lambda big: ["ready", ""])
         while True:
             server.answer(link, link.receive())
     return 0
@@ -69,23 +85,28 @@ class Server:
         if verb == "forget":
             self._known, self._before = {}, {}
             return
-        printed = io.StringIO()
+        printed, touched = [io.StringIO(), io.StringIO()], []
         try:
             target, *given = values.decode(refs, nodes, self._special, self._known)
             self._watch({node[3] for node in nodes if node[0] in values.MUTABLE})
-            with redirect_stdout(printed) if self._prints else nullcontext():
-                reply = self._do(verb, target, given, names)
+            touched = [thing for thing in (target, getattr(target, "__self__", None), *given) if fields_of(thing)]
+            with redirect_stdout(printed[0]) if self._prints else nullcontext():
+                with redirect_stderr(printed[1]) if self._prints else nullcontext():
+                    reply = self._do(verb, target, given, names)
         except _Missing as error:
             reply = "refused", [], [str(error)]
+        except StopIteration as error:
+            reply = ("end", [], []) if verb == "next" else ("!", *_described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
             reply = ("!", *_described(error))
         try:
-            link.send(lambda big: self._packed(*reply, printed.getvalue(), big))
+            said = [stream.getvalue() for stream in printed]
+            link.send(lambda big: self._packed(*reply, touched, said, big))
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - most likely it is too large
             why = f"{type(error).__name__}: {error}"[:1000]
-            link.send(lambda big: ["refused", [], [why], [], [], ""])
+            link.send(lambda big: ["refused", [], [why], [], [], []])
 
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
@@ -94,6 +115,13 @@ class Server:
         if verb == "set":
             setattr(target, names[0], given[0])
             return "=", [None], []
+        if verb in ("isinstance", "issubclass"):
+            kind = type(given[0]) if verb == "isinstance" else given[0]
+            return "=", [any(base is target for base in kind.__mro__)], []
+        if verb == "value":
+            return "=", [target], []
+        if verb in SPECIAL:
+            return "=", [SPECIAL[verb](target, *given)], []
         split = len(given) - len(names)
         value = target(*given[:split], **dict(zip(names, given[split:])))  # noqa: B905 - Python 3.8
         if type(value) is not types.CoroutineType:
@@ -103,13 +131,17 @@ class Server:
         except Exception as error:  # noqa: BLE001 - untrusted code
             return ("~!", *_described(error))
 
-    def _packed(self, sort, objects, texts, printed, big):
+    def packed(self, objects, big, known=None):
+        """Return the references and nodes of objects."""
+        return values.encode(objects, self._handle, known, None, big, self._record)
+
+    def _packed(self, sort, objects, texts, touched, printed, big):
         ids = {id(container): number for number, container in self._known.items()}
         changed = [n for n, container in self._known.items() if not _same(_contents(container), self._before[n])]
         copies = [copy.copy(self._known[number]) for number in changed]
-        refs, nodes = values.encode([*objects, *copies], self._handle, ids, None, big)
-        first = len(objects)
-        indices = [ref[0] for ref in refs[first:]]
+        refs, nodes = self.packed([*objects, *copies, *touched], big, ids)
+        first, last = len(objects), len(objects) + len(copies)
+        indices = [ref[0] for ref in refs[first:last]]
         return [sort, refs[:first], texts, list(zip(changed, indices)), nodes, printed]  # noqa: B905 - Python 3.8
 
     def _watch(self, received):
@@ -119,18 +151,79 @@ class Server:
         for number in received:
             self._before[number] = _contents(self._known[number])
 
-    def _handle(self, value):
-        """Return the node of an object that has no plain form."""
+    def number(self, value):
+        """Return the number by which the tests know an object."""
         key = id(value)
         if key not in self._numbers:
             self._numbers[key] = len(self._objects)
             self._objects.append(value)
-        return ["handle", self._numbers[key]]
+        return self._numbers[key]
+
+    def _handle(self, value):
+        """Return the node of an object that has no plain form."""
+        kind = type(value)
+        if kind is types.GeneratorType or kind in ITERATORS or kind.__module__ == "itertools":
+            return ["stream", self.number(value), kind is types.GeneratorType]
+        return ["handle", self.number(value)]
+
+    def _record(self, value):
+        fields = fields_of(value)
+        if fields is None:
+            return None
+        items = list(tuple.__iter__(value)) if isinstance(value, tuple) else [getattr(value, name) for name in fields]
+        return items, [self.number(value), self.number(type(value)), fields, isinstance(value, tuple)]
 
     def _named(self, name):
         if name not in self._namespace or name.startswith("__"):
             raise _Missing(f"the code defines no {name}")
         return self._namespace[name]
+
+
+def fields_of(value):
+    """Return the names of the fields of an object of a dataclass, a named tuple or an enum, else None."""
+    kind = type(value)
+    if isinstance(kind, enum.EnumMeta):
+        return ["name"]
+    if hasattr(kind, "__dataclass_fields__"):
+        return [field.name for field in dataclasses.fields(kind)]
+    return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+
+
+def classes_of(namespace, server):
+    """Return what is said of the classes of the code: (name, `error`, names of its bases), or of one with named fields
+    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple)."""
+    found = []
+    for name, kind in namespace.items():
+        if not isinstance(kind, type) or getattr(kind, "__module__", "") != "solution":
+            continue
+        if issubclass(kind, BaseException):
+            known = {getattr(builtins, base.__name__, namespace.get(base.__name__)) for base in kind.__mro__[1:]}
+            bases = [next((each for each in base.__mro__ if each in known), Exception) for base in kind.__bases__]
+            found.append((name, "error", [base.__name__ for base in bases if issubclass(base, BaseException)]))
+        elif said := _fields_and_defaults(kind):
+            sort = "named" if values.is_named(kind) else "record"
+            found.append((name, sort, *said, server.number(kind), issubclass(kind, tuple)))
+    return found
+
+
+def _fields_and_defaults(kind):
+    """Return fields and defaults of a class whose objects are made of them and nothing else, else None."""
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        made_so = kind.__new__.__code__.co_filename.startswith("<string>") or values.is_named(kind)
+        plain = made_so and kind.__init__ is object.__init__
+        return (list(kind._fields), list(kind._field_defaults.values())) if plain else None
+    code = getattr(kind.__init__, "__code__", None)
+    own = hasattr(kind, "__post_init__") or kind.__new__ is not object.__new__ or type(kind) is not type
+    if "__dataclass_params__" not in vars(kind) or own or code is None or code.co_filename != "<string>":
+        return None
+    fields = dataclasses.fields(kind)
+    if not all(field.init and not getattr(field, "kw_only", False) for field in fields):
+        return None
+    found = [(field.default, field.default_factory) for field in fields]
+    defaults = [default for pair in found for default in pair if default is not dataclasses.MISSING]
+    if not all(type(each) in values.SCALARS or each in (list, dict, set) for each in defaults):
+        return None
+    return [field.name for field in fields], defaults
 
 
 def _contents(container):
@@ -142,7 +235,8 @@ def _same(left, right):
 
 
 def _described(error):
-    """Return an exception's arguments, and its texts: its own name, empty for a builtin, what it says, its bases."""
+    """Return an exception with its arguments, and its texts: its module, its own name, empty for a builtin, what it
+    says, and its bases."""
     kind = type(error)
     bases = [base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base]
     try:
@@ -150,4 +244,4 @@ def _described(error):
     except Exception:  # noqa: BLE001 - untrusted code again
         text = "?"
     own = "" if bases[0] == kind.__name__ and kind.__module__ == "builtins" else kind.__name__
-    return list(BaseException.args.__get__(error)), [own, text, *bases[:-1]]
+    return [error, *BaseException.args.__get__(error)], [str(kind.__module__), own, text, *bases[:-1]]

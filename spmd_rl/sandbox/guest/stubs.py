@@ -1,40 +1,37 @@
 """The tests' side of a check: what stands for the names of the code, and the questions that it asks.
 
-No object of the code is ever here. A `Remote` stands for a name of the code's or for an object that has no plain form;
-tests can call it, read and set its attributes and compare its identity. Everything else that they do with one raises
-`Unjudged`: it would have to be believed.
+No object of the code is ever here. A `Remote` stands for a name of the code's or for an object that has no plain form:
+tests can call it, read and set its attributes and compare its identity; of one that they have made of a class they can
+ask its length, items and texts too, which are plain values. An object of named fields (a dataclass, a named tuple, an
+enum's member) brings a record of them along as they were when it was returned, and records are compared here. Nothing
+else is asked of an object: no comparison, operator or truth value. Where tests need one, they have failed.
 """
 
 import _thread
 import builtins
-import re
+import importlib
 import sys
 
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.link import Gone
+from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, Stream, node_of, set_record, settle
 from spmd_rl.sandbox.guest.values import Malformed
 
-MAX_QUESTIONS = 20_000
-"""Tests that ask more than this are not judged here, since each question takes two changes of process."""
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
-SPECIAL = """
-abs add aenter aexit aiter and anext await bool bytes ceil complex contains delattr delitem dir divmod enter eq exit
-float floor floordiv format fspath ge getitem gt hash iadd iand ifloordiv ilshift imatmul imod imul index instancecheck
-int invert ior ipow irshift isub iter itruediv ixor le len length_hint lshift lt matmul mod mro_entries mul ne neg next
-or pos pow radd rand rdivmod reduce_ex repr reversed rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift
-rsub rtruediv rxor set_name setitem sizeof str sub subclasscheck truediv trunc xor
-"""
-
-
-def lacks_class(text, classes):
-    """Return whether an exception says that one of these classes is not defined: it is the tests' own."""
-    found = re.match(r"NameError: name '(\w+)' is not defined", text)
-    return bool(found) and found[1] in classes
-
-
-class Unjudged(BaseException):
-    """Raised where tests need more than plain values. It is no `Exception`, so that few tests can catch it."""
+STANDARD = [
+    "asyncio.exceptions",
+    "binascii",
+    "csv",
+    "dataclasses",
+    "decimal",
+    "json.decoder",
+    "re",
+    "statistics",
+    "struct",
+    "zlib",
+]
+"""Modules whose exceptions are the same on both sides."""
 
 
 class Refused(BaseException):
@@ -42,23 +39,49 @@ class Refused(BaseException):
 
 
 class Client:
-    """Asks questions. `unjudged` and `refused` say why a source or a test ended, even if it caught the exception."""
+    """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
+    of an object than plain values."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""
-        self.asked, self.unjudged, self.refused, self.gone = 0, "", "", ""
+        self.asked, self.refused, self.beyond, self.gone = 0, "", "", ""
         self._link, self._first = link, first
-        self._expected = self._classes = frozenset()
         self._thread = _thread.get_ident()
-        self._remotes = {}
+        self._remotes, self._names = {}, {}
         self._containers, self._numbers = [], {}
-        self._special = {"handle": self._handle, "known": self._containers.__getitem__}
+        self._special = {
+            "handle": self._handle,
+            "record": self._record,
+            "stream": lambda number, real: Stream(self, self._handle(number), real),
+            "known": self._containers.__getitem__,
+        }
 
-    def start(self, words, classes=frozenset()):
-        """Begin a source of tests, which has these words and defines these classes."""
-        self.asked, self.unjudged, self.refused = 0, "", ""
-        self._classes = classes
-        self._expected = ENDS & words
+    def greet(self):
+        """Wait until the code is loaded, and learn which classes it defines."""
+        try:
+            kind, *rest = self._link.receive()
+            if kind != "ready":
+                self.gone = str(rest[0])[:1000]
+                return
+            for name, sort, *said in values.decode(*rest, self._special):
+                self._names[str(name)] = self._learnt(str(name), sort, *said)
+        except (Gone, Malformed, AttributeError, LookupError, TypeError, ValueError):
+            self.gone = "the code ended before its tests began"
+
+    def _learnt(self, name, sort, *said):
+        if sort == "error":
+            known = (self._names[base] if base in self._names else getattr(builtins, base) for base in said[0])
+            bases = tuple(base for base in known if issubclass(base, Exception))
+            return type(name, bases or (Exception,), dict(_ERROR))
+        fields, defaults, number, is_tuple = said
+        maker = Maker(number if type(number) is int else -1, tuple(map(str, fields)), tuple(defaults), is_tuple)
+        return (
+            values.named(name, maker.fields, maker.defaults) if sort == "named" else Remote(self, ["name", name], maker)
+        )
+
+    def start(self):
+        """Begin a source of tests."""
+        self.asked, self.refused = 0, ""
         if self._containers:
             self._containers.clear()
             self._numbers.clear()
@@ -69,49 +92,43 @@ class Client:
 
     def name(self, name):
         """Return what stands for a name of the code's."""
-        return self._remote("name", name)
+        return self._names[name] if name in self._names else self._remote("name", name)
 
-    def unjudge(self, why):
-        """End the source: it cannot be judged here."""
-        self.unjudged = self.unjudged or why
-        raise Unjudged(why)
+    def named(self, names):
+        """Return what stands for these names of the code's, by name."""
+        return {name: self.name(name) for name in names}
+
+    def want(self, why):
+        """End the test: it wants more than plain values."""
+        self.beyond = self.beyond or why
+        self.refuse(why)
 
     def refuse(self, why):
         """End the test: it has failed."""
         self.refused = self.refused or why
         raise Refused(why)
 
-    def ask(self, verb, remote, given, names):
+    def ask(self, verb, remote, given=(), names=()):
         """Return the code's answer, or raise its exception."""
-        if self.gone or self.unjudged or self.refused:
+        if self.gone or self.refused:
             self.refuse(self.gone or "an answer was refused before")
         if _thread.get_ident() != self._thread:
-            self.unjudge("the tests ask in a thread of their own")
+            self.want("the tests ask in a thread of their own")
         self.asked += 1
-        if self.asked > MAX_QUESTIONS:
-            self.unjudge(f"the tests ask more than {MAX_QUESTIONS} questions")
         if self._first:
             self._first = self._first()
         try:
-            self._send(verb, [remote, *given], names)
-            sort, refs, texts, changed, nodes, printed = self._link.receive()
-            refs += [[index] for _, index in changed]
-            found = values.decode(refs, nodes, self._special)
-            first = len(found) - len(changed)
-            for (number, _), container in zip(changed, found[first:]):  # noqa: B905 - Python 3.8
-                ours = self._containers[number]
-                if type(ours) is not type(container):
-                    raise Malformed
-                values.replace(ours, values.parts(container))
-            answer = self._understood(str(sort), found[:first], list(map(str, texts)))
-            if printed:
-                sys.stdout.write(printed)
+            self._send(verb, [remote, *given], list(names))
+            answer, printed = self._understood(verb, *self._link.receive())
         except Gone as error:
             self.gone = str(error)
         except (Malformed, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
             self.gone = f"an answer that is none: {type(error).__name__}"
         if self.gone:
             self.refuse(self.gone)
+        for text, stream in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
+            if text:
+                stream.write(text)
         return answer()
 
     def _send(self, verb, targets, names):
@@ -119,21 +136,35 @@ class Client:
             refs, nodes = values.encode(targets, self._packed, None, self._number, big)
             return [verb, refs, names, nodes]
 
-        try:
-            self._link.send(build)
-        except MemoryError as error:
-            self.unjudge(f"the tests hand over {error}")
+        while True:
+            try:
+                return self._link.send(build)
+            except MemoryError as error:
+                self.want(f"the tests hand over {error}")
+            except Pending as pending:
+                settle(pending.args[0])
 
-    def _understood(self, sort, found, texts):
-        """Return a function that returns or raises what an answer says."""
+    def _understood(self, verb, sort, refs, texts, changed, nodes, printed):
+        """Return a function that returns or raises what an answer says, and what was printed."""
+        refs += [[index] for _, index in changed]
+        found = values.decode(refs, nodes, self._special)
+        first, texts = len(found) - len(changed), list(map(str, texts))
+        for (number, _), container in zip(changed, found[first:]):  # noqa: B905 - Python 3.8
+            ours = self._containers[number]
+            if type(ours) is not type(container):
+                raise Malformed
+            values.replace(ours, values.parts(container))
+        sort, printed = str(sort), list(map(str, printed))
         if sort == "refused":
-            return lambda: self.refuse(texts[0][:1000])
-        (value,) = found if sort.endswith("=") else [None]
-        error = self._error(found, *texts) if sort.endswith("!") else None
+            return lambda: self.refuse(texts[0][:1000]), printed
+        if (sort, verb) == ("end", "next"):
+            return lambda: next(iter(())), printed
+        value = found[0] if sort.endswith("=") else None
+        error = self._error(found[0], found[1:first], *texts) if sort.endswith("!") else None
 
         def answer():
             if isinstance(error, str):
-                self.unjudge(error) if self._expected else self.refuse(error)
+                self.refuse(error)
             if error is not None:
                 raise error
             return value
@@ -141,33 +172,32 @@ class Client:
         async def awaited():
             return answer()
 
-        return awaited if sort.startswith("~") else answer
+        return (awaited if sort.startswith("~") else answer), printed
 
-    def _error(self, args, own, text, *bases):
+    def _error(self, remote, args, module, own, text, *bases):
         """Return the exception that stands for one of the code's; if there can be none, the reason as a text."""
         kinds = [getattr(builtins, base) for base in bases]
-        if lacks_class(f"{bases[0]}: {text}", self._classes):
-            self.unjudge("the code uses a class of the tests")
         if not issubclass(kinds[0], Exception) or kinds[0].__name__ in ENDS:
-            return f"the code raised {own or bases[0]}"
+            return f"the code raised {own or bases[0]}: {text}"[:1000]
         if not own:
             return kinds[0](*args)
-        least = [kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds)]
-        body = {"__str__": lambda _: text, "__getattr__": self._unknown, "__module__": "solution"}
-        made = type(own, tuple(least), body)
+        made = getattr(importlib.import_module(module), own) if module in STANDARD else self._names.get(own)
+        if not (isinstance(made, type) and issubclass(made, kinds[0])):
+            least = [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
+            made = type(own, tuple(least), dict(_ERROR))
         error = made.__new__(made, *args)
-        error.args = args
+        error.args, error.__dict__["_said"] = args, (remote, text)
         return error
-
-    def _unknown(self, name):
-        if not name.startswith("__"):
-            self.unjudge(f"the tests read {name} of an exception of the code's")
-        raise AttributeError(name)
 
     def _handle(self, number):
         if type(number) is not int or number < 0:
             raise Malformed
         return self._remote("handle", number)
+
+    def _record(self, remote, found, kind, names, is_tuple):
+        if type(kind) is not int or len(names) != len(found):
+            raise Malformed
+        set_record(remote, (kind, tuple(map(str, names)), tuple(found), bool(is_tuple)))
 
     def _remote(self, *node):
         if node not in self._remotes:
@@ -176,9 +206,13 @@ class Client:
 
     def _packed(self, value):
         """Return the node of an object that has no plain form."""
+        if type(value) is Stream:
+            value = value.remote
         if type(value) is not Remote:
-            self.unjudge(f"the tests hand a {type(value).__name__} to the code")
-        return _node(value)
+            self.want(f"the tests hand a {type(value).__name__} to the code")
+        if node_of(value) is None:
+            raise Pending(value)
+        return node_of(value)
 
     def _number(self, container):
         """Return the number of a container of ours, which the code may change."""
@@ -189,42 +223,14 @@ class Client:
         return self._numbers[key]
 
 
-class Remote:
-    """Stands for a name or an object of the code's."""
-
-    __slots__ = ("client", "node")
-
-    def __init__(self, client, node):
-        """`node`: how the code's side finds it."""
-        object.__setattr__(self, "client", client)
-        object.__setattr__(self, "node", node)
-
-    def __call__(self, *args, **kwargs):
-        return _client(self).ask("call", self, [*args, *kwargs.values()], list(kwargs))
-
-    def __getattribute__(self, name):
-        if name == "__name__":  # `assertRaises` shows it; tests that ask for it themselves need the exam
-            return str(_node(self)[1])
-        if name.startswith("__"):
-            _client(self).unjudge(f"the tests read {name} of an object of the code's")
-        return _client(self).ask("get", self, [], [name])
-
-    def __setattr__(self, name, value):
-        _client(self).ask("set", self, [value], [name])
+def _text_of(error):
+    return error.__dict__["_said"][1] if "_said" in error.__dict__ else super(type(error), error).__str__()
 
 
-_client = Remote.__dict__["client"].__get__
-_node = Remote.__dict__["node"].__get__
+def _attribute_of(error, name):
+    if name.startswith("__") or "_said" not in error.__dict__:
+        raise AttributeError(name)
+    return getattr(error.__dict__["_said"][0], name)
 
 
-def _unjudged(name):
-    def special(self, *args):
-        if name != "__eq__" or args[0] is not self:
-            _client(self).unjudge(f"the tests use {name} of an object of the code's")
-        return True
-
-    return special
-
-
-for _name in SPECIAL.split():
-    setattr(Remote, f"__{_name}__", _unjudged(f"__{_name}__"))
+_ERROR = {"__module__": "solution", "__str__": _text_of, "__getattr__": _attribute_of}

@@ -1,7 +1,8 @@
-"""What a source of tests needs, read from its text: the names that must be the code's, and what needs the exam.
+"""What a source of tests needs, read from its text: the names that must be the code's, and what no plain value can do.
 
 Tests that only compare plain values are judged with the code in another process. Those that reach into the interpreter
-which they believe to share with the code (its modules, files, threads, random numbers) would be judged wrongly there.
+which they believe to share with the code (its modules, files, threads, input) would be judged wrongly there: rows with
+such tests are unsupported, whatever the answer.
 """
 
 import ast
@@ -9,7 +10,6 @@ import builtins
 import importlib
 
 from spmd_rl.sandbox.guest.common import WORD
-from spmd_rl.sandbox.guest.values import TYPES
 
 
 def _words(text):
@@ -20,47 +20,34 @@ MODULES = _words(
     """
 __future__ abc array asyncio base64 binascii bisect calendar cmath collections contextlib copy dataclasses datetime
 decimal enum fractions functools hashlib heapq io itertools json math numbers numpy operator pprint pytest random re
-solution spmd_rl statistics string struct sys textwrap time timeit types typing unicodedata unittest uuid warnings zlib
+secrets solution spmd_rl statistics string struct sys textwrap time timeit types typing unicodedata unittest uuid
+warnings zlib
 """
 )
 """Modules that work alike when the code is elsewhere."""
 NAMES = _words(
-    """
-__file__ __import__ breakpoint callable compile delattr dir eval exec globals help id input locals memoryview open vars
-ExceptionGroup BaseExceptionGroup
-"""
+    "__file__ __import__ breakpoint compile delattr dir eval exec globals help id input locals memoryview open vars"
+    " ExceptionGroup BaseExceptionGroup"
 )
 """Builtins that do not."""
 ATTRIBUTES = _words(
-    """
-seed patch mock skip skipIf skipUnless skipTest expectedFailure assertWarns assertWarnsRegex assertLogs assertNoLogs
-catch_warnings run_tests load_tests gather create_task ensure_future wait_for wait timeout TaskGroup Queue Lock Event
-Semaphore to_thread run_in_executor as_completed shield
-"""
+    "patch mock catch_warnings warns deprecated_call gather create_task ensure_future wait_for wait timeout TaskGroup"
+    " Queue Lock Event Semaphore to_thread run_in_executor as_completed shield getsource getsourcelines signature"
 )
-PLAIN_ATTRIBUTES = {
-    "sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder"),
-    "pytest": _words("raises approx param mark fail main"),
-}
-MARKS = ("skip", "skipif", "xfail", "usefixtures")
+"""Those of modules that do not, and assertions."""
+ASSERTIONS = _words("assertWarns assertWarnsRegex assertLogs assertNoLogs")
 FIXTURES = _words(
-    """
-cache capfd capfdbinary caplog capsys capsysbinary doctest_namespace monkeypatch pytestconfig record_property
-record_testsuite_property record_xml_attribute recwarn request subtests testdir tmp_path tmp_path_factory tmpdir
-tmpdir_factory
-"""
+    "cache caplog doctest_namespace monkeypatch pytestconfig pytester record_property recwarn testdir tmp_path"
+    " tmp_path_factory tmpdir tmpdir_factory mocker"
 )
-HOOKS = _words(
-    """
-setUpModule tearDownModule setup_module teardown_module setup_function teardown_function pytest_generate_tests
-"""
-)
-CLASS_HOOKS = ("setup", "teardown")
-CHANGES = _words(
-    """
-add append appendleft clear discard extend extendleft insert pop popitem popleft remove reverse setdefault sort update
-"""
-)
+"""Fixtures that reach into the process of the code, or its files."""
+PLAIN_ATTRIBUTES = {"sys": _words("maxsize float_info version version_info platform path stdout stderr byteorder exit")}
+TYPE_OF = "type_of_"
+"""What `type` of one thing is called instead: of what stands for an object of the code it says nothing."""
+FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
+"""Words without which test functions that have no arguments and no decorators need nothing but to be called."""
+DUNDERS = _words("__init__ __name__ __doc__ __class__")
+CHANGES = _words("add append appendleft clear discard extend insert pop popleft remove reverse setdefault sort update")
 """Methods that change a container."""
 
 
@@ -73,70 +60,77 @@ class Survey:
 
     def __init__(self, source):
         """BadTests if the source does not compile, or imports what is not here."""
-        try:
-            tree = ast.parse(source)
-            self.code = compile(tree, "<tests>", "exec")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise BadTests(f"the tests do not compile: {error}") from None
+        tree = _read(lambda: ast.parse(source))
         self.reason = ""
         self.words = frozenset(WORD.findall(source))
-        nodes = [node for node in ast.walk(tree) if type(node) in _READ]
-        by_type = {kind: [node for node in nodes if type(node) is kind] for kind in {type(node) for node in nodes}}
-        names, calls = by_type.get(ast.Name, []), by_type.get(ast.Call, [])
-        self.bound = {name for node in nodes for name in _bound(node)}
-        self.loaded = {node.id for node in names if type(node.ctx) is ast.Load}
-        self.called = {node.func.id for node in calls if type(node.func) is ast.Name}
-        self._modules = {name for node in by_type.get(ast.Import, []) for name in _bound(node)}
-        self.classes = {node.name for node in by_type.get(ast.ClassDef, [])}
-        functions = by_type.get(ast.FunctionDef, []) + by_type.get(ast.AsyncFunctionDef, [])
-        self.fixtures = {node.name for node in functions if _is_fixture(node)}
-        defined = self.classes | {node.name for node in functions}
+        nodes = [node for node in ast.walk(tree) if type(node) in _LOOKED_AT]
+        calls = [node for node in nodes if type(node) is ast.Call and type(node.func) is ast.Name]
+        functions = [node for node in nodes if type(node) in (ast.FunctionDef, ast.AsyncFunctionDef)]
+        self.imported = {name for node in nodes if _is_import_of_code(node) for name in _bound(node)}
+        self.bound = {name for node in nodes for name in _bound(node)} - self.imported
+        self.loaded = {node.id for node in nodes if type(node) is ast.Name and type(node.ctx) is ast.Load}
+        self.called = {node.func.id for node in calls}
+        self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
+        classes = {node.name for node in nodes if type(node) is ast.ClassDef}
+        defined = classes | {node.name for node in functions}
+        self._handed = defined - classes - {node.arg for node in nodes if type(node) is ast.arg}
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
-        compared = [node for node in by_type.get(ast.Compare, []) if _all_types(node.comparators)]
-        self._compared = {id(node.left) for node in compared}
-        tried = {id(child) for node in by_type.get(ast.Try, []) for child in ast.walk(node)}
+        named = [node for node in functions if node.name.startswith("test")]
+        plain = [node.name for node in tree.body if node in named and not (node.decorator_list or _arguments(node))]
+        is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
+        self.plain_tests = plain if is_plain else []
+        for node in calls:
+            if node.func.id == "type" and len(node.args) == 1:
+                node.func.id = TYPE_OF
+        tried = {id(child) for node in nodes if type(node) is ast.Try for child in ast.walk(node)}
         for node in nodes:
             check = _CHECKS.get(type(node))
             self.reason = self.reason or (check(self, node, id(node) in tried) if check else "")
+        self.code = _read(lambda: compile(tree, "<tests>", "exec"))
+
+    def is_code(self, name):
+        """Return whether a name that the tests use is the code's, as far as the text tells."""
+        return name in self.imported or not (name in self.bound or hasattr(builtins, name))
 
     def _import(self, node, tried):
         return next(filter(None, (_import_reason(alias.name, tried) for alias in node.names)), "")
 
     def _importfrom(self, node, tried):
-        if node.module == "solution":
+        if _is_import_of_code(node):
             return "the import of the code may fail" if tried else ""
         names = [alias.name for alias in node.names]
-        for module, plain in PLAIN_ATTRIBUTES.items():
-            if node.module == module and not set(names) <= plain:
-                return f"the tests import {', '.join(names)} of {module}"
+        if node.module in PLAIN_ATTRIBUTES and not set(names) <= PLAIN_ATTRIBUTES[node.module]:
+            return f"the tests import {', '.join(names)} of {node.module}"
         found = set(names) & set(ATTRIBUTES)
         return f"the tests import {found.pop()}" if found else _import_reason(node.module or "", tried)
 
     def _name(self, node, tried):
-        if node.id in NAMES and node.id not in self.bound:
+        if node.id in NAMES and node.id not in self.bound | self.imported:
             return f"the tests use {node.id}"
         return ""
 
     def _attribute(self, node, tried):
         owner = node.value.id if isinstance(node.value, ast.Name) else ""
         name = node.attr
-        if name.startswith("__") and name != "__init__":
+        if name.startswith("__") and name not in DUNDERS:
             return f"the tests use {name}"
         if owner in PLAIN_ATTRIBUTES and name not in PLAIN_ATTRIBUTES[owner]:
             return f"the tests use {owner}.{name}"
         if not isinstance(node.ctx, ast.Load) and owner in self._modules and (owner, name) != ("sys", "stdout"):
             return f"the tests replace {owner}.{name}"
-        marks = owner == "mark" or (isinstance(node.value, ast.Attribute) and node.value.attr == "mark")
-        if name in ATTRIBUTES or (marks and name in MARKS):
-            return f"the tests use {name}"
-        return ""
+        own = owner in self._modules and name in ATTRIBUTES
+        return f"the tests use {name}" if own or name in ASSERTIONS else ""
 
     def _call(self, node, tried):
         changed = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES else None
         if isinstance(changed, ast.Attribute) and not _is_own(changed):
             return "the tests change an attribute in place"
-        if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1:
-            return "" if id(node) in self._compared else "the tests ask for a type"
+        if not isinstance(node.func, ast.Name):
+            return ""
+        for part in [*node.args, *(keyword.value for keyword in node.keywords)] if self.is_code(node.func.id) else ():
+            own = isinstance(part, ast.Name) and part.id in self._handed
+            if isinstance(part, ast.Lambda) or own:
+                return "the tests hand a function to the code"
         return ""
 
     def _subscript(self, node, tried):
@@ -147,16 +141,30 @@ class Survey:
             return "the tests change an attribute in place"
         return ""
 
-    def _excepthandler(self, node, tried):
-        for part in [] if node.type is None else ast.walk(node.type):
-            if isinstance(part, ast.Attribute):
-                return f"the tests catch {part.attr}"
-            if isinstance(part, ast.Name) and part.id not in self.classes and not is_builtin_error(part.id):
-                return f"the tests catch {part.id}"
-        return ""
+    def _binop(self, node, tried):
+        sides = [side.func.id for side in (node.left, node.right) if _is_construction(side)]
+        return f"the tests use an operator of {sides[0]}" if any(map(self.is_code, sides)) else ""
 
-    def _functiondef(self, node, tried):
-        return f"the tests have {node.name}" if node.name in HOOKS else ""
+    def _with(self, node, tried):
+        made = [item.context_expr for item in node.items]
+        found = [part.func.id for part in made if _is_construction(part) and self.is_code(part.func.id)]
+        return f"the tests enter a {found[0]}" if found else ""
+
+    def _classdef(self, node, tried):
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        if code := [base for base in bases if self.is_code(base) and base in self.imported]:
+            return f"the tests inherit from {code[0]}"
+        is_plain = not (node.bases or node.keywords or node.name.startswith("Test"))
+        used = node.name in self.called and not any(_is_test(part) for part in node.body)
+        return f"the tests have a class {node.name} for the code" if is_plain and used else ""
+
+    def _arg(self, node, tried):
+        return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
+
+    def _decorated(self, node, tried):
+        names = [part.id for part in node.decorator_list if isinstance(part, ast.Name)]
+        names += [part.func.id for part in node.decorator_list if isinstance(getattr(part, "func", None), ast.Name)]
+        return "the tests hand a function to the code" if any(name in self.imported for name in names) else ""
 
     def _special(self, node, tried):
         return f"{type(node).__name__} needs the code's own objects"
@@ -169,31 +177,42 @@ _CHECKS = {
     ast.Attribute: Survey._attribute,
     ast.Call: Survey._call,
     ast.Subscript: Survey._subscript,
-    ast.ExceptHandler: Survey._excepthandler,
-    ast.FunctionDef: Survey._functiondef,
+    ast.BinOp: Survey._binop,
+    ast.With: Survey._with,
+    ast.ClassDef: Survey._classdef,
+    ast.arg: Survey._arg,
+    ast.FunctionDef: Survey._decorated,
 }
 _CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
-_READ = {*_CHECKS, ast.AsyncFunctionDef, ast.ClassDef, ast.Compare, ast.Try, ast.arg}
+_LOOKED_AT = {*_CHECKS, ast.AsyncFunctionDef, ast.Compare, ast.ExceptHandler, ast.Try}
 
 
-def is_builtin_error(name):
-    """Return whether a builtin exception has that name."""
-    kind = getattr(builtins, name, None)
-    return isinstance(kind, type) and issubclass(kind, BaseException)
+def _read(read):
+    try:
+        return read()
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BadTests(f"the tests do not compile: {error}") from None
 
 
-def _all_types(nodes):
-    """Return whether all are names of types that only plain values have."""
-    inner = [part for node in nodes for part in (node.elts if isinstance(node, (ast.Tuple, ast.List)) else [node])]
-    return all(isinstance(part, ast.Name) and part.id in TYPES for part in inner)
+def _is_construction(node):
+    """Return whether an expression makes an object of a class, as names are written."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id[:1].isupper()
+
+
+def _is_import_of_code(node):
+    return type(node) is ast.ImportFrom and node.module == "solution"
 
 
 def _is_own(node):
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
-def _is_fixture(node):
-    return any("fixture" in ast.dump(decorator) for decorator in node.decorator_list)
+def _is_test(node):
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+
+
+def _arguments(node):
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def _bound(node):
@@ -209,11 +228,11 @@ def _bound(node):
 
 
 def _import_reason(name, tried):
-    """Return why an import needs the exam, or an empty string. BadTests if the module is not here."""
+    """Return why an import needs more than values, or an empty string. BadTests if the module is not here."""
     top = name.split(".")[0]
     if top in MODULES and name != "unittest.mock" and top not in ("numpy", "pytest"):
         return ""
-    if top != "pytest" and not tried:
+    if not tried:
         try:
             importlib.import_module(name)
         except ImportError:

@@ -2,7 +2,8 @@
 
 A message holds a table of nodes, one for each object that is no scalar; `[i]` in it stands for the object of node i. So
 nesting has no limit, and an object that occurs twice stays one object. Only objects of exactly the types named here
-have a plain form. A subclass has none: it might answer for itself.
+have a plain form. A subclass has none: it might answer for itself. An object of named fields travels as their record,
+beside its number.
 
     refs, nodes = encode([{"a": [1, 2]}], other)
     (value,) = decode(refs, nodes, {})
@@ -18,7 +19,14 @@ DIGITS = 4300
 """Longer integers travel as hexadecimal digits, which take a time that is linear in their number."""
 SCALARS = frozenset((type(None), bool, int, float, str))
 MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, bytearray)}
-FROZEN = {"tuple": tuple, "frozenset": frozenset}
+FROZEN = {
+    "tuple": tuple,
+    "frozenset": frozenset,
+    "dict_keys": lambda items: dict.fromkeys(items).keys(),
+    "dict_values": lambda items: dict(enumerate(items)).values(),
+    "dict_items": lambda items: dict(items).items(),
+}
+_ITEMS = {tuple, frozenset, *(type(view) for view in ({}.keys(), {}.values(), {}.items()))}
 TYPES = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
@@ -84,11 +92,12 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse)
 # -- to JSON --------------------------------------------------------------------------------------------------------
 
 
-def encode(roots, other, known=None, number=None, big=False):
+def encode(roots, other, known=None, number=None, big=False, record=None):
     """Return (references to the roots, nodes).
 
     `other(value)` returns the node of an object without a plain form, or raises. `known`: containers that the receiver
     has already, by id, and their numbers. `number(value)` returns the number by which a container is known from now on.
+    `record(value)` returns the values of an object's fields and the rest of its node, or None.
     """
     nodes, refs, entered, unfilled = [], {}, set(), []
     inline = SCALARS - {int} if big else SCALARS
@@ -103,11 +112,11 @@ def encode(roots, other, known=None, number=None, big=False):
         elif MUTABLE.get(kind.__name__) is kind and plain_factory(value):
             refs[key] = [len(nodes)]
             items = parts(value)
-            unfilled.append((len(nodes), value, items))
+            unfilled.append((len(nodes), value, items, None))
             nodes.append(None)
             stack += [part for part in items if type(part) not in inline and id(part) not in entered]
             continue
-        elif kind is tuple or kind is frozenset or is_named(kind):
+        elif kind in _ITEMS or is_named(kind):
             items = list(value)
             if key not in entered and not inline.issuperset(map(type, items)):
                 entered.add(key)
@@ -115,19 +124,27 @@ def encode(roots, other, known=None, number=None, big=False):
                 stack += [part for part in items if type(part) not in inline and id(part) not in entered]
                 continue
             node = [kind.__name__, _refer(items, refs, inline)]
-            if kind not in (tuple, frozenset):
+            if kind not in _ITEMS:
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], kind.__name__, list(kind._fields)]
         elif kind is int and -(1 << 64) < value < 1 << 64:
             refs[key] = value
             continue
+        elif record and (found := record(value)):
+            refs[key] = [len(nodes)]
+            unfilled.append((len(nodes), value, *found))
+            nodes.append(None)
+            stack += [part for part in found[0] if type(part) not in inline and id(part) not in entered]
+            continue
         else:
             node = _leaf(value) or other(value)
         refs[key] = [len(nodes)]
         nodes.append(node)
-    for i, value, items in unfilled:
+    for i, value, items, rest in unfilled:
         nodes[i] = [type(value).__name__, _refer(items, refs, inline), _extra(value)]
-        if number:
+        if rest:
+            nodes[i] = ["record", _refer(items, refs, inline), *rest]
+        elif number:
             nodes[i].append(number(value))
     return _refer(roots, refs, inline), nodes
 
@@ -203,11 +220,16 @@ def decode(refs, nodes, special, known=None):
             if node[0] in MUTABLE:
                 made[i] = _shell(node, known)
                 unfilled.append((i, node))
+            elif node[0] == "record":
+                made[i] = special["handle"](node[2])
         for i, node in enumerate(nodes):
-            if node[0] not in MUTABLE:
+            if node[0] not in MUTABLE and node[0] != "record":
                 made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
         for i, node in unfilled:
             replace(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
+        for i, node in enumerate(nodes):
+            if node[0] == "record":
+                special["record"](made[i], _resolve(node[1], made), *node[3:])
         return _resolve(refs, made)
     except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError):
         raise Malformed from None
@@ -266,10 +288,10 @@ def _frozen(node, made):
 _named = {}
 
 
-def named(name, fields):
+def named(name, fields, defaults=()):
     """Return the one type that stands for the named tuples of that name and these fields."""
     if (name, fields) not in _named:
-        _named[name, fields] = namedtuple(name, fields)
+        _named[name, fields] = namedtuple(name, fields, defaults=defaults)
     return _named[name, fields]
 
 

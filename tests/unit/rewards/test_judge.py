@@ -150,8 +150,8 @@ def test_tokens_are_estimated_where_the_server_does_not_count():
 
 def test_what_is_put_into_the_template_is_not_a_template():
     with server(lambda body: YES) as (url, asked):
-        verdict(judge(url, template="{answer}|{truth}|{x}"), prompt("4"), "{truth} {}")
-    assert asked[0]["body"]["messages"][0]["content"] == "{truth} {}|4|{x}"
+        verdict(judge(url, template="{answer}|{truth}|{x, y}"), prompt("4"), "{truth} {}")
+    assert asked[0]["body"]["messages"][0]["content"] == "{truth} {}|4|{x, y}"
 
 
 def test_only_the_answer_is_shown_and_none_is_wrong_format():

@@ -3,12 +3,14 @@
 import asyncio
 import gzip
 import json
+import sys
 
 import pytest
 
 from rewards.code import CodeReward
 from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig
+from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.types import AnswerInfo, Prompt
 from tests.unit.rewards.helpers import DATA, verdict
 from tests.unit.sidecar_helpers import private_node, workers_of
@@ -90,7 +92,29 @@ def test_a_program_that_waits_is_no_zero(sandbox):
     reward = CodeReward(sandbox, total_seconds=1.0)
     assert reward.score(row(**SUM), fenced("import time; time.sleep(60)"), INFO).status == "timeout"
     tests = {"case_type": "assert", "test_cases": ["assert f() == 1"]}
-    assert reward.score(row(**tests), fenced("import time\ndef f(): time.sleep(60)"), INFO).status == "timeout"
+    found = reward.score(row(**tests), fenced("import time\ndef f(): time.sleep(60)"), INFO)
+    assert found.status == "timeout" and found.detail == "it slept through 1 s of wall time"
+
+
+def test_what_works_is_ended_by_processor_time_and_its_verdict_says_so(sandbox, monkeypatch):
+    """However small the share of a busy machine that it gets: its wall time is less than its processor time here."""
+    monkeypatch.setattr("spmd_rl.sandbox.base.PATIENCE", 100)
+    tests = {"case_type": "assert", "test_cases": ["assert f() == 1"]}
+    for extra, code in ((SUM, "while True: pass"), (tests, "def f():\n    while True: pass")):
+        found = CodeReward(sandbox, seconds=1, total_seconds=0.9).score(row(**extra), fenced(code), INFO)
+        assert (found.status, found.score) == ("ok", 0.0) and "processor time is used up" in found.detail, found
+    slow = fenced("n = int(input().split()[0])\nfor i in range(20 * 10**6): pass\nprint(n + 1)")
+    assert CodeReward(sandbox, total_seconds=0.9).score(row(**SUM), slow, INFO).detail.endswith("0.9 s for all")
+
+
+def test_another_interpreter():
+    made = ForkServer()
+    with pytest.raises(RuntimeError, match="no interpreter python9"):
+        CodeReward(made, python="python9.9")
+    version = row(test_cases=[{"input": "", "output": sys.version.split()[0]}])
+    answer = fenced("import sys\nprint(sys.version.split()[0])")
+    assert CodeReward(made, python=sys.executable).score(version, answer, INFO).score == 1.0
+    made.close()
 
 
 @pytest.mark.parametrize(

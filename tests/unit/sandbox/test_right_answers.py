@@ -1,29 +1,42 @@
-"""Right answers of every shape score one. `test_code_reward` has the canonical solutions of HumanEval."""
+"""Right answers of every shape score one; rows that need more than plain values are known as such, and left out."""
 
 import pytest
 
 from rewards.code import CodeReward
-from tests.unit.sandbox.cases import load
+from spmd_rl.types import UNPROVEN, Prompt
+from tests.unit.sandbox.cases import FOLDER, INFO, right_answers, rows
 
-RIGHT = load("right")
-EXCEPTIONS: dict[str, str] = {}
-"""By id, why a right answer scores less."""
-FILES = {"pytest/tmp-path", "pytest/tempfile-and-os", "pytest/csv-file", "unittest/clean-up", "stdin/scratch-file"}
-"""Tests that write files, which are an error where there are none, and a program that does."""
+FILES = sorted(path.stem for path in (FOLDER / "right").glob("*.txt"))
+BEYOND = rows("beyond", "1", gold=True)
 
 
-@pytest.mark.parametrize("file", RIGHT)
-def test_right_answers(sampled, file):
+def right(name: str) -> list:
+    return right_answers() if name == "table" else rows(f"right/{name}", "1")
+
+
+@pytest.mark.parametrize("name", ["table", *FILES])
+def test_right_answers(sampled, name):
     sandbox, every = sampled
     reward = CodeReward(sandbox, total_seconds=60.0)
-    found = {case.id: case.judge(reward) for case in RIGHT[file][::every]}
+    found = {case.id: case.judge(reward) for case in right(name)[::every]}
     off = {name: verdict for name, verdict in found.items() if verdict[0] != "1"}
-    without = FILES if sandbox.name == "forkserver-unmounted" else set()
-    assert off.keys() == (EXCEPTIONS.keys() | without) & found.keys(), off
-    assert all("need files" in off[name][1] for name in without & off.keys() if not name.startswith("stdin"))
+    without = {"right/stdin/scratch-file"} if sandbox.name == "forkserver-unmounted" else set()
+    assert off.keys() == without & found.keys(), off
 
 
-def test_there_are_many_and_few_exceptions():
-    ids = [case.id for cases in RIGHT.values() for case in cases]
-    assert len(set(ids)) == len(ids) > 250 and EXCEPTIONS.keys() <= set(ids)
-    assert len(EXCEPTIONS) < 0.02 * (len(ids) + 164)
+def test_rows_that_need_more_are_unsupported_or_unproven(sampled):
+    """A row's right answer is never a zero: it is no score, or with `unproven` one that says so."""
+    sandbox, every = sampled
+    strict, beside = (CodeReward(sandbox, total_seconds=60.0, unproven=unproven) for unproven in (False, True))
+    for case in BEYOND[::every]:
+        prompt = Prompt(case.id, (), "code", "", case.extra)
+        assert strict.unsupported(prompt) and not beside.unsupported(prompt), case.id
+        assert strict.score(prompt, case.answer, INFO).status == "unsupported", case.id
+        verdict = beside.score(prompt, case.answer, INFO)
+        assert verdict.parts.get(UNPROVEN) == 1.0 and verdict.scored, (case.id, verdict)
+        assert verdict.score == 1.0 or sandbox.name == "forkserver-unmounted", (case.id, verdict)
+
+
+def test_there_are_many_and_those_that_are_not_supported_are_few():
+    ids = [case.id for name in ("table", *FILES) for case in right(name)]
+    assert len(set(ids)) == len(ids) > 500 and len(BEYOND) < 0.06 * len(ids)

@@ -1,6 +1,13 @@
-"""Answers to code rows with the verdicts that they must get, as plain text that a reader can read.
+"""Answers to code rows with the verdicts that they must get, as plain text that a reader can read and add to.
 
-A file is a list of records. `=== ID key=value ...` begins one, `--- NAME` a section of it, taken word for word:
+A file is a list of records. `=== ID key=value ...` begins one, `--- NAME` a section of it, taken word for word.
+
+**Tables.** `problems.txt` has problems with right programs, `shapes.txt` shapes of tests, `cheats.txt` programs that
+solve nothing, in which `NAME` stands for the function that is asked for. A right answer is a problem in a shape; a
+cheat is a program in a shape, of a problem that its turn gives it. To add cheats, add records to `cheats.txt`: their
+`family` is what they try.
+
+**Rows.** In the other files a record is a row with an answer:
 
 | section | what it is |
 |---|---|
@@ -11,13 +18,15 @@ A file is a list of records. `=== ID key=value ...` begins one, `--- NAME` a sec
 | `answer` | the whole answer, in place of `code` |
 | `make` | Python that changes `extra`, for rows too long to be written here |
 
-Keys: `entry` (the entry point), `function` (of functional calls), `type` (`case_type`), `expect` (1, 0, error; several
-are separated by `|`), `crlf` (the answer's line ends are those of Windows), `name`: the record is a row with an honest
-answer, for `row=ID` of others in the file to refer to. A record without a row is an answer to several of those rows,
-in which `NAME` stands for the row's function.
+Keys: `entry` (the entry point), `function` (of functional calls), `type` (`case_type`), `expect` (1, 0, error,
+unsupported; several are separated by `|`), `crlf` (the answer's line ends are those of Windows), `name`: the record is
+a row with an honest answer, and `row=ID` makes of a record without a row an answer to that row.
 """
 
+import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +35,24 @@ from spmd_rl.types import AnswerInfo, Prompt
 
 FOLDER = Path(__file__).parent
 INFO = AnswerInfo(1, "stop")
-ROWS_PER_PROGRAM = 2
+STDIN = "\nimport json, sys\nprint(json.dumps([{name}(*json.loads(line)) for line in sys.stdin]))\n"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One answer to one row, and the verdicts that it may get: scores as text, or `error`."""
+    """One answer to one row, and the verdicts that it may get: scores as text, or statuses. `kind`: the shape of the
+    tests and the family of the answer."""
 
     id: str
     extra: dict[str, Any]
     answer: str
     expect: tuple[str, ...]
+    kind: tuple[str, str] = ("", "")
 
     def judge(self, reward: Any) -> tuple[str, str]:
         """Score the answer, and return the verdict in a word with why it is so."""
         try:
-            found = reward.score(Prompt("0" * 32, (), "code", "", self.extra), self.answer, INFO)
+            found = reward.score(Prompt(self.id, (), "code", "", self.extra), self.answer, INFO)
         except (RuntimeError, ValueError, KeyError) as error:  # the sidecar's worker makes it an `error`
             return "error", f"{type(error).__name__}: {error}"
         return (f"{found.score:g}" if found.scored else found.status), found.detail
@@ -59,6 +70,10 @@ class Record:
         """Return the texts of all sections of that name."""
         return [text for section, text in self.sections if section == name]
 
+    def text(self, name: str) -> str:
+        """Return the text of a section; empty if there is none."""
+        return "".join(self.texts(name))
+
     def extra(self) -> dict[str, Any]:
         """Return the row's `extra`; empty if the record has no row of its own."""
         found: dict[str, Any] = {name: texts[0] for name in ("test", "prompt") if (texts := self.texts(name))}
@@ -75,49 +90,109 @@ class Record:
     def answer(self, name: str = "") -> str:
         """Return the whole answer, with `NAME` replaced."""
         code = self.texts("code")
-        text = f"Here is my solution:\n```python\n{code[0]}```" if code else self.texts("answer")[0]
+        text = fenced(code[0]) if code else self.texts("answer")[0]
         text = re.sub(r"\bNAME\b", name, text) if name else text
         return text.replace("\n", "\r\n") if "crlf" in self.keys else text
 
 
-def read(path: Path) -> list[Record]:
+def fenced(code: str) -> str:
+    """Return an answer with this program."""
+    return f"Here is my solution:\n```python\n{code}```"
+
+
+def read(name: str) -> list[Record]:
     """Read the records of a file."""
     found = []
-    for block in re.split(r"^=== ", path.read_text(), flags=re.MULTILINE)[1:]:
+    for block in re.split(r"^=== ", (FOLDER / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]:
         head, _, rest = block.partition("\n")
-        name, *keys = head.split()
+        title, *keys = head.split()
         parts = re.split(r"^--- (\w+)\n", rest.rstrip("\n") + "\n", flags=re.MULTILINE)
         sections = list(zip(parts[1::2], parts[2::2], strict=True))
-        found.append(Record(name, dict(key.split("=", 1) for key in keys), sections))
+        found.append(Record(title, dict(key.split("=", 1) for key in keys), sections))
+    assert len({record.id for record in found}) == len(found), f"{name}: two records have one id"
     return found
 
 
-def cases(path: Path, default: str) -> list[Case]:
-    """Return the cases of a file. `default` is what is expected of answers that say nothing else."""
-    records, found = read(path), []
-    rows = {record.id: record for record in records if "name" in record.keys}
-    assert len({record.id for record in records}) == len(records), f"{path}: two records have one id"
-    for number, record in enumerate(records):
-        expect, extra = tuple(record.keys.get("expect", default).split("|")), record.extra()
-        if record.id in rows:
-            found.append(Case(f"{path.stem}/{record.id}:honest", extra, record.answer(), ("1",)))
-        elif extra:
-            found.append(Case(f"{path.stem}/{record.id}", extra, record.answer(), expect))
-        else:
-            turns = [number + 5 * turn for turn in range(ROWS_PER_PROGRAM)]
-            names = [record.keys["row"]] if "row" in record.keys else [list(rows)[turn % len(rows)] for turn in turns]
-            found += [
-                Case(
-                    f"{path.stem}/{record.id}@{name}",
-                    rows[name].extra(),
-                    record.answer(rows[name].keys["name"]),
-                    expect,
-                )
-                for name in names
-            ]
+def shaped(shape: Record, problem: Record) -> dict[str, Any]:
+    """Return the `extra` of a row that has a problem's tests in a shape."""
+    calls = [line.rsplit(" -> ", 1) for line in problem.text("calls").splitlines()]
+
+    def filled(text: str, number: int = 0) -> str:
+        args, want = calls[number]
+        words = {"NAME": problem.id, "ARGS": args, "WANT": want, "NUMBER": str(number)}
+        return re.sub(r"\b(?:NAME|ARGS|WANT)\b|NUMBER", lambda found: words[found[0]], text)
+
+    head, each, tail = (shape.text(name) for name in ("head", "each", "tail"))
+    cases, kind = [filled(each, number) for number in range(len(calls))], shape.keys["kind"]
+    if kind == "assert":
+        return {"case_type": "assert", "test_cases": [{"assert_code": case} for case in cases]}
+    if kind in ("call", "stdin"):
+        values = [(list(eval(f"({args},)")), eval(want)) for args, want in calls]
+        if kind == "stdin":
+            given = "".join(json.dumps(args) + "\n" for args, _ in values)
+            return {"test_cases": [{"input": given, "output": json.dumps([want for _, want in values])}]}
+        pairs = [{"input": "\n".join(map(json.dumps, args)), "output": json.dumps(want)} for args, want in values]
+        return {"test_case_function": problem.id, "test_cases": pairs}
+    source = filled(head) + "\n".join([*cases, filled(tail)])
+    return {"test": source} | ({"entry_point": problem.id} if kind == "check" else {})
+
+
+def fits(shape: Record, problem: Record) -> bool:
+    """Return whether a problem can be tested in a shape."""
+    as_json = shape.keys["kind"] in ("call", "stdin")
+    return shape.keys.get("only", problem.keys["of"]) == problem.keys["of"] and not (
+        as_json and ("inf" in problem.text("calls") or problem.keys["of"] in ("set", "dict"))
+    )
+
+
+def right_answers() -> list[Case]:
+    """Return every problem in every shape that fits it."""
+    found = []
+    for shape in read("shapes"):
+        for problem in read("problems"):
+            if fits(shape, problem):
+                code = problem.text("code") + (STDIN.format(name=problem.id) if shape.keys["kind"] == "stdin" else "")
+                name = f"{shape.id}/{problem.id}"
+                found.append(Case(name, shaped(shape, problem), fenced(code), ("1",), (shape.id, "right")))
     return found
 
 
-def load(kind: str) -> dict[str, list[Case]]:
-    """Return the cases of a kind (`cheats` or `right`) by file."""
-    return {path.stem: cases(path, "1" if kind == "right" else "0") for path in sorted((FOLDER / kind).glob("*.txt"))}
+def cheats(shapes_each: int = 99) -> list[Case]:
+    """Return every cheat in so many of the shapes, by turns."""
+    shapes, problems, found = read("shapes"), read("problems"), []
+    for turn, cheat in enumerate(read("cheats")):
+        for i in range(min(shapes_each, len(shapes))):
+            shape = shapes[(7 * turn + i) % len(shapes)]  # so that those of a family have many
+            fitting = [problem for problem in problems if fits(shape, problem)]
+            problem = fitting[(turn + 7 * i) % len(fitting)]
+            ask = STDIN.format(name=problem.id) if shape.keys["kind"] == "stdin" else ""
+            answer = re.sub(r"\bNAME\b", problem.id, cheat.text("code")) + ask
+            kind = shape.id, cheat.keys.get("family", "other")
+            found.append(Case(f"{cheat.id}@{shape.id}", shaped(shape, problem), fenced(answer), ("0",), kind))
+    return found
+
+
+def rows(name: str, default: str, gold: bool = False) -> list[Case]:
+    """Return the cases of a file of rows. `default` is what is expected of answers that say nothing else. `gold`: the
+    rows know their right answers."""
+    records, found = read(name), []
+    known = {record.id: record for record in records if "name" in record.keys}
+    for record in records:
+        expect, row = tuple(record.keys.get("expect", default).split("|")), known.get(record.keys.get("row", ""))
+        expect = ("1",) if record.id in known else expect
+        known_answer = {"solution": record.text("code")} if gold else {}
+        kind = name, "right" if expect == ("1",) else record.keys.get("row", "other")
+        extra = (row or record).extra() | known_answer
+        found.append(Case(f"{name}/{record.id}", extra, record.answer(), expect, kind))
+    return found
+
+
+def table(found: Iterable[tuple[Case, str]]) -> str:
+    """Return how many answers of each shape and family were paid, of how many, as a table."""
+    asked, paid = Counter(), Counter()
+    for case, verdict in found:
+        asked[case.kind] += 1
+        paid[case.kind] += verdict == "1"
+    shapes, families = (sorted({kind[i] for kind in asked}) for i in (0, 1))
+    lines = [f"{shape:32}" + "".join(f"{paid[shape, f]:4}/{asked[shape, f]:<4}" for f in families) for shape in shapes]
+    return "\n".join([" " * 32 + "".join(f"{family[:8]:>9}" for family in families), *lines])

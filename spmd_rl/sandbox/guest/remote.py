@@ -1,0 +1,182 @@
+"""What stands for objects of the code on the tests' side: a name, an object, or an iterator. See `stubs`."""
+
+import builtins
+import math
+import operator
+import types
+
+ASKED = ["delitem", "getitem", "iter", "len", "next", "repr", "setitem", "str"]
+"""Special methods that are called on the code's side, of objects that the tests have made of its classes."""
+REFUSED = """
+abs add aenter aexit aiter and anext await bool bytes ceil complex contains dir divmod enter exit float floor floordiv
+format fspath ge gt iadd iand ifloordiv ilshift imatmul imod imul index int invert ior ipow irshift isub itruediv ixor
+le length_hint lshift lt matmul mod mro_entries mul neg or pos pow radd rand rdivmod reduce_ex reversed rfloordiv
+rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor sizeof sub truediv trunc xor
+"""
+
+
+class Pending(Exception):
+    """Raised for an object that the tests have made here and that the code has not made yet."""
+
+
+class Maker:
+    """A class whose objects are nothing but fields. Tests make them here: the code does not learn what is expected."""
+
+    def __init__(self, kind, fields, defaults, is_tuple):
+        """`defaults` are those of the last fields; a type among them makes one."""
+        self.kind, self.fields, self.defaults, self.is_tuple = kind, fields, defaults, is_tuple
+
+    def record(self, name, args, kwargs):
+        """Return the record of an object made with these arguments. TypeError if they do not fit."""
+        optional = self.fields[len(self.fields) - len(self.defaults) :]
+        optional = zip(optional, self.defaults)  # noqa: B905 - Python 3.8
+        found = {field: value() if value in (list, dict, set) else value for field, value in optional}
+        given = dict(zip(self.fields, args))  # noqa: B905 - Python 3.8
+        if len(args) > len(self.fields) or given.keys() & kwargs.keys() or kwargs.keys() - set(self.fields):
+            raise TypeError(f"{name}() got unexpected arguments")
+        found.update(given, **kwargs)
+        if missing := [field for field in self.fields if field not in found]:
+            raise TypeError(f"{name}() missing required arguments: {', '.join(missing)}")
+        return self.kind, self.fields, tuple(found[field] for field in self.fields), self.is_tuple
+
+
+class Remote:
+    """Stands for a name or an object of the code's."""
+
+    __slots__ = ("client", "made", "maker", "node", "record")
+
+    def __init__(self, client, node, maker=None, record=None, made=None):
+        """`node`: how the code's side finds it; None before the code has made it as `made` says: (class, arguments)."""
+        for name, value in zip(Remote.__slots__, (client, made, maker, node, record)):  # noqa: B905 - Python 3.8
+            object.__setattr__(self, name, value)
+
+    def __call__(self, *args, **kwargs):
+        client, maker, node = _client(self), _maker(self), node_of(self)
+        if maker:
+            return Remote(client, None, None, maker.record(node[1], args, kwargs), (self, args, kwargs))
+        found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
+        if type(found) is Remote and node and node[0] == "name" and node[1][:1].isupper():
+            _set_made(found, (self, args, kwargs))
+        return found
+
+    def __getattribute__(self, name):
+        if name == "__name__" and (node_of(self) or "")[:1] == ["name"]:  # `assertRaises` shows it
+            return node_of(self)[1]
+        if name == "__wrapped__":  # pytest looks for it
+            raise AttributeError(name)
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
+            _client(self).want(f"the tests read {name} of an object of the code's")
+        return _client(self).ask("get", self, [], [name])
+
+    def __setattr__(self, name, value):
+        _client(self).ask("set", self, [value], [name])
+
+    def __eq__(self, other):
+        mine, theirs = _record(self), _record(other) if type(other) is Remote else None
+        if other is self or other is None or (mine and theirs):
+            return other is self or (other is not None and mine == theirs)
+        if mine and mine[3] and type(other) is tuple:
+            return mine[2] == other
+        if type(value := _value(self)) is not Remote:
+            return value == other
+        return _client(self).want("the tests compare an object of the code's")
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        if type(value := _value(self)) is not Remote:
+            return value.__hash__()
+        record = _record(self)
+        return record.__hash__() if record else _client(self).want("the tests hash an object of the code's")
+
+    def __instancecheck__(self, thing):
+        return _client(self).ask("isinstance", self, [thing]) is True
+
+    def __subclasscheck__(self, thing):
+        return _client(self).ask("issubclass", self, [thing]) is True
+
+
+_client, _made, _maker, node_of, _record = (vars(Remote)[name].__get__ for name in Remote.__slots__)
+_set_node, set_record, _set_made = (vars(Remote)[name].__set__ for name in ("node", "record", "made"))
+
+
+def settle(remote):
+    """Have the code make an object that the tests have made here."""
+    kind, args, kwargs = _made(remote)
+    found = _client(remote).ask("call", kind, [*args, *kwargs.values()], kwargs)
+    if type(found) is not Remote:
+        _client(remote).refuse("a class of the code's makes no objects")
+    _set_node(remote, node_of(found))
+    _client(remote)._remotes[tuple(node_of(found))] = remote
+
+
+def _value(remote):
+    """Return what the code has under a name, if that is plain, else what stands for it."""
+    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not _maker(remote)
+    return _client(remote).ask("value", remote) if is_name else remote
+
+
+def _special(name):
+    def special(self, *args):
+        client, node, record = _client(self), node_of(self), _record(self)
+        if record and record[3] and name in ("iter", "len", "getitem"):
+            return getattr(record[2], f"__{name}__")(*args)
+        if type(value := _value(self)) is not Remote:
+            return _apply(name, value, *args)
+        if name in ASKED and (_made(self) or record or (node[0] == "name" and name in ("getitem", "iter", "len"))):
+            return client.ask(name, self, args)
+        if name in ("str", "repr") and node[0] == "name":
+            return f"<{node[1]}>"
+        return client.want(f"the tests use __{name}__ of an object of the code's")
+
+    return special
+
+
+def _apply(name, value, *args):
+    """Do what a special method of a plain value does."""
+    if name[0] == "r" and hasattr(operator, name[1:]) and args:  # of the right operand
+        return getattr(operator, name[1:])(args[0], value)
+    function = next(getattr(module, name) for module in (operator, builtins, math) if hasattr(module, name))
+    return function(value, *args)
+
+
+for _name in (*ASKED, *REFUSED.split()):
+    setattr(Remote, f"__{_name}__", _special(_name))
+
+
+class Stream:
+    """Stands for a generator or another builtin iterator of the code's, which gives one plain value after the other."""
+
+    __slots__ = ("_client", "_is_generator", "remote")
+
+    def __init__(self, client, remote, is_generator):
+        self.remote, self._is_generator, self._client = remote, is_generator, client
+
+    __class__ = property(lambda self: types.GeneratorType if self._is_generator is True else Stream)
+    __hash__ = object.__hash__
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self._client.ask("next", self.remote)
+
+    def __getattr__(self, name):
+        return getattr(self.remote, name)
+
+    def __eq__(self, other):
+        return other is self or (other is not None and self._client.want("the tests compare an iterator of the code's"))
+
+    def __bool__(self):
+        return self._client.want("the tests use the truth of an iterator of the code's")
+
+
+def record_of(thing):
+    """Return the class's number, field names and values of what stands for an object of named fields, else None."""
+    return _record(thing) if type(thing) is Remote else None
+
+
+def maker_of(thing):
+    """Return what a class of named fields says of itself, else None."""
+    return _maker(thing) if type(thing) is Remote else None

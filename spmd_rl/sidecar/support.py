@@ -1,0 +1,65 @@
+"""Which rows of a run its rewards cannot judge, whatever the answer: known before any answer, and left out.
+
+A rewarder says it of a row by `unsupported(prompt)`, which returns the reason, or an empty text.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from spmd_rl.errors import UserError, tell
+from spmd_rl.sidecar.services import service_factories
+from spmd_rl.targets import build_target, import_target
+from spmd_rl.types import Prompt, Rewarder
+
+if TYPE_CHECKING:
+    from spmd_rl.config.schema import RewardConfig
+
+NAMED = 3
+"""Reasons that a line names."""
+
+
+def may_refuse(domain: str, reward: "RewardConfig") -> bool:
+    """Return whether the rewarder of a domain may find rows unsupported, and can be asked outside of its worker."""
+    needs = reward.devices or {"url", "model"} & reward.args.keys()
+    return not needs and hasattr(import_target(f"reward.{domain}.target", reward.target), "unsupported")
+
+
+def find_unsupported(rows: Iterable[tuple[int, Prompt]], rewards: Mapping[str, "RewardConfig"]) -> list[list]:
+    """Return [number, reason] of each numbered row that its domain's rewarder cannot judge.
+
+    The rewarder is built here, with a sandbox of its own. Where that is impossible, the rows count as supported.
+    """
+    rows, found = list(rows), []
+    for domain, reward in rewards.items():
+        own = [(number, prompt) for number, prompt in rows if prompt.domain == domain]
+        if not own or not may_refuse(domain, reward):
+            continue
+        services, opened = dict(service_factories(f"reward.{domain}", reward.sandbox, packages=reward.packages)), []
+        make = services["sandbox"]
+        services["sandbox"] = lambda make=make, opened=opened: opened.append(make()) or opened[-1]
+        try:
+            rewarder = build_target(f"reward.{domain}", reward.target, reward.args, services=services)
+            found += [[number, reason] for number, prompt in own if (reason := unsupported(rewarder, prompt))]
+        except UserError as error:
+            tell(f"reward.{domain}: rows were not searched for unsupported tests: {error}")
+        finally:
+            for sandbox in opened:
+                sandbox.close()
+    return found
+
+
+def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
+    """Return why a rewarder cannot judge a row, whatever the answer; empty if it can, or does not say."""
+    try:
+        return rewarder.unsupported(prompt) if hasattr(rewarder, "unsupported") else ""
+    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts tell
+        return ""
+
+
+def counted(reasons: Iterable[str]) -> str:
+    """Return how often each reason occurs, the most frequent first, in one line."""
+    counts = Counter(reasons).most_common()
+    more = sum(count for _, count in counts[NAMED:])
+    listed = [f"{count} x {reason:.80}" for reason, count in counts[:NAMED]]
+    return "; ".join([*listed, f"{more} for other reasons"] if more else listed)
