@@ -143,7 +143,7 @@ class CrewExchange(Exchange):
             case crew_messages.Beat(member):
                 self._heard[member] = self._loop.now
                 return self._news(message)
-            case messages.Begin(version, sender) if sender in self._silenced:
+            case messages.Hold(version, sender) if sender in self._silenced:
                 return crew_messages.Missing(version)
             case crew_messages.Leave(member):
                 self._gone(member)
@@ -154,10 +154,10 @@ class CrewExchange(Exchange):
                 if whole := messages.digest(content) == digest:
                     self._deposits.setdefault((kind, number), {})[member, tuple(place)] = content
                 return crew_messages.Kept(whole)
-            case messages.GetPiece(version, index) if not self.weights.keeps(version, index):
+            case messages.FetchPiece(version, index) if not self.weights.keeps(version, index):
                 return crew_messages.Missing(version)
-            case messages.Begin(version, sender) if sender not in self._heard:
-                return messages.Begun(version, False, False)
+            case messages.Hold(version, sender) if sender not in self._heard:
+                return messages.Held(version, False, False)
             case _:
                 return self._at_desk(message, payload) if self.desk is not None else None
         return None

@@ -130,7 +130,7 @@ class Leave(wire.Message, tag=32):
 
 
 class Missing(wire.Message, tag=33):
-    """The answer to a `GetPiece` of a version that is not kept here any more, and to a `Begin` of who was silent."""
+    """The answer to a `FetchPiece` of a version that is not kept here any more, and to a `Hold` of who was silent."""
 
     version: wire.Id
 

@@ -164,7 +164,7 @@ class Generator:
             pieces = receiver.fetch(newest, self._courier) if leads else None
             receiver.load(newest, pieces, self._courier)  # [all] of the replica
         elif leads:
-            self._courier.let_go(newest.version)
+            self._courier.release(newest.version)
 
     def _evaluate(self, version: int) -> None:
         """[all] Answer the held-out prompts where this version is evaluated; a resumed run does not do it again.

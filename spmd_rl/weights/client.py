@@ -44,21 +44,21 @@ class WeightClient:
 
     def hold(self, version: int) -> bool:
         """Have a version kept until `fetch` has ended; return whether all training ranks still keep it."""
-        if all(reply.kept for reply in self._begin(version, None)):
+        if all(reply.kept for reply in self._hold(version, None)):
             return True
-        self.let_go(version)
+        self.release(version)
         return False
 
-    def let_go(self, version: int) -> None:
+    def release(self, version: int) -> None:
         """Say that a version which is held here need not be kept any longer."""
         for trainer in range(self.num_trainers):
-            self.send(trainer, messages.Fetched(version, self.sender))
+            self.send(trainer, messages.Release(version, self.sender))
 
-    def _begin(self, version: int, base: messages.Base | None) -> list[messages.Begun]:
+    def _hold(self, version: int, base: messages.Base | None) -> list[messages.Held]:
         """What all training ranks answer to who wants a version: of all, whatever they say."""
         for trainer in range(self.num_trainers):
-            self.send(trainer, messages.Begin(version, self.sender, base))
-        return [self.receive(trainer, messages.Begun)[0] for trainer in range(self.num_trainers)]
+            self.send(trainer, messages.Hold(version, self.sender, base))
+        return [self.receive(trainer, messages.Held)[0] for trainer in range(self.num_trainers)]
 
     def fetch(self, version: int, num_pieces: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
@@ -67,15 +67,15 @@ class WeightClient:
         RunFailed if a tensor arrives damaged, or if a training rank does not have this version.
         """
         self.num_bytes = 0
-        begun = self._begin(version, base.version if base else None)
-        for rank, reply in enumerate(begun):
+        held = self._hold(version, base.version if base else None)
+        for rank, reply in enumerate(held):
             if not reply.kept:
                 raise RunFailed(f"training rank {rank} does not keep version {version} of the weights")
-        deltas = all(reply.deltas for reply in begun)
+        deltas = all(reply.deltas for reply in held)
         asked: deque[int] = deque()
         for index in range(num_pieces):
             while len(asked) < AHEAD * self.num_trainers and (following := index + len(asked)) < num_pieces:
-                self.send(following, messages.GetPiece(version, following, deltas))
+                self.send(following, messages.FetchPiece(version, following, deltas))
                 asked.append(following)
             asked.popleft()
             piece, payload = self.receive(index, messages.Piece)
@@ -85,7 +85,7 @@ class WeightClient:
             self.num_bytes += payload.nbytes
             tensor = base.place(piece, payload) if base else tensor_of(piece, bytearray(payload))
             yield piece.name, tensor, piece.whole
-        self.let_go(version)
+        self.release(version)
 
     def close(self) -> None:
         """Close all connections; idempotent."""

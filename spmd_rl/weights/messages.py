@@ -21,8 +21,8 @@ class Base(msgspec.Struct, array_like=True, frozen=True):
     """Of all pieces, as it was announced."""
 
 
-class Begin(wire.Message, tag=1):
-    """Say that the sender will fetch a version, which must stay until it has; answered with `Begun`."""
+class Hold(wire.Message, tag=1):
+    """Say that the sender will fetch a version, which must stay until it has; answered with `Held`."""
 
     version: wire.Id
     sender: wire.Id
@@ -30,7 +30,7 @@ class Begin(wire.Message, tag=1):
     """What the sender has already, of which it can take deltas."""
 
 
-class Begun(wire.Message, tag=2):
+class Held(wire.Message, tag=2):
     """Whether the version is kept here."""
 
     version: wire.Id
@@ -39,16 +39,16 @@ class Begun(wire.Message, tag=2):
     """Whether deltas of the sender's base, to the bit, are kept with it."""
 
 
-class GetPiece(wire.Message, tag=3):
+class FetchPiece(wire.Message, tag=3):
     """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes.
 
-    Only between `Begin` and `Fetched`."""
+    Only between `Hold` and `Release`."""
 
     version: wire.Id
     index: wire.Id
     """Its place among all weights, in the order of the trainer's stream."""
     delta: bool
-    """Whether a delta will do, where it is smaller; only after `Begun.deltas`."""
+    """Whether a delta will do, where it is smaller; only after `Held.deltas`."""
 
 
 class Piece(wire.Message, tag=4):
@@ -68,15 +68,15 @@ class Piece(wire.Message, tag=4):
     """Where the payload is a delta (`weights.delta`): xxh3-128 of the tensor's bytes in the sender's base."""
 
 
-class Fetched(wire.Message, tag=7):
-    """Say that the sender has all of a version, which it had begun to ask for; not answered."""
+class Release(wire.Message, tag=7):
+    """Say that a version which the sender holds need not be kept for it any longer; not answered."""
 
     version: wire.Id
     sender: wire.Id
 
 
-REQUESTS = (Begin, GetPiece, Fetched)
-REPLIES = (Begun, Piece)
+REQUESTS = (Hold, FetchPiece, Release)
+REPLIES = (Held, Piece)
 
 
 class Announcement(msgspec.Struct, array_like=True):

@@ -86,17 +86,17 @@ class StagedWeights:
     def answer(self, message: wire.Message) -> list[bytes | memoryview]:
         """Return the frames that answer one of `messages.REQUESTS`. LookupError for a piece that is not here."""
         match message:
-            case messages.GetPiece(version, index, wants_delta):
+            case messages.FetchPiece(version, index, wants_delta):
                 piece = self._versions[version][index]
                 sent = piece.delta if wants_delta and piece.delta else Delta(piece.payload, piece.digest, None)
                 described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
                 return [wire.encode(messages.Piece(version, index, *described)), sent.payload]
-            case messages.Begin(version, sender, base):
+            case messages.Hold(version, sender, base):
                 if known := version in self._versions:
                     self._fetching[version].add(sender)
                 deltas = known and base is not None and base == self._bases[version]
-                return [wire.encode(messages.Begun(version, known, deltas))]
-            case messages.Fetched(version, sender):
+                return [wire.encode(messages.Held(version, known, deltas))]
+            case messages.Release(version, sender):
                 self._fetching[version].discard(sender)
                 self._lock.notify_all()
         return []

@@ -198,7 +198,7 @@ class Job:
         self.held = None
         yield from ()
 
-    def let_go(self, version: int) -> None:
+    def release(self, version: int) -> None:
         self.held = None
 
     def turns(self) -> None:

@@ -129,7 +129,7 @@ def test_only_listed_keys_are_served(tmp_path: Path) -> None:
                     keys.secure(stranger)
                 stranger.connect(exchange.address)
                 for _ in range(3):  # from the moment in which it is refused nothing more is taken from it
-                    send(stranger, messages.Begin(0, 0, None))
+                    send(stranger, messages.Hold(0, 0, None))
                     assert not stranger.poll(300)
 
 
