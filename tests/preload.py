@@ -14,7 +14,7 @@ for name in (
     "spmd_rl.learn",
     "spmd_rl.rollout",
     "spmd_rl.sidecar",
-    "spmd_rl.sync",
+    "spmd_rl.weights",
     "spmd_rl.track",
     "spmd_rl.train.fsdp2",
     "tests.dist.harness",

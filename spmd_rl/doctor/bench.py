@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spmd_rl import engine, sync, train
+from spmd_rl import engine, train, weights
 from spmd_rl.config.ranks import local_rank, world_size
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RolloutConfig, RunConfig, TrainConfig
 from spmd_rl.distributed import World
@@ -40,7 +40,7 @@ class Bench:
         self.options = options
         self._stack = stack
         self._engines: dict[str, Any] = {}
-        self._publishers: dict[str, sync.Publisher] = {}
+        self._publishers: dict[str, weights.Publisher] = {}
         self.answers: dict[str, list[list[int]]] = {}
         """What each engine has answered last."""
         self.version = 0
@@ -96,7 +96,7 @@ class Bench:
     def publish(self, name: str) -> dict[str, float]:
         """[all] Publish the policy's weights to an engine, with a probe; return the metrics."""
         if name not in self._publishers:
-            self._publishers[name] = sync.build(self.policy, self.engine(name), self.world)
+            self._publishers[name] = weights.build(self.policy, self.engine(name), self.world)
         self.version += 1
         return self._publishers[name](version=self.version)  # [all]
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from spmd_rl import train
 from spmd_rl.job import Job, Place
-from spmd_rl.split import Crew, CrewPublisher, HandedIn, attach, serve_attached
+from spmd_rl.split import Crew, HandedIn, attach, serve_attached
+from spmd_rl.weights import Publisher, Served
 
 
 @contextmanager
@@ -25,7 +26,9 @@ def attached(job: Job) -> Iterator[Place]:
             environments = job.connect()[1] if job.envs else None  # demonstrations are played here
             roles = train.build_roles(cfg.roles, world)  # [all]
         rollouts = HandedIn(cfg, job.source, job.tokenizer, side)  # [all]
-        publish = CrewPublisher(rollouts, roles.policy, side, world.store, cfg.publish)
+        staged, settings = side.exchange.weights, cfg.publish
+        served = Served(staged, world, rollouts.announce, rollouts.probe_answers, settings.delta)
+        publish = Publisher(roles.policy, world, [served], settings.probe_every)
         yield Place(None, world, roles, rollouts, publish, environments, rollouts.begin)
 
 

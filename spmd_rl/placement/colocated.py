@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from typing import Any
 
-from spmd_rl import engine, sync, train
+from spmd_rl import engine, train, weights
 from spmd_rl.job import Job, Place
 from spmd_rl.rollout import Collected, Rollouts
 
@@ -35,7 +35,7 @@ def colocated(job: Job, make: Callable[..., Rollouts] = Rollouts) -> Iterator[Pl
         scorer, environments = job.connect(cfg.debug)
         roles = train.build_roles(cfg.roles, world)  # [all]
         generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
-    publish = sync.build(roles.policy, generator, world, cfg.publish.probe_every)
+    publish = weights.build(roles.policy, generator, world, cfg.publish.probe_every)
     parts = cfg, generator, job.source, scorer, job.tokenizer, world, job.episode, environments
     rollouts = job.stack.enter_context(closing(make(*parts)))  # [all]
     yield Place(None, world, roles, rollouts, publish, environments, lambda start: rollouts.check())

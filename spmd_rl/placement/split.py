@@ -10,8 +10,9 @@ from functools import partial
 
 from spmd_rl import train
 from spmd_rl.job import Job, Place
-from spmd_rl.split import Generator, HandedOver, LendingPublisher, Lent, StagingPublisher, meet
-from spmd_rl.split.sides import Sides
+from spmd_rl.split import Generator, HandedOver, Lent, meet
+from spmd_rl.split.sides import Sides, TrainSide, announce
+from spmd_rl.weights import Local, Publisher, Served
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def split(job: Job) -> Iterator[Place]:
         with job.starting():
             _, environments = job.connect()  # the host is also for the ranks of this machine that generate
             roles = train.build_roles(cfg.roles, side.world)  # [train]
-        publish = StagingPublisher(roles.policy, side, world.store, cfg.publish)
+        publish = Publisher(roles.policy, side.world, [_served(job, side)], cfg.publish.probe_every)
         rollouts = HandedOver(cfg, job.source, job.tokenizer, side)  # [train]
         yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
 
@@ -47,7 +48,8 @@ def lent(job: Job) -> Iterator[Place]:
             roles = train.build_roles(cfg.roles, side.world)  # [train]
         services = {"episode": job.episode, "environments": environments}
         with Lent.build(cfg, job.source, scorer, job.tokenizer, side, world, **services) as rollouts:  # [all]
-            publish = LendingPublisher(roles.policy, rollouts.engine, side, world.store, cfg.publish)
+            transports = [_served(job, side), Local(rollouts.engine, side.world)]
+            publish = Publisher(roles.policy, side.world, transports, cfg.publish.probe_every)
             yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
 
 
@@ -56,6 +58,12 @@ def _generate(job: Job, sides: Sides) -> None:
     with Generator.build(*parts) as generator:  # [generate]
         start, tickets = job.world.broadcast("start: step", None, src=sides.first_trainer)  # [all]
         generator.run(start, tickets)  # [generate] to the last step
+
+
+def _served(job: Job, side: TrainSide) -> Served:
+    """The transport to the ranks that only generate."""
+    announces = partial(announce, job.world.store)
+    return Served(side.exchange.weights, side.world, announces, side.probe_answers, job.cfg.publish.delta)
 
 
 def _start_sender(job: Job, sides: Sides, rollouts: HandedOver | Lent) -> Callable[[int], object]:

@@ -1,8 +1,7 @@
 """The training ranks' side of `placement.generate=attached`: what jobs that attach make, as if made in this one.
 
 exchanges: each training rank serves weights and holds what was generated (`CrewExchange`); the first has the `Desk`
-HandedIn:  the step's groups, held-out answers; waits for whoever is attached
-CrewPublisher: announces versions to them
+HandedIn:  the step's groups, held-out answers; waits for whoever is attached, and announces versions to them
 """
 
 import secrets
@@ -33,10 +32,10 @@ from spmd_rl.split.exchange import bind_of
 from spmd_rl.split.groups import unpack_groups
 from spmd_rl.split.handed_over import HandedOver
 from spmd_rl.split.pace import is_evaluated
-from spmd_rl.split.publisher import Announcement, StagingPublisher
 from spmd_rl.split.sides import TrainSide
 from spmd_rl.split.works import Accepted
 from spmd_rl.types import Group, Prompt
+from spmd_rl.weights.messages import Announcement
 
 LOOK_SECONDS = 0.5
 """Between two looks whether attached ranks have moved."""
@@ -71,7 +70,7 @@ def serve_attached(cfg: PipelineConfig, data: dict[str, str], world: World) -> I
         world.barrier("start: exchanges are open")  # [all]
         if world.rank == 0:
             write_address(place.parent, addresses[0])
-        yield TrainSide(world, exchange, [[] for _ in addresses])
+        yield TrainSide(world, exchange, [])
         if world.rank == 0:
             exchange.say_over(OVER_SECONDS)
         world.barrier("end: attached jobs have left")  # [all]
@@ -115,9 +114,7 @@ class HandedIn(HandedOver):
         self._world.barrier("start: attached ranks")  # [all]
 
     def announce(self, announcement: Announcement) -> None:
-        """Let attached ranks know of a version, and of what is asked of it."""
-        if self._world.rank:
-            return
+        """On the first rank: let attached ranks know of a version, and of what is asked of it."""
         version = announcement.version
         prompts, _ = self._evaluation.questions(self.prompts.eval, version)
 
@@ -181,23 +178,10 @@ class HandedIn(HandedOver):
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy."""
-        _, pieces = self.take("eval: answers of attached jobs", "eval", self._exchange.newest)  # [all]
+        _, pieces = self.take("eval: answers of attached jobs", "eval", self._exchange.weights.newest)  # [all]
         return [unpack_groups(piece)[0] for _, piece in sorted(pieces.items(), key=lambda pair: pair[0][1])]
 
-
-class CrewPublisher(StagingPublisher):
-    """Publishes to attached ranks; see `StagingPublisher`."""
-
-    def __init__(self, rollouts: HandedIn, *how) -> None:
-        """rollouts: by which attached ranks are told. how: as of a `StagingPublisher`."""
-        super().__init__(*how)
-        self._rollouts = rollouts
-
-    def _announce(self, announcement: Announcement, own_bytes: int) -> int:
-        sent_bytes = super()._announce(announcement, own_bytes)  # [all]
-        self._rollouts.announce(announcement)
-        return sent_bytes
-
-    def _delivered(self, version: int) -> dict[int, bytes]:
-        _, pieces = self._rollouts.take("publish: answers of attached engines", "probe", version)  # [all]
+    def probe_answers(self, version: int) -> dict[int, bytes]:
+        """[all] Wait for what attached engines answer to the probe of a version; by member, what lies on this rank."""
+        _, pieces = self.take("publish: answers of attached engines", "probe", version)  # [all]
         return {member: piece for (member, _), piece in pieces.items()}

@@ -28,10 +28,10 @@ from spmd_rl.split.crew_link import CrewCourier, Link, find
 from spmd_rl.split.crew_messages import Welcome
 from spmd_rl.split.generator import LOOK_SECONDS, Generator
 from spmd_rl.split.groups import pack
-from spmd_rl.split.publisher import Announcement
 from spmd_rl.split.sides import GenerateSide
 from spmd_rl.split.works import SliceDone, Stats
 from spmd_rl.types import Group
+from spmd_rl.weights.messages import Announcement
 
 CLAIM_SECONDS = 0.05
 """The pause before a rank that got nothing to do asks again."""
@@ -169,7 +169,7 @@ class Crew(Generator):
                 self._rollouts.answer_claimed(task.number, self._courier, self._evaluation)  # [all]
             else:
                 self._world.journal.set_step(task.number)
-                claimed = ClaimedStep(self._courier, task.number, lambda: self._weights.version)
+                claimed = ClaimedStep(self._courier, task.number, lambda: self._receiver.version)
                 self._in_flight.begin()
                 self._rollouts.generate_claimed(task.number, claimed, self._in_flight)  # [all]
                 self._in_flight.settle()  # [all] of the replica

@@ -15,10 +15,11 @@ from spmd_rl import wire
 from spmd_rl.curve_keys import HostKeys
 from spmd_rl.errors import tell
 from spmd_rl.sidecar.sockets import received
-from spmd_rl.split import crew_messages, messages
+from spmd_rl.split import crew_messages
 from spmd_rl.split.desk import Desk
 from spmd_rl.split.exchange import Exchange
 from spmd_rl.split.works import Place
+from spmd_rl.weights import messages
 
 BEAT_SECONDS, BEATS_PER_SECOND = 0.1, 500
 """Between beats of a member, at least; and how many of all members a training rank answers."""
@@ -108,8 +109,7 @@ class CrewExchange(Exchange):
 
     def _gone(self, member: int) -> None:
         self._heard.pop(member, None)
-        for fetching in self._fetching.values():
-            fetching.discard(member)
+        self.weights.forget(member)
         self._lock.notify_all()
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class CrewExchange(Exchange):
             self._lock.notify_all()
             if reply is not None:
                 self._socket.send_multipart([peer, wire.encode(reply)])
-            elif isinstance(message, messages.Begin | messages.GetPiece | messages.Fetched):
+            elif isinstance(message, messages.REQUESTS):
                 super()._answer(peer, message, payload)
 
     def _reply(self, message: wire.Message, payload: list[zmq.Frame]) -> wire.Message | None:
@@ -143,7 +143,7 @@ class CrewExchange(Exchange):
             case crew_messages.Beat(member):
                 self._heard[member] = self._loop.now
                 return self._news(message)
-            case messages.Begin(version, sender) if sender in self._silenced:
+            case messages.Hold(version, sender) if sender in self._silenced:
                 return crew_messages.Missing(version)
             case crew_messages.Leave(member):
                 self._gone(member)
@@ -154,10 +154,10 @@ class CrewExchange(Exchange):
                 if whole := messages.digest(content) == digest:
                     self._deposits.setdefault((kind, number), {})[member, tuple(place)] = content
                 return crew_messages.Kept(whole)
-            case messages.GetPiece(version, index) if index not in self._versions.get(version, {}):
+            case messages.FetchPiece(version, index) if not self.weights.keeps(version, index):
                 return crew_messages.Missing(version)
-            case messages.Begin(version, sender) if sender not in self._heard:
-                return messages.Begun(version, False, False)
+            case messages.Hold(version, sender) if sender not in self._heard:
+                return messages.Held(version, False, False)
             case _:
                 return self._at_desk(message, payload) if self.desk is not None else None
         return None
@@ -186,7 +186,7 @@ class CrewExchange(Exchange):
             step=desk.horizon.step,
             oldest=max(0, desk.oldest),
             newest=self._newest or None,
-            asked=desk.offers_eval(self.newest),
+            asked=desk.offers_eval(self.weights.newest),
             over=self._over,
             pause=max(BEAT_SECONDS, len(desk.members) / BEATS_PER_SECOND),
         )

@@ -20,9 +20,10 @@ from spmd_rl.distributed import Journal
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.sidecar.sockets import open_dealer, send
-from spmd_rl.split import crew_messages, messages
+from spmd_rl.split import crew_messages
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.works import Place
+from spmd_rl.weights.messages import digest
 
 ADDRESS_FILE = "attach.json"
 """In the run directory of a training job, while attached jobs can find it there."""
@@ -163,14 +164,16 @@ class Link:
 class CrewCourier(Courier):
     """A `Courier` of an attached rank; not for several threads."""
 
+    codec = crew_messages.TO_CREW
+
     def __init__(self, link: Link, progress: Callable[[], None], keys: ClientKeys | None) -> None:
         super().__init__(link.addresses, link.member, progress, keys)
         self.link = link
 
     def claim(self, kind: crew_messages.Kind, number: int, version: int, room: int) -> tuple[bool, list[Place]]:
         """Return whether this work has ended, and what of it this rank shall do."""
-        self._send(self._sockets[0], crew_messages.Claim(self._sender, kind, number, version, room))
-        claimed, *_ = self._receive(self._sockets[0], crew_messages.Claimed)
+        self.send(0, crew_messages.Claim(self.sender, kind, number, version, room))
+        claimed, *_ = self.receive(0, crew_messages.Claimed)
         if not claimed.known:
             self.link.give_up()
         return claimed.ended, [tuple(place) for place in claimed.places]
@@ -182,25 +185,26 @@ class CrewCourier(Courier):
 
     def hand_in(self, kind: crew_messages.Kind, number: int, place: Place, piece: bytes, content: bytes) -> bool:
         """Deposit a finished piece with the training rank `holder` and report `content` of it; whether it counts."""
-        header = self._sender, kind, number, list(place)
-        holder, first = self._sockets[self.holder], self._sockets[0]
-        deposit = crew_messages.Deposit(*header, messages.digest(piece))
-        self._send(holder, deposit, piece)
-        kept, *_ = self._receive(holder, crew_messages.Kept)
+        header = self.sender, kind, number, list(place)
+        deposit = crew_messages.Deposit(*header, digest(piece))
+        self.send(self.holder, deposit, piece)
+        kept, *_ = self.receive(self.holder, crew_messages.Kept)
         if not kept.whole:
             raise RunFailed(f"{kind} {number} {place} arrived damaged at training rank {self.holder}")
-        report = crew_messages.Report(*header, messages.digest(content))
-        self._send(first, report, content)
-        reported, *_ = self._receive(first, crew_messages.Reported)
+        report = crew_messages.Report(*header, digest(content))
+        self.send(0, report, content)
+        reported, *_ = self.receive(0, crew_messages.Reported)
         if not reported.known:
             self.link.give_up()
         return reported.accepted
 
-    def _wait(self) -> None:
+    def check(self) -> None:
+        """See `WeightClient`."""
         self.link.check()
 
-    def _understood(self, header: bytes) -> wire.Message:
-        message = crew_messages.TO_CREW.decode(header)
+    def decode(self, header: bytes) -> wire.Message:
+        """See `WeightClient`."""
+        message = super().decode(header)
         if isinstance(message, crew_messages.Missing):  # what a rank holds is let go once it counts as dead
             self.link.give_up()
         return message

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.split import messages
-from spmd_rl.split.messages import Digest
+from spmd_rl.weights.messages import REPLIES, REQUESTS, Digest
 
 Kind = Literal["step", "eval", "probe"]
 Place = Annotated[list[wire.Id], msgspec.Meta(max_length=2)]
@@ -131,12 +130,10 @@ class Leave(wire.Message, tag=32):
 
 
 class Missing(wire.Message, tag=33):
-    """The answer to a `GetPiece` of a version that is not kept here any more, and to a `Begin` of who was silent."""
+    """The answer to a `FetchPiece` of a version that is not kept here any more, and to a `Hold` of who was silent."""
 
     version: wire.Id
 
 
-FROM_CREW = wire.Codec(
-    *(messages.Begin, messages.GetPiece, messages.Fetched, Hello, Join, Beat, Claim, Deposit, Report, Leave)
-)
-TO_CREW = wire.Codec(messages.Begun, messages.Piece, Welcome, Joined, News, Claimed, Kept, Reported, Missing)
+FROM_CREW = wire.Codec(*REQUESTS, Hello, Join, Beat, Claim, Deposit, Report, Leave)
+TO_CREW = wire.Codec(*REPLIES, Welcome, Joined, News, Claimed, Kept, Reported, Missing)

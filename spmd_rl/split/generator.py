@@ -18,13 +18,13 @@ from spmd_rl.engine import build as build_engine
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts
-from spmd_rl.split.engine_weights import EngineWeights
 from spmd_rl.split.groups import StepPart, pack
-from spmd_rl.split.in_flight import InFlight
 from spmd_rl.split.pace import is_evaluated, oldest_version, oldest_version_at
-from spmd_rl.split.publisher import NEWEST, Announcement
-from spmd_rl.split.replica_road import ReplicaRoad
-from spmd_rl.split.sides import GenerateSide
+from spmd_rl.split.sides import GenerateSide, announced
+from spmd_rl.weights.in_flight import InFlight
+from spmd_rl.weights.messages import Announcement
+from spmd_rl.weights.receiver import WeightReceiver
+from spmd_rl.weights.replica_broadcast import ReplicaBroadcast
 
 T = TypeVar("T")
 
@@ -42,13 +42,14 @@ class Generator:
         self._cfg, self._rollouts = cfg, rollouts
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._courier, self._world, self._together, self._start = side.courier, side.world, side.together, 0
-        road = ReplicaRoad(side.world, cfg.engine.tp)  # [all] that generate
+        replica = ReplicaBroadcast(side.world, cfg.engine.tp)  # [all] that generate
         self._store = store
-        self._weights = EngineWeights(engine, road, side.world, self._announced, side.courier, cfg.publish.delta)
+        report = partial(self._deliver, "probe")
+        self._receiver = WeightReceiver(engine, replica, side.world, self._announced, report, cfg.publish.delta)
         self._met = -1
         """The version that all generating ranks have at least."""
         swap = cfg.placement.swap
-        self._in_flight = InFlight(self._weights, side.connect if swap != "step" else None, swap == "keep")
+        self._in_flight = InFlight(self._receiver, side.connect if swap != "step" else None, swap == "keep")
 
     @classmethod
     @contextmanager
@@ -146,13 +147,11 @@ class Generator:
 
     def _announced(self) -> Announcement | None:
         """The newest version."""
-        if not self._store.check([NEWEST]):
-            return None
-        return msgspec.msgpack.decode(self._store.get(NEWEST), type=Announcement)
+        return announced(self._store)
 
     def _look(self, at_least: int) -> Announcement | None:
         """What has been announced, if that lets generation go on; pause if nothing has."""
-        if newest := self._weights.newest():
+        if newest := self._receiver.newest():
             if newest.version <= self._met and at_least <= self._met:
                 return newest
             if newest.version > self._met and self._courier.hold(newest.version):
@@ -162,15 +161,15 @@ class Generator:
 
     def _load(self, newest: Announcement) -> None:
         """[all] Fetch a version and give it to the engine, unless this replica took it in the middle of a step."""
-        weights, leads = self._weights, self._weights.road.leads
+        receiver, leads = self._receiver, self._receiver.replica.leads
         if leads:
             self._courier.hold(newest.version)
         self._world.barrier("publish: all fetch")  # [all] the first rank holds it until then
-        if newest.version > weights.version:
-            pieces = weights.fetch(newest, self._courier) if leads else None
-            weights.load(newest, pieces)  # [all] of the replica
+        if newest.version > receiver.version:
+            pieces = receiver.fetch(newest, self._courier) if leads else None
+            receiver.load(newest, pieces, self._courier)  # [all] of the replica
         elif leads:
-            self._courier.let_go(newest.version)
+            self._courier.release(newest.version)
 
     def _evaluate(self, version: int) -> None:
         """[all] Answer the held-out prompts where this version is evaluated; a resumed run does not do it again.

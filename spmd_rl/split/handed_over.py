@@ -86,7 +86,7 @@ class HandedOver:
         if isinstance(prompts, Prompts):
             sections = cfg.rollout, cfg.data, cfg.reward
             self.prompts, *_ = drop_overlong(prompts, tokenizer, *sections, side.world)  # [all]
-        self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.mine
+        self._cfg, self._exchange, self._world, self._senders = cfg, side.exchange, side.world, side.senders
         self._cursor = Cursor()
 
     def state(self) -> dict[str, Any]:
@@ -120,5 +120,5 @@ class HandedOver:
         The generating ranks know by themselves what is asked when (`learn.Evaluation`).
         """
         with self._world.journal.waiting("eval: answers of ranks that generate"):
-            delivered = self._exchange.take("eval", self._exchange.newest, self._senders)
+            delivered = self._exchange.take("eval", self._exchange.weights.newest, self._senders)
         return [group for _, payload in sorted(delivered.items()) for group in unpack_groups(payload)]

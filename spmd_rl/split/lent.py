@@ -10,10 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from spmd_rl.config.schema import PipelineConfig
-from spmd_rl.config.sections.run import PublishConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
@@ -21,10 +18,7 @@ from spmd_rl.engine import build as build_engine
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, Rollouts, Sampling, review
 from spmd_rl.split.handed_over import take_step
-from spmd_rl.split.publisher import StagingPublisher
 from spmd_rl.split.sides import TrainSide
-from spmd_rl.sync import build as build_publisher
-from spmd_rl.train.base import Metrics, TrainBackend
 from spmd_rl.types import Group, Prompt, Scorer
 
 
@@ -85,25 +79,8 @@ class Lent:
         """[all] Generate with the others until the step has ended; what of it lies on this rank."""
         generated = self._rollouts.generate(step)  # [all] of the job
         world = self._side.world
-        arrived = take_step(step, self._side.exchange, self._side.mine, world)  # [all] that train
+        arrived = take_step(step, self._side.exchange, self._side.senders, world)  # [all] that train
         with world.phase("coordination"):
             collected = generated.result.collected(step, {**generated.finished, **arrived.finished})
         pace = arrived.pace(collected, self._cfg.placement.swap, world)  # [all] that train
         return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all] that train
-
-
-class LendingPublisher:
-    """Publishes a policy into the engine of the same process and to the ranks that only generate."""
-
-    def __init__(
-        self, policy: TrainBackend, engine: Engine, side: TrainSide, store: dist.Store, settings: PublishConfig
-    ) -> None:
-        """engine: of this process. store: that of all ranks."""
-        self._here = build_publisher(policy, engine, side.world, settings.probe_every)
-        self._there = StagingPublisher(policy, side, store, settings)
-
-    def __call__(self, version: int) -> Metrics:
-        """[all] that train. The metrics of both; `publish/seconds` is their sum."""
-        there = self._there(version)  # [all] first: they may generate meanwhile
-        here = self._here(version)  # [all]
-        return here | there | {"publish/seconds": here["publish/seconds"] + there["publish/seconds"]}

@@ -1,72 +1,7 @@
-"""What generating and training ranks say to each other: a header, checked against its schema, and maybe a payload.
-
-A message has one or two frames: the header (`wire.encode`), and the payload, bytes whose digest the header holds.
-Generating ranks ask and training ranks answer.
-"""
-
-from typing import Annotated
-
-import msgspec
-import xxhash
+"""What generating and training ranks send each other beside weights (`weights.messages`), in the same form."""
 
 from spmd_rl import wire
-
-Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-
-
-class Base(msgspec.Struct, array_like=True, frozen=True):
-    """A version of the weights that a generating rank has."""
-
-    version: wire.Id
-    digest: Digest
-    """Of all pieces, as it was announced."""
-
-
-class Begin(wire.Message, tag=1):
-    """Say that the sender will fetch a version, which must stay until it has; answered with `Begun`."""
-
-    version: wire.Id
-    sender: wire.Id
-    base: Base | None
-    """What the sender has already, of which it can take deltas."""
-
-
-class Begun(wire.Message, tag=2):
-    """Whether the version is kept here."""
-
-    version: wire.Id
-    kept: bool
-    deltas: bool
-    """Whether deltas of the sender's base, to the bit, are kept with it."""
-
-
-class GetPiece(wire.Message, tag=3):
-    """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes.
-
-    Only between `Begin` and `Fetched`."""
-
-    version: wire.Id
-    index: wire.Id
-    """Its place among all weights, in the order of the trainer's stream."""
-    delta: bool
-    """Whether a delta will do, where it is smaller; only after `Begun.deltas`."""
-
-
-class Piece(wire.Message, tag=4):
-    """One tensor of the weights; its bytes follow."""
-
-    version: wire.Id
-    index: wire.Id
-    name: str
-    """The checkpoint's name of it."""
-    dtype: str
-    shape: list[int]
-    digest: Digest
-    """xxh3-128 of the payload."""
-    whole: Digest
-    """xxh3-128 of the tensor's bytes: another where the payload is a delta."""
-    base: Digest | None
-    """Where the payload is a delta (`split.delta`): xxh3-128 of the tensor's bytes in the sender's base."""
+from spmd_rl.weights.messages import REPLIES, REQUESTS, Digest
 
 
 class Delivery(wire.Message, tag=5):
@@ -88,13 +23,6 @@ class Received(wire.Message, tag=6):
     number: wire.Id
 
 
-class Fetched(wire.Message, tag=7):
-    """Say that the sender has all of a version, which it had begun to ask for; not answered."""
-
-    version: wire.Id
-    sender: wire.Id
-
-
 class TakeSlice(wire.Message, tag=8):
     """Ask for what this rank has begun of a slice and left to others; answered with a `LeftSlice` and its bytes."""
 
@@ -110,10 +38,5 @@ class LeftSlice(wire.Message, tag=9):
     digest: Digest
 
 
-TO_TRAINER = wire.Codec(Begin, GetPiece, Fetched, Delivery, TakeSlice)
-TO_GENERATOR = wire.Codec(Begun, Piece, Received, LeftSlice)
-
-
-def digest(payload: bytes | memoryview) -> bytes:
-    """Return the 16 bytes that a header says of its payload."""
-    return xxhash.xxh3_128_digest(payload)
+TO_TRAINER = wire.Codec(*REQUESTS, Delivery, TakeSlice)
+TO_GENERATOR = wire.Codec(*REPLIES, Received, LeftSlice)

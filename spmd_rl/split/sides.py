@@ -5,6 +5,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+import torch.distributed as dist
+
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
@@ -12,6 +15,10 @@ from spmd_rl.distributed import World
 from spmd_rl.split.courier import Courier
 from spmd_rl.split.exchange import Exchange, bind_of
 from spmd_rl.split.left import LeftSlices
+from spmd_rl.weights.messages import Announcement
+
+NEWEST = "split: newest version"
+"""Key, in the store of all ranks, of the announcement of the newest version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +28,27 @@ class TrainSide:
     world: World
     """Of the ranks that train."""
     exchange: Exchange
-    senders: list[list[int]]
-    """The generating ranks (indices) that deliver to each training rank."""
+    senders: list[int]
+    """The generating ranks (indices) that deliver to this rank."""
     handover: LeftSlices | None = None
     """Where these ranks are lent."""
 
-    @property
-    def mine(self) -> list[int]:
-        """Those that deliver to this rank."""
-        return self.senders[self.world.rank]
+    def probe_answers(self, version: int) -> dict[int, bytes]:
+        """Wait for what engines of `senders` answer to the probe of a version; return it by sender."""
+        with self.world.journal.waiting("publish: answers of engines"):
+            return self.exchange.take("probe", version, self.senders)
+
+
+def announce(store: dist.Store, announcement: Announcement) -> None:
+    """Let the ranks that generate know of a version. store: of all ranks."""
+    store.set(NEWEST, msgspec.msgpack.encode(announcement))
+
+
+def announced(store: dist.Store) -> Announcement | None:
+    """Return the newest version that has been announced. store: of all ranks."""
+    if not store.check([NEWEST]):
+        return None
+    return msgspec.msgpack.decode(store.get(NEWEST), type=Announcement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +96,7 @@ def meet(settings: PlacementConfig, keys: str | None, world: World) -> Iterator[
         of_trainers = [addresses[rank] for rank in placement.train]
         clients = keys and ClientKeys.load(keys)
         if exchange is not None:
-            senders = [list(range(rank, num_generate, num_train)) for rank in range(num_train)]
+            senders = list(range(placement.train.index(world.rank), num_generate, num_train))
             handover = None
             if settings.is_lent:
                 index = num_generate + placement.train.index(world.rank)

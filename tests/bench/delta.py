@@ -1,4 +1,4 @@
-"""Bytes and CPU seconds of `split.delta` between two exports of a policy, and the bytes of other encodings.
+"""Bytes and CPU seconds of `weights.delta` between two exports of a policy, and the bytes of other encodings.
 
     python -m tests.bench.delta RUN_DIR/checkpoints/step-000001/hf RUN_DIR/checkpoints/step-000002/hf ...
 
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from spmd_rl.split import messages
-from spmd_rl.split.delta import decode, encode, word
+from spmd_rl.weights import messages
+from spmd_rl.weights.delta import decode, encode, word
 
 
 def compare(older: Path, newer: Path) -> dict[str, float]:

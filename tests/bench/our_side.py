@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from safetensors.torch import save_file
 
-from spmd_rl import sync
+from spmd_rl import weights
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.rlvr import run
 from spmd_rl.track import Run
@@ -24,7 +24,7 @@ EVERY = "SPMD_RL_BENCH_EVERY"
 
 def hold() -> None:
     """Put the gate in front of the steps of this process."""
-    step_of, build = Run.step, sync.build
+    step_of, build = Run.step, weights.build
     rank, every = int(os.environ.get("RANK", "0")), int(os.environ.get(EVERY, "1"))
     gate = Gate.connect(rank)
     policies: list[TrainBackend] = []
@@ -37,11 +37,11 @@ def hold() -> None:
         with step_of(track, step):
             yield
 
-    def noted(policy: TrainBackend, *others: object) -> sync.Publisher:
+    def noted(policy: TrainBackend, *others: object) -> weights.Publisher:
         policies.append(policy)
         return build(policy, *others)
 
-    Run.step, sync.build = held, noted
+    Run.step, weights.build = held, noted
 
 
 def save(policy: TrainBackend, path: str, rank: int) -> None:

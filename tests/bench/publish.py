@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from spmd_rl import engine, sync, train
+from spmd_rl import engine, train, weights
 from spmd_rl.distributed import World
 from tests.bench import show, work
 from tests.dist.harness import run_ranks
@@ -30,7 +30,7 @@ def rounds(world: World, overrides: Sequence[str], steps: int) -> dict[str, Any]
     cfg = work.loaded(overrides)
     policy = train.build_roles(cfg.roles, world).policy
     generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-    publish = sync.build(policy, generator, world)
+    publish = weights.build(policy, generator, world)
     publish(version=0)
     source = [tensor.clone() for _, tensor in policy.weights()]
     target = [tensor.clone() for tensor in source]

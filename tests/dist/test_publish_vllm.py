@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spmd_rl import engine as engines
-from spmd_rl import sync
+from spmd_rl import weights
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
@@ -53,7 +53,7 @@ def test_weights_arrive_rounded(tmp_path):
     """First, since one process has one default group, which the fixture below keeps."""
     path = tiny("qwen2", tmp_path, **VLLM_SIZES)
     with vllm_engine(path, "bfloat16") as engine, solo() as world:
-        publish = sync.build(Policy(path, torch.bfloat16), engine, world)
+        publish = weights.build(Policy(path, torch.bfloat16), engine, world)
         assert all(publish(version=v)["publish/probe_abs_diff"] < 0.02 for v in range(2))
 
 
@@ -71,7 +71,7 @@ def test_the_experts_of_a_mixture_arrive_every_time(width, tmp_path):
     path = tiny("qwen3_moe", tmp_path, **VLLM_SIZES, **EXPERTS["qwen3_moe"] | {"moe_intermediate_size": width})
     policy = Mixture(path, torch.float32)
     with vllm_engine(path) as engine, solo() as world:
-        publish = sync.build(policy, engine, world)
+        publish = weights.build(policy, engine, world)
         for version in range(3):
             assert publish(version=version)["publish/probe_abs_diff"] < 1e-5
             grow(policy.model)
@@ -93,7 +93,7 @@ def road(path, engine):
     """A trainer and a publisher that has published version 1; then the trainer has learnt."""
     policy = Policy(path, torch.float32)
     with solo() as world:
-        publish = sync.build(policy, engine, world)
+        publish = weights.build(policy, engine, world)
         publish(version=1)
         grow(policy.model)
         yield policy, publish
@@ -247,7 +247,7 @@ def replica_of_two(world, path):
         engine=EngineConfig(name="vllm", tp=2, max_running=16, kv_tokens=1024),
     )
     engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-    publish, whole = sync.build(policy, engine, world), policy.weights
+    publish, whole = weights.build(policy, engine, world), policy.weights
     last = world.rank == world.size - 1
     diffs = [publish(version=0)["publish/probe_abs_diff"]]
     served = serve(engine)

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from spmd_rl import sync
+from spmd_rl import weights
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.learn.policy_loss import bind_loss
@@ -129,7 +129,7 @@ def test_4_a_publish_of_3b(tmp_path):
     with one_rank(tmp_path / "run") as world:
         policy = trainer(world, path)
         engine = NativeEngine(empty_module(path, torch.bfloat16, world.device), max_running=8, kv_tokens=4096)
-        publish = sync.build(policy, engine, world, 0)
+        publish = weights.build(policy, engine, world, 0)
         publish(version=0)
         metrics = publish(version=1)
         note("publish", **metrics, floor_seconds=metrics["publish/bytes"] / 4.3e12)

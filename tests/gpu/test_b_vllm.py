@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmd_rl import engine as engines
-from spmd_rl import sync
+from spmd_rl import weights
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.types import Request
 from tests.engines import VLLM_SIZES, needs_vllm
@@ -76,9 +76,8 @@ def test_2_thirty_cycles_beside_a_large_trainer(tmp_path):
     path = random_model("1.7b", tmp_path / "model")
     with one_rank(tmp_path / "run") as world:
         policy = trainer(world, path, offload=True)
-        cfg = vllm_settings(path, max_running=64, kv_tokens=65536)
-        engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-        publish = sync.build(policy, engine, world, 1)
+        engine = engines.build(vllm_settings(path, max_running=64, kv_tokens=65536), world)
+        publish = weights.build(policy, engine, world, 1)
         asleep = []
         for version in range(30):
             hoard = [torch.empty(2**30, dtype=torch.uint8, device=world.device) for _ in range(60)]
@@ -99,9 +98,8 @@ def test_3_speed_of_decoding(name, tmp_path):
     path = random_model(name, tmp_path / "model")
     with one_rank(tmp_path / "run") as world:
         policy = trainer(world, path, offload=True)
-        cfg = vllm_settings(path, max_running=1024, kv_tokens=1024 * 640)
-        engine = engines.build(cfg.engine, cfg.policy, cfg.train.offload, world)
-        sync.build(policy, engine, world, 0)(version=0)
+        engine = engines.build(vllm_settings(path, max_running=1024, kv_tokens=1024 * 640), world)
+        weights.build(policy, engine, world, 0)(version=0)
         with engine.awake():
             ask(engine, request("warm", 0))
             for running in (64, 256, 1024):

@@ -28,7 +28,7 @@ def leave_open(tmp_path: Path, monkeypatch) -> None:
     scorer = opened.__enter__()
     courier = Courier([exchange.address, "tcp://127.0.0.1:9"], 0, lambda: None)
     courier.deliver("step", 1, b"which nobody takes")
-    courier.let_go(1)
+    courier.release(1)
     kept.extend([exchange, opened, scorer, courier])
     Path(os.environ["HOST_PID"]).write_text(str(host_of(scorer).pid))
 

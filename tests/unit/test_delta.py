@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.errors import RunFailed
-from spmd_rl.split.delta import decode, encode, word
+from spmd_rl.weights.delta import decode, encode, word
 
 DTYPES = ("bool", "uint8", "int8", "float8_e4m3fn", "float16", "bfloat16", "float32", "int64", "float64", "complex128")
 SPECIAL = (0x00, 0x80, 0xFF, 0x7F)

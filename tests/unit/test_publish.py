@@ -7,14 +7,14 @@ import pytest
 import torch
 import xxhash
 
-from spmd_rl import sync
+from spmd_rl import weights
 from spmd_rl.distributed import solo
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.model.fingerprint import checksum, fingerprint
-from spmd_rl.sync import probe
+from spmd_rl.weights import probe
 from tests.models import tiny
 
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2))
@@ -74,7 +74,7 @@ def native(path, dtype=torch.float32, kind=NativeEngine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_arrive(path, world, dtype):
     policy, engine = Policy(path, dtype), native(path, dtype)
-    metrics = sync.build(policy, engine, world)(version=3)
+    metrics = weights.build(policy, engine, world)(version=3)
     held = dict(engine.loaded_weights())
     assert all(torch.equal(held[name], tensor) for name, tensor in policy.weights())
     assert metrics["publish/bytes"] == sum(tensor.nbytes for tensor in held.values())
@@ -90,7 +90,7 @@ def test_weights_arrive(path, world, dtype):
 def fails(policy, engine, world, *words):
     """The second publish fails with these words; the first, unbroken, has passed."""
     with pytest.raises(RunFailed) as caught:
-        sync.build(policy, engine, world)(version=2)
+        weights.build(policy, engine, world)(version=2)
     assert str(caught.value).startswith("publish of version 2, rank 0: ")
     for word in words:
         assert word in str(caught.value)
@@ -201,7 +201,7 @@ class Hidden(Stale):
 
 def test_the_probe_alone_finds_stale_weights(llama, world):
     engine, policy = native(llama, kind=Hidden), Policy(llama, torch.float32)
-    publish = sync.build(policy, engine, world)
+    publish = weights.build(policy, engine, world)
     publish(version=1)
     with torch.no_grad():
         for weight in policy.model.parameters():
@@ -211,7 +211,7 @@ def test_the_probe_alone_finds_stale_weights(llama, world):
 
 @pytest.mark.parametrize(("every", "probed"), [(1, range(5, 12)), (3, [5, 6, 9]), (0, [5])])
 def test_the_first_publish_is_probed_and_then_every_nth(llama, world, every, probed):
-    publish = sync.build(Policy(llama, torch.float32), native(llama), world, every)
+    publish = weights.build(Policy(llama, torch.float32), native(llama), world, every)
     metrics = {version: publish(version) for version in range(5, 12)}
     assert [version for version, found in metrics.items() if "publish/probe_abs_diff" in found] == list(probed)
     assert all("publish/probe_seconds" in found for found in metrics.values())
@@ -219,7 +219,7 @@ def test_the_first_publish_is_probed_and_then_every_nth(llama, world, every, pro
 
 def test_bytes_are_compared_in_a_publish_that_is_not_probed(llama, world):
     policy, engine = Policy(llama, torch.float32), native(llama, kind=Stale)
-    publish = sync.build(policy, engine, world, 0)
+    publish = weights.build(policy, engine, world, 0)
     publish(version=1)
     with torch.no_grad():
         for weight in policy.model.parameters():
@@ -244,7 +244,7 @@ def test_a_failed_publish_serves_no_token_where_weights_lack(llama, world):
 
 def test_publishing_again_and_again(llama, world):
     policy, engine = Policy(llama, torch.float32), native(llama)
-    publish = sync.build(policy, engine, world)
+    publish = weights.build(policy, engine, world)
     assert all(publish(version=v)["publish/probe_abs_diff"] < 1e-5 for v in range(3))
 
 

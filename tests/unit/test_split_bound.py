@@ -20,10 +20,11 @@ from spmd_rl.rollout import Rollouts
 from spmd_rl.rollout.rounds import Cursor, plan_round
 from spmd_rl.simulate import Lengths, Scene, Speed, long_tail
 from spmd_rl.simulate.two_sides import Costs, Generation, Split, Trained
-from spmd_rl.split import Generator, HandedOver, generator, in_flight
-from spmd_rl.split.publisher import NEWEST, Announcement
-from spmd_rl.split.sides import GenerateSide, TrainSide
+from spmd_rl.split import Generator, HandedOver, generator
+from spmd_rl.split.sides import NEWEST, GenerateSide, TrainSide
 from spmd_rl.types import Verdict
+from spmd_rl.weights import in_flight
+from spmd_rl.weights.messages import Announcement
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 
 MODES = ({}, {"accept": "first_finished"}, {"tail": "defer"}, {"claim": "static"})
@@ -132,7 +133,7 @@ class Job:
         self.delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
         self.steps: list = []
         self.saved: tuple[int, dict] = 0, {"next_ticket": 0, "skipped": [], "prompts": "fake"}
-        side = TrainSide(world, self, [[0]])
+        side = TrainSide(world, self, [0])
         self.handed_over = HandedOver(cfg, FakePrompts(7), FakeTokenizer(), side)
         self._slow, self.held = 0, None
 
@@ -191,13 +192,13 @@ class Job:
         self.held = version if version in self.staged else None
         return self.held is not None
 
-    def fetch(self, version: int, num_pieces: int, kept: object):
+    def fetch(self, version: int, num_pieces: int, base: object):
         self.turns()
         assert version in self.staged, "the version is gone before it was fetched"
         self.held = None
         yield from ()
 
-    def let_go(self, version: int) -> None:
+    def release(self, version: int) -> None:
         self.held = None
 
     def turns(self) -> None:
@@ -220,7 +221,7 @@ class Second:
     def hold(self, version: int) -> bool:
         return self.job.hold(version)
 
-    def fetch(self, version: int, num_pieces: int, kept: object):
+    def fetch(self, version: int, num_pieces: int, base: object):
         assert version in self.job.staged, "the version is gone before it was fetched"
         self.job.held = None
         yield from ()

@@ -17,11 +17,12 @@ from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import RunFailed
 from spmd_rl.process import in_background
 from spmd_rl.sidecar.sockets import send
-from spmd_rl.split import messages
 from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Exchange, Staged
+from spmd_rl.split.exchange import Exchange
 from spmd_rl.split.groups import pack, unpack_groups
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Survivors, Turn, Verdict
+from spmd_rl.weights import messages
+from spmd_rl.weights.staged import Staged
 from tests import sockets
 from tests.patience import patient
 
@@ -61,7 +62,7 @@ def courier(exchanges):
 def stage(exchanges: list[Exchange], version: int, tensors: dict[str, torch.Tensor] = TENSORS) -> None:
     for rank, exchange in enumerate(exchanges):
         mine = {index: piece for index, piece in staged(tensors).items() if index % len(exchanges) == rank}
-        exchange.stage(version, mine, None, nullcontext())
+        exchange.weights.stage(version, mine, None, nullcontext())
 
 
 def test_every_tensor_arrives_in_order_and_to_the_bit(exchanges, courier) -> None:
@@ -100,7 +101,7 @@ def test_damage_on_the_way_is_found(exchanges, courier) -> None:
     pieces = staged(TENSORS)
     pieces[2] = pieces[2]._replace(payload=memoryview(bytes([6, *pieces[2].payload[1:]])))
     for rank, exchange in enumerate(exchanges):
-        exchange.stage(0, {i: piece for i, piece in pieces.items() if i % 2 == rank}, None, nullcontext())
+        exchange.weights.stage(0, {i: piece for i, piece in pieces.items() if i % 2 == rank}, None, nullcontext())
     with pytest.raises(RunFailed, match="version 0 of scalar arrived damaged"):
         list(courier.fetch(0, len(TENSORS), None))
 
@@ -128,7 +129,7 @@ def test_only_listed_keys_are_served(tmp_path: Path) -> None:
                     keys.secure(stranger)
                 stranger.connect(exchange.address)
                 for _ in range(3):  # from the moment in which it is refused nothing more is taken from it
-                    send(stranger, messages.Begin(0, 0, None))
+                    send(stranger, messages.Hold(0, 0, None))
                     assert not stranger.poll(300)
 
 

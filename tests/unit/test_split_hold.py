@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Exchange, Staged
-from spmd_rl.split.messages import digest
+from spmd_rl.split.exchange import Exchange
+from spmd_rl.weights.messages import digest
+from spmd_rl.weights.staged import Staged
 
 
 def pieces(version: int) -> dict[int, Staged]:
@@ -31,22 +32,22 @@ def test_a_held_version_outlives_those_that_follow(ends) -> None:
     exchanges, courier = ends
     for version in (1, 2):
         for exchange in exchanges:
-            exchange.stage(version, pieces(version), None, nullcontext())
+            exchange.weights.stage(version, pieces(version), None, nullcontext())
     assert courier.hold(1)
-    later = threading.Thread(target=exchanges[0].stage, args=(3, pieces(3), None, nullcontext()), daemon=True)
+    later = threading.Thread(target=exchanges[0].weights.stage, args=(3, pieces(3), None, nullcontext()), daemon=True)
     later.start()
     ((name, tensor, _),) = courier.fetch(1, 1, None)
     assert name == "weight" and torch.equal(tensor, torch.ones(4, dtype=torch.uint8))
     later.join(30)
-    assert exchanges[0].newest == 3 and not courier.hold(1), "nobody holds it any more"
+    assert exchanges[0].weights.newest == 3 and not courier.hold(1), "nobody holds it any more"
 
 
 def test_what_one_of_them_has_let_go_of_is_not_held_by_the_others(ends) -> None:
     (first, second), courier = ends
     for version in (1, 2, 3):
-        first.stage(version, pieces(version), None, nullcontext())
+        first.weights.stage(version, pieces(version), None, nullcontext())
     for version in (1, 2):
-        second.stage(version, pieces(version), None, nullcontext())
+        second.weights.stage(version, pieces(version), None, nullcontext())
     assert not courier.hold(1)
-    second.stage(3, pieces(3), None, nullcontext())  # does not wait
+    second.weights.stage(3, pieces(3), None, nullcontext())  # does not wait
     assert courier.hold(3)

@@ -2,6 +2,7 @@
 
 import tempfile
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from spmd_rl.config.schema import EvalConfig, PublishConfig, RlvrConfig
 from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.split import Generator, StagingPublisher, messages
+from spmd_rl.split import Generator
 from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Delta, Exchange, Staged, with_delta
-from spmd_rl.split.kept import Kept
-from spmd_rl.split.sides import GenerateSide, TrainSide
+from spmd_rl.split.exchange import Exchange
+from spmd_rl.split.sides import GenerateSide, announce
+from spmd_rl.weights import Local, Publisher, Served, messages
+from spmd_rl.weights.delta import DeltaBase
+from spmd_rl.weights.staged import Delta, Staged, with_delta
 from tests.models import tiny
 from tests.unit.test_publish import Q1, Policy, native
 
@@ -28,20 +31,22 @@ class Road:
     """A training rank and the generating ranks that a test asks for, all in this process."""
 
     def __init__(self, model, stack: ExitStack, delta: bool = True) -> None:
-        self._model, self._stack = model, stack
+        self.model, self._stack = model, stack
         self.world = stack.enter_context(solo())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         self.exchange = stack.enter_context(closing(Exchange(f"ipc://{folder}/0/x")))
         self.policy = Policy(model, torch.bfloat16)
         self.cfg = RlvrConfig(steps=1, eval=EvalConfig(every=0), publish=PublishConfig(probe_every=0, delta=delta))
-        side = TrainSide(self.world, self.exchange, [[]])  # whose engines' answers nobody waits for
-        self.publish = StagingPublisher(self.policy, side, self.world.store, self.cfg.publish)
+        announces = partial(announce, self.world.store)
+        parts = self.exchange.weights, self.world, announces, lambda version: {}  # no engine elsewhere is probed
+        self.served = Served(*parts, deltas=delta)
+        self.publish = Publisher(self.policy, self.world, [self.served], probe_every=0)
 
     def generator(self, sender: int = 0) -> "Rank":
         """sender: its place among the generating ranks."""
         courier = Courier([self.exchange.address], sender, self.world.progress)
         self._stack.enter_context(closing(courier))
-        return Rank(self, native(self._model, torch.bfloat16), courier)
+        return Rank(self, native(self.model, torch.bfloat16), courier)
 
     def update(self) -> None:
         """Change a few elements of one weight; one of them is 0.0 and -0.0 by turns."""
@@ -103,6 +108,20 @@ def test_without_deltas_all_of_it_travels(llama):
             assert rank.follow(version) == metrics["publish/bytes"] and "publish/delta_bytes" not in metrics
 
 
+def test_one_pass_reaches_an_engine_here_and_those_that_fetch(road):
+    here, there = native(road.model, torch.bfloat16), road.generator()
+    publish = Publisher(road.policy, road.world, [road.served, Local(here, road.world)])
+    for version in (1, 2):
+        road.update()
+        road.policy.taken = 0
+        metrics = publish(version)
+        given = dict(road.policy.model.named_parameters())
+        assert road.policy.taken == len(given), "gathered once"
+        assert all(torch.equal(held, given[name]) for name, held in here.loaded_weights())
+        there.follow(version)
+    assert metrics["publish/probe_abs_diff"] < 0.02 and metrics["publish/delta_share"] < 0.01
+
+
 def test_a_weight_that_is_lost_stops_the_run(road):
     rank = road.generator()
     road.publish(1)
@@ -123,19 +142,19 @@ class Exchanging:
         exchanges = [Exchange(f"ipc://{folder}/{index}/x") for index in range(2)]
         self.exchanges = [stack.enter_context(closing(exchange)) for exchange in exchanges]
         courier = Courier([exchange.address for exchange in exchanges], 0, lambda: None)
-        self.courier, self.kept = stack.enter_context(closing(courier)), Kept()
+        self.courier, self.held = stack.enter_context(closing(courier)), DeltaBase()
         self.stage(1, pieces(1), None)
         self.fetched = self.fetch(1)
-        self.kept.complete(1, bytes(16))
-        self.base = self.kept.base
+        self.held.complete(1, bytes(16))
+        self.base = self.held.version
 
     def stage(self, version: int, found: dict[int, Staged], base: messages.Base | None) -> None:
         for rank, exchange in enumerate(self.exchanges):
             share = {index: piece for index, piece in found.items() if index % 2 == rank}
-            exchange.stage(version, share, base, self.waiting)
+            exchange.weights.stage(version, share, base, self.waiting)
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor, _ in self.courier.fetch(version, 3, self.kept)}
+        return {name: tensor for name, tensor, _ in self.courier.fetch(version, 3, self.held)}
 
 
 @pytest.fixture
@@ -178,22 +197,22 @@ def test_what_is_no_smaller_comes_whole_and_nothing_is_written_over(exchanging):
 )
 def test_a_trainer_refuses_deltas_of_another_base(exchanging, base):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
-    exchanging.kept.base = base
+    exchanging.held.version = base
     assert_version(exchanging.fetch(2), 2)
     assert exchanging.courier.num_bytes == 3 * 2000
 
 
 def test_one_trainer_without_the_base_is_enough_to_fetch_all(exchanging):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
-    exchanging.exchanges[1].stage(2, {1: pieces(2)[1]}, None, exchanging.waiting)
+    exchanging.exchanges[1].weights.stage(2, {1: pieces(2)[1]}, None, exchanging.waiting)
     assert_version(exchanging.fetch(2), 2)
     assert exchanging.courier.num_bytes == 3 * 2000
 
 
 def test_what_was_not_fetched_to_its_end_is_no_base(exchanging):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
-    next(exchanging.courier.fetch(2, 3, exchanging.kept))
-    assert exchanging.kept.base is None
+    next(exchanging.courier.fetch(2, 3, exchanging.held))
+    assert exchanging.held.version is None
 
 
 def test_a_copy_that_has_changed_since_is_found(exchanging):

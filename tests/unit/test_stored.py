@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmd_rl import sync
+from spmd_rl import weights
 from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.distributed import solo
 from spmd_rl.engine.native import NativeEngine, empty_module
@@ -58,5 +58,5 @@ def test_the_road_into_an_engine(path):
 
     engine = NativeEngine(empty_module(path, torch.float32), max_running=8, kv_tokens=512)
     with solo() as world:
-        metrics = sync.build(Trainer(path, torch.float32), engine, world)(version=1)
+        metrics = weights.build(Trainer(path, torch.float32), engine, world)(version=1)
     assert metrics["publish/probe_abs_diff"] < 1e-5

@@ -1,7 +1,7 @@
 """The weights on their way into vLLM's loader, and as it holds them afterwards.
 
 vLLM fuses projections that read the same input, and on the CPU packs every matrix in a layout of its own. What it keeps
-plain can be compared bit by bit with what it was given; for the rest the probe must speak (`sync/probe.py`).
+plain can be compared bit by bit with what it was given; for the rest the probe must speak (`weights/probe.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""`WeightStream`: all weights on their way to one rank's engine, each hashed, counted and timed as it passes."""
+"""`WeightStream`: all weights on their way through one rank, each hashed, counted and timed as it passes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -7,11 +7,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from spmd_rl.engine.base import Engine
 from spmd_rl.model.fingerprint import finish, start
 
 
 class WeightStream:
-    """One pass over the weights that a transport carries to this rank. A second loop goes on where the first ended."""
+    """One pass over weights that are gathered or received. A second loop goes on where the first ended."""
 
     def __init__(
         self, weights: Iterable[tuple[str, Tensor]], device: torch.device, progress: Callable[[], None]
@@ -24,7 +25,7 @@ class WeightStream:
         """Of the last floating tensor."""
         self.num_bytes = 0
         self.wait_seconds = 0.0
-        """Spent until each tensor was here: gathered by the trainer, carried by the transport."""
+        """Spent until each tensor was here."""
         self.hash_seconds = 0.0
         self._weights, self._device, self._progress = iter(weights), device, progress
 
@@ -53,3 +54,14 @@ class WeightStream:
     def digest(self) -> bytes:
         """Return 16 bytes over all names and fingerprints, in the order of the stream."""
         return xxhash.xxh3_128_digest(b"".join(name.encode() + value for name, value in self.fingerprints.items()))
+
+    def difference(self, engine: Engine) -> str:
+        """Return the first difference from what an engine holds, as far as it shows that; or nothing."""
+        given, held = self.fingerprints, dict(engine.loaded_weights())
+        found = finish({name: start(tensor.to(self._device)) for name, tensor in held.items() if tensor is not None})
+        for name in held:
+            if name not in given:
+                return f"{name} was not handed over"
+            if name in found and found[name] != given[name]:
+                return f"the engine holds other bytes of {name} than it was given"
+        return next((f"the engine holds no {name}" for name in given if name not in held), "")

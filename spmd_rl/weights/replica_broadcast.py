@@ -1,4 +1,4 @@
-"""`ReplicaRoad`: the last stretch of the weight road, from the first rank of a replica, which fetches, to the others.
+"""`ReplicaBroadcast`: the last stretch of the weight road, from a replica's first rank, which fetches, to the others.
 
 The ranks of a replica (`engine.tp`) need the same weights, and lie close together: a version comes over the network
 once for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.distributed import World
-from spmd_rl.split import messages
+from spmd_rl.weights import messages
 
 BUCKET_BYTES = 64 * 2**20
 """Tensors are sent together until they are as large as that."""
@@ -24,7 +24,7 @@ Piece = tuple[str, Tensor, bytes]
 """Name, tensor and digest of its bytes."""
 
 
-class ReplicaRoad:
+class ReplicaBroadcast:
     """Of one replica: neighbouring ranks of `world`."""
 
     def __init__(self, world: World, num_ranks: int, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -37,8 +37,8 @@ class ReplicaRoad:
         self._group = world.process_group("weights", ranks=block) if num_ranks > 1 else None  # [block]
         self._first, self._bucket_bytes = world.ranks[block[0]], bucket_bytes
 
-    def tell(self, name: str, record: Any) -> Any:
-        """[all] of the replica: what its first rank says."""
+    def broadcast(self, name: str, record: Any) -> Any:
+        """[all] of the replica: the record of its first rank."""
         return self._world.broadcast(name, record)
 
     def carry(self, pieces: Iterable[Piece] | None) -> Iterable[Piece]:
@@ -53,8 +53,9 @@ class ReplicaRoad:
     def _send(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for bucket in _buckets(pieces, self._bucket_bytes):
             tensors = [tensor.to(self._world.device) for _, tensor, _ in bucket]
-            self._world.broadcast(BUCKET, [_head(name, tensor) for name, tensor, _ in bucket])  # [all]
-            self._meet(torch.cat([_bytes(tensor) for tensor in tensors]))  # [all]
+            heads = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor, _ in bucket]
+            self._world.broadcast(BUCKET, heads)  # [all]
+            self._meet(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]))  # [all]
             for (name, _, digest), tensor in zip(bucket, tensors, strict=True):
                 yield name, tensor, digest
         self._world.broadcast(BUCKET, [])  # [all]
@@ -74,11 +75,6 @@ class ReplicaRoad:
             dist.broadcast(flat, self._first, group=self._group)
 
 
-def _head(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
-    """What a tensor is, without its bytes."""
-    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-
-
 def _buckets(pieces: Iterable[Piece], num_bytes: int) -> Iterator[list[Piece]]:
     """The pieces in order, some at a time: until they have so many bytes."""
     bucket: list[Piece] = []
@@ -89,8 +85,3 @@ def _buckets(pieces: Iterable[Piece], num_bytes: int) -> Iterator[list[Piece]]:
             bucket = []
     if bucket:
         yield bucket
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, which share its memory."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -13,8 +13,10 @@ import sys
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spmd_rl.errors import RunFailed
+from spmd_rl.weights import messages
 
 WIDTHS = (1, 2)
 MAX_WORD = 8
@@ -61,6 +63,49 @@ def decode(base: memoryview, payload: memoryview, word: int) -> bytearray:
 def word(dtype: str) -> int:
     """Return the bytes of the words as which a tensor of this dtype, by its name in torch, is compared."""
     return min(getattr(torch, dtype).itemsize, MAX_WORD)
+
+
+class DeltaBase:
+    """A generating rank's own copy of the weights that it has loaded last, to which deltas are applied.
+
+    It lies in host memory and takes as many bytes as the weights: engines may pack, cast or shard what they are given,
+    and a delta needs the very bits. What `place` returns is never written to again: the next version is a new tensor.
+    Complete only between `complete` and the first piece of the next version.
+    """
+
+    def __init__(self) -> None:
+        self.version: messages.Base | None = None
+        """The version that is here, whole and as its trainers announced it; or None."""
+        self._tensors: dict[int, tuple[str, bytearray]] = {}
+
+    def place(self, piece: messages.Piece, payload: memoryview) -> Tensor:
+        """Return the tensor (on the CPU) of a piece that has arrived, and keep its bytes.
+
+        RunFailed if it is the delta of another tensor than what is here, or does not lead to what the trainer has.
+        """
+        self.version, (name, held) = None, self._tensors.get(piece.index, ("", b""))
+        if piece.base is None:
+            data = bytearray(payload)
+        else:
+            if name != piece.name or messages.digest(held) != piece.base:
+                raise RunFailed(f"version {piece.version} of {piece.name} is a delta of other bytes than are here")
+            data = decode(memoryview(held), payload, word(piece.dtype))
+            if messages.digest(data) != piece.whole:
+                raise RunFailed(f"version {piece.version} of {piece.name}: its delta leads to other bytes")
+        self._tensors[piece.index] = piece.name, data
+        return tensor_of(piece, data)
+
+    def complete(self, version: int, digest: bytes) -> None:
+        """Say that all pieces of this version are here, and that they are what was announced with this digest."""
+        self.version = messages.Base(version, digest)
+
+
+def tensor_of(piece: messages.Piece, data: bytearray) -> Tensor:
+    """Return the tensor that lies in these bytes, without a copy."""
+    dtype = getattr(torch, piece.dtype)
+    if not data:
+        return torch.empty(piece.shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(piece.shape)
 
 
 def _words(data: memoryview, word: int) -> np.ndarray:

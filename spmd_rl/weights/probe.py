@@ -53,22 +53,26 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
     return [Answer(c.token_ids.tolist(), c.logprobs.tolist()) for c in ordered], ""
 
 
-def judge(policy: TrainBackend, by_rank: list[list[Answer]]) -> dict[int, float]:
-    """[all] Return the mean absolute difference of an engine's logprobs from the trainer's, in nats, by its rank.
+def judge(policy: TrainBackend, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
+    """[all] Return the mean absolute difference of an engine's logprobs from the trainer's, in nats, by its name.
 
-    by_rank: each rank's answers, none where it has no engine; equal on all ranks. The engines are shared out among the
-    trainer's data shards, so that what is returned covers a part of them, and nothing where there are few.
+    by_engine: equal on all ranks. The engines are shared out among the trainer's data shards, so that what is returned
+    covers a part of them, and nothing where there are few.
     """
     data = policy.layout.data
-    mine = [rank for rank, answers in enumerate(by_rank) if answers][data.rank :: data.size]
-    batch = pack(_sample(rank, index, answer) for rank in mine for index, answer in enumerate(by_rank[rank]))
+    mine = list(by_engine)[data.rank :: data.size]
+    batch = pack(
+        _sample(ticket, index, answer)
+        for ticket, engine in enumerate(mine)
+        for index, answer in enumerate(by_engine[engine])
+    )
     logprobs, _ = policy.logprobs(batch, temperature=1.0)  # [all]
     differences = (logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
-    of_engines = differences.split([sum(len(answer.token_ids) for answer in by_rank[rank]) for rank in mine])
-    return {rank: difference.mean().item() for rank, difference in zip(mine, of_engines, strict=True)}
+    of_engines = differences.split([sum(len(answer.token_ids) for answer in by_engine[engine]) for engine in mine])
+    return {engine: difference.mean().item() for engine, difference in zip(mine, of_engines, strict=True)}
 
 
-def _sample(rank: int, index: int, answer: Answer) -> Sample:
+def _sample(ticket: int, index: int, answer: Answer) -> Sample:
     ids, logprobs = array("i", answer.token_ids), array("f", answer.logprobs)
     turn = Turn(PROMPTS[index], ids, logprobs, array("i", [0] * len(ids)), "length")
-    return Sample(rank, index, (turn,), Verdict("ok"))
+    return Sample(ticket, index, (turn,), Verdict("ok"))

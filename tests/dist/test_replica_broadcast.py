@@ -3,8 +3,8 @@
 import torch
 
 from spmd_rl.distributed import World
-from spmd_rl.split import messages
-from spmd_rl.split.replica_road import ReplicaRoad
+from spmd_rl.weights import messages
+from spmd_rl.weights.replica_broadcast import ReplicaBroadcast
 from tests.dist.harness import run_ranks
 
 SHAPES = [("odd", torch.bfloat16, (3, 5)), ("askew", torch.float32, (7,)), ("none", torch.float32, (0, 4))]
@@ -23,15 +23,15 @@ def pieces(index: int) -> list:
 
 
 def carried(world: World, tp: int, bucket_bytes: int) -> list:
-    road = ReplicaRoad(world, tp, bucket_bytes)
+    replica = ReplicaBroadcast(world, tp, bucket_bytes)
     own = pieces(world.rank // tp)
-    said = road.tell("test: hello", world.rank)
+    said = replica.broadcast("test: hello", world.rank)
     arrived = [
         (name, str(tensor.dtype), list(tensor.shape), bytes_of(tensor).hex(), digest.hex())
-        for name, tensor, digest in road.carry(own if road.leads else None)
+        for name, tensor, digest in replica.carry(own if replica.leads else None)
     ]
     expected = [(name, str(t.dtype), list(t.shape), bytes_of(t).hex(), digest.hex()) for name, t, digest in own]
-    return [arrived == expected, len(arrived), road.leads, said]
+    return [arrived == expected, len(arrived), replica.leads, said]
 
 
 def test_all_ranks_of_a_replica_get_what_its_first_one_has() -> None:
