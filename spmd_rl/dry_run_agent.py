@@ -40,16 +40,20 @@ def show(cfg: AgenticConfig) -> None:
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, cfg.env.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table(console, "Batch arithmetic", _arithmetic(cfg, tasks))
+    not_played: dict[str, str] = {}
     with closing(LocalEnvironments(cfg.env, timed=True)) as environments:
         for number in range(max(SHOWN, len(cfg.env.tags))):
             task = tasks.ticket(number, cfg.seed)[1]
             with phase(f"playing env.{task.domain}"):
-                _show_episode(console, task, cfg, environments, tokenizer)
+                not_played[task.domain] = _show_episode(console, task, cfg, environments, tokenizer)
         for tag in cfg.env.tags:
             with phase(f"playing env.{tag}, held out"):
                 table(console, f"env.{tag}", asyncio.run(_returns(cfg, tag, tasks, environments, tokenizer)))
     table(console, "Would be written", outputs(cfg))
     console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
+    for tag, reason in not_played.items():
+        if cfg.warmup.steps and reason:
+            raise UserError(f"warmup.steps={cfg.warmup.steps}: env.{tag} shows nothing to learn from: {reason}")
 
 
 def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
@@ -77,8 +81,8 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
 
 def _show_episode(
     console: Console, task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer
-) -> None:
-    """Print an episode as the model sees it, what is trained in colour."""
+) -> str:
+    """Print an episode as the model sees it, what is trained in colour; why it was not played, empty if it was."""
     group = asyncio.run(_played(task, cfg, environments, tokenizer))
     verdict = group.samples[-1].verdict
     console.print()
@@ -89,7 +93,7 @@ def _show_episode(
         ids = tokenizer.render(first_messages(cfg.env.tags[task.domain], start, numbers))
         console.print(Text(short(tokenizer.visible(ids)), "bright_black"))
         console.print(f"[not played: {printable(_reason(verdict), lines=False)}]")
-        return
+        return _reason(verdict)
     for sample in group.samples:
         for turn in sample.turns:
             console.print(Text(short(tokenizer.visible(turn.prompt_ids)), "bright_black"), end="")
@@ -98,6 +102,7 @@ def _show_episode(
     given = sum(len(turn.prompt_ids) for sample in group.samples for turn in sample.turns)
     rewards = ", ".join(f"{turn.step.reward:g}" for sample in group.samples for turn in sample.turns if turn.step)
     console.print(f"[return {verdict.score:g} = {rewards}; {tokens} tokens trained (green), {given} without loss]")
+    return ""
 
 
 async def _played(task: Prompt, cfg: AgenticConfig, environments: Environments, tokenizer: Tokenizer) -> Group:

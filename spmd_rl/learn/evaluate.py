@@ -78,33 +78,36 @@ class Evaluation:
                         sums[f"{group.prompt.domain}/{name}/count"] += 1
             parts = [[group.prompt.domain, sum_parts(group.samples)] for group in groups]
             unscored = [s.verdict.detail for g in groups for s in g.samples if s.last and not s.verdict.scored]
-            mine = [[p for p in parts if p[1]], len(unscored), next(filter(None, unscored), "")]
+            scored = Counter(g.prompt.domain for g in groups if any(s.last and s.verdict.scored for s in g.samples))
+            mine = [[p for p in parts if p[1]], len(unscored), next(filter(None, unscored), ""), dict(scored)]
             gathered = world.gather("eval: parts", mine)  # [all]
             everyone = [pair for theirs, *_ in gathered for pair in theirs]
             means = {tag: mean_parts(found for name, found in everyone if name == tag) for tag, _ in everyone}
             own = {f"val/{tag}/{name}": value for tag in sorted(means) for name, value in means[tag].items()}
-            own |= self._shares(prompts, step, [(count, first) for _, count, first in gathered], world.rank)
+            own |= self._shares(prompts, step, [found[1:] for found in gathered], world.rank)
             return _means(world.reduce("eval: scores", dict(sums), "sum")) | own  # [all]
 
     def _shares(
-        self, prompts: Sequence[Prompt], step: int, unscored: Sequence[tuple[int, str]], rank: int
+        self, prompts: Sequence[Prompt], step: int, found: Sequence[tuple[int, str, dict[str, int]]], rank: int
     ) -> dict[str, float]:
         """Over how many prompts the scores are, and the share of answers without one. RunFailed: see `__call__`.
 
-        unscored: of each rank, the number of answers without a score, and why the first has none.
+        found: of each rank, the number of answers without a score, why the first has none, and by domain the number of
+        prompts with a score.
         """
-        num_answers, num_unscored = len(prompts) * (self.settings.answers + 1), sum(count for count, _ in unscored)
+        num_answers, num_unscored = len(prompts) * (self.settings.answers + 1), sum(count for count, *_ in found)
         if not num_answers:
             return {}
         if num_unscored:
             line = f"{num_unscored} of {num_answers} held-out answers of step {step} got no score"
-            line += f"; the first: {next((detail for _, detail in unscored if detail), 'no reason is known')}"
+            line += f"; the first: {next((detail for _, detail, _ in found if detail), 'no reason is known')}"
             if not self.steps and num_unscored > self.error_budget * num_answers:  # alike on all ranks
                 raise RunFailed(f"reward.error_budget={self.error_budget:g}: {line}")
             if rank == 0:
                 tell(f"warning: {line}; val/* leave them out")
-        shares = {f"val/{domain}/num_prompts": float(n) for domain, n in Counter(p.domain for p in prompts).items()}
-        return shares | {"val/num_prompts": float(len(prompts)), "val/error_share": num_unscored / num_answers}
+        counts = {domain: sum(scored.get(domain, 0) for *_, scored in found) for domain in {p.domain for p in prompts}}
+        shares = {f"val/{domain}/num_prompts": float(counts[domain]) for domain in sorted(counts)}
+        return shares | {"val/num_prompts": float(sum(counts.values())), "val/error_share": num_unscored / num_answers}
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

@@ -56,6 +56,12 @@ def test_the_docs_environment_has_no_solution_and_passes(place: Path, capsys, mo
     assert "its solution  not tried: the environment has no solution()" in text and "no action     reward 0" in text
 
 
+def test_demonstrations_that_nobody_can_show_end_it(place: Path, monkeypatch) -> None:
+    with pytest.raises(UserError, match=r"^warmup.steps=2: env.guess shows nothing to learn from: .*no solution\(\)"):
+        previewed(place, monkeypatch, "GuessNumber", "warmup.steps=2")
+    previewed(place, monkeypatch, "Solved", "warmup.steps=2")
+
+
 @pytest.mark.parametrize(("pattern", "said"), [("", "return 1, 1, 1"), ("'A: (.*)'", "not tried: its pattern is no")])
 def test_a_solution_is_played_where_an_answer_can_be_written(place: Path, capsys, monkeypatch, pattern, said) -> None:
     previewed(place, monkeypatch, "Solved", *([f"env.guess.pattern={pattern}"] if pattern else []))

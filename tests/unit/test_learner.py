@@ -283,7 +283,7 @@ def test_held_out_answers_without_a_score_are_counted_and_said(capsys: pytest.Ca
     with solo() as world:
         rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(4), Broken(lambda *_: 1.0), FakeTokenizer(), world)
         metrics = evaluation(cfg)(rollouts, world, 0)
-        assert (metrics["val/num_prompts"], metrics["val/error_share"], metrics["val/score/mean"]) == (2, 0.5, 1.0)
+        assert (metrics["val/num_prompts"], metrics["val/error_share"], metrics["val/score/mean"]) == (1, 0.5, 1.0)
         line = "2 of 4 held-out answers of step 0 got no score; the first: no judge"
         assert f"warning: {line}; val/* leave them out" in capsys.readouterr().err
         cfg.steps = 0  # then there is nothing else to go on for
