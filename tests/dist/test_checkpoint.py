@@ -51,7 +51,7 @@ class Toy:
 
     def state(self) -> dict:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer["state"]}
 
     def save(self, folder: Path) -> list[Path]:
         return self.files.save(self.state(), folder)
@@ -59,7 +59,8 @@ class Toy:
     def load(self, folder: Path) -> None:
         state = self.state()
         self.files.load(state, folder)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        optimizer = get_state_dict(self.model, self.optimizer)[1] | {"state": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
 
     def counters(self) -> dict[str, int]:
         return {"updates": self.updates}

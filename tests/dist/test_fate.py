@@ -292,7 +292,7 @@ def judged(world: World, how: str, seconds: float, timeout: float) -> None:
     """An evaluation, or a step of training, by a judge that takes so long over each answer, and may take `timeout`."""
     cfg = RlvrConfig()
     cfg.rollout.prompts_per_step = cfg.rollout.answers_per_prompt = 2
-    cfg.reward.domains = {"toy": RewardConfig("a:B", timeout=timeout, start_seconds=0.1)}
+    cfg.reward.domains = {"toy": RewardConfig("tests.fakes:FakeScorer", timeout=timeout, start_seconds=0.1)}
     expected.MARGIN_SECONDS = 0.5
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0, lambda prompt: seconds)
     engine = FakeEngine(lambda request: 3)

@@ -10,7 +10,7 @@ ASKED = ["delitem", "getitem", "iter", "len", "next", "repr", "setitem", "str"]
 REFUSED = """
 abs add aenter aexit aiter and anext await bool bytes ceil complex contains dir divmod enter exit float floor floordiv
 format fspath ge gt iadd iand ifloordiv ilshift imatmul imod imul index int invert ior ipow irshift isub itruediv ixor
-le length_hint lshift lt matmul mod mro_entries mul neg or pos pow radd rand rdivmod reduce_ex reversed rfloordiv
+le lshift lt matmul mod mro_entries mul neg or pos pow radd rand rdivmod reduce_ex reversed rfloordiv
 rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor sizeof sub truediv trunc xor
 """
 
@@ -64,6 +64,8 @@ class Remote:
             return node_of(self)[1]
         if name == "__wrapped__":  # pytest looks for it
             raise AttributeError(name)
+        if name == "__class__" and _client(self).collects:  # pytest looks whether a parameter is of a kind of its own
+            return Remote
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             _client(self).want(f"the tests read {name} of an object of the code's")
         return _client(self).ask("get", self, [], [name])

@@ -43,6 +43,7 @@ SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr)})
 ITERATORS = (
     *(map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter("")), type(iter({}))),
     *(type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter(range(0)))),
+    *(type(reversed(thing)) for thing in ([], {}, {}.values(), {}.items())),
 )
 
 

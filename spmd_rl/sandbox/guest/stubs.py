@@ -19,18 +19,7 @@ from spmd_rl.sandbox.guest.values import Malformed
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
-STANDARD = [
-    "asyncio.exceptions",
-    "binascii",
-    "csv",
-    "dataclasses",
-    "decimal",
-    "json.decoder",
-    "re",
-    "statistics",
-    "struct",
-    "zlib",
-]
+STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
 
 
@@ -40,11 +29,11 @@ class Refused(BaseException):
 
 class Client:
     """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
-    of an object than plain values."""
+    of an object than plain values; `collects`, whether pytest collects tests, of which none runs meanwhile."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""
-        self.asked, self.refused, self.beyond, self.gone = 0, "", "", ""
+        self.asked, self.refused, self.beyond, self.gone, self.collects = 0, "", "", "", False
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self._remotes, self._names = {}, {}
@@ -181,7 +170,7 @@ class Client:
             return f"the code raised {own or bases[0]}: {text}"[:1000]
         if not own:
             return kinds[0](*args)
-        made = getattr(importlib.import_module(module), own) if module in STANDARD else self._names.get(own)
+        made = getattr(importlib.import_module(module), own) if module in STANDARD.split() else self._names.get(own)
         if not (isinstance(made, type) and issubclass(made, kinds[0])):
             least = [one for one in kinds if not any(two is not one and issubclass(two, one) for two in kinds)]
             made = type(own, tuple(least), dict(_ERROR))

@@ -5,6 +5,8 @@ import importlib
 import os
 import types
 
+from spmd_rl.sandbox.guest.remote import Remote, Stream
+
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
 """Those of pytest's own that tests do not need."""
@@ -32,10 +34,10 @@ def prepare():
 
 
 def run(names, client, told):
-    """Run the tests among these names, and return for each that was not skipped its name and why it failed, or "".
+    """Run the tests among these names: for each that was not skipped its name and why it failed, or ""; None without any.
 
-    `client`: what the tests ask. `told(error)` returns an exception as a text. ValueError, with what is wrong, for
-    tests that pytest cannot collect or prepare.
+    `client`: what the tests ask. `told(error)` returns an exception as a text. ValueError, with what is wrong, where
+    pytest cannot collect or prepare them, or one has not come to its end.
     """
     session = prepare()
     module = types.ModuleType("tests")
@@ -47,15 +49,18 @@ def run(names, client, told):
     plugin = _plugin(importlib.import_module("pytest"), module, client, told)
     hook = session.config.hook
     session.config.pluginmanager.register(plugin)
+    client.collects = True
     try:
         hook.pytest_collection(session=session)
+        client.collects = False
         if not plugin.wrong:
             hook.pytest_runtestloop(session=session)
     finally:
+        client.collects = False
         session.config.pluginmanager.unregister(plugin)
-    if plugin.wrong:
-        raise ValueError(plugin.wrong)
-    return plugin.outcomes
+    if plugin.wrong or len(plugin.outcomes) != len(session.items):
+        raise ValueError(plugin.wrong or "a test has not come to its end")
+    return list(filter(None, plugin.outcomes)) if session.items else None
 
 
 def _plugin(pytest, module, client, told):
@@ -78,14 +83,18 @@ def _plugin(pytest, module, client, told):
             config.hook.pytest_collection_modifyitems(session=session, config=config, items=session.items)
             return True
 
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_make_parametrize_id(self, val, argname):
+            return argname if type(val) in (Remote, Stream) else None  # nothing is asked of the code's objects
+
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_protocol(self, item):
             marked = item.get_closest_marker("xfail") or getattr(item.obj, "__unittest_expecting_failure__", False)
             self.why, client.refused, self.left_out = "", "", bool(marked)
             self.asked = client.asked, self.asked[1]
             done = yield
-            if not self.left_out:
-                self.outcomes.append((item.nodeid.partition("::")[2][:100], client.refused or self.why))
+            name = item.nodeid.partition("::")[2][:100]
+            self.outcomes.append(None if self.left_out else (name, client.refused or self.why))
             return done
 
         @pytest.hookimpl(tryfirst=True)

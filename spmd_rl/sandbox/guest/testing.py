@@ -50,14 +50,14 @@ def test(job, report, rpc):
 
 
 def same(left, right):
-    """Return whether the code's value is that of a case: tuples equal lists, floats may differ in the ninth digit, and
-    keys are texts, as JSON has them. NaN equals NaN."""
+    """Return whether the code's value is that of a case: tuples equal lists, keys are texts as in JSON, floats may differ
+    in the ninth digit where one is due. NaN equals NaN."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
         left = {key if isinstance(key, str) else json.dumps(key, default=str): value for key, value in left.items()}
         return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
-    if isinstance(left, float) and isinstance(right, (int, float)) and not isinstance(right, bool):
+    if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12) or (left != left and right != right)
     return bool(left == right)
 
@@ -66,7 +66,7 @@ class Beside:
     """Stands for a client where the code runs in this process: nothing that it makes of its tests is proven."""
 
     def __init__(self, job):
-        self.asked, self.refused, self.beyond, self.gone = 0, "", "", ""
+        self.asked, self.refused, self.beyond, self.gone, self.collects = 0, "", "", "", False
         self._names = {}
         try:
             self._names = execute(job, "solution", shared=True)
@@ -157,12 +157,12 @@ class Tester:
             own = {name: thing for name, thing in own.items() if type(thing) is not Remote}
             try:
                 outcomes = suite.run(own, self._client, _text_of)
-            except ValueError as error:
+            except (ValueError, Refused) as error:
                 if not asked:
                     raise BadTests(str(error)) from None
-                outcomes = []
-            if outcomes or not asked:
-                return outcomes
+                outcomes = [("pytest", self._client.refused or str(error))]
+            if outcomes is not None or not asked:
+                return outcomes or []
         return [("test", why)]
 
     def _why(self, call, *args):
