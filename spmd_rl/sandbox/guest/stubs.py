@@ -36,8 +36,7 @@ class Client:
         self.asked, self.refused, self.beyond, self.gone, self.collects = 0, "", "", "", False
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
-        self._remotes, self._names = {}, {}
-        self._containers, self._numbers = [], {}
+        self._remotes, self._names, self._containers, self._numbers = {}, {}, [], {}
         self._special = {
             "handle": self._handle,
             "record": self._record,
@@ -64,9 +63,8 @@ class Client:
             return type(name, bases or (Exception,), dict(_ERROR))
         fields, defaults, number, is_tuple = said
         maker = Maker(number if type(number) is int else -1, tuple(map(str, fields)), tuple(defaults), is_tuple)
-        return (
-            values.named(name, maker.fields, maker.defaults) if sort == "named" else Remote(self, ["name", name], maker)
-        )
+        is_named = sort == "named"
+        return values.named(name, maker.fields, maker.defaults) if is_named else Remote(self, ["name", name], maker)
 
     def start(self):
         """Begin a source of tests."""

@@ -34,7 +34,7 @@ def prepare():
 
 
 def run(names, client, told):
-    """Run the tests among these names: for each that was not skipped its name and why it failed, or ""; None without any.
+    """Run the tests among these names: of each that was not skipped its name and why it failed, or ""; None without.
 
     `client`: what the tests ask. `told(error)` returns an exception as a text. ValueError, with what is wrong, where
     pytest cannot collect or prepare them, or one has not come to its end.
@@ -63,12 +63,20 @@ def run(names, client, told):
     return list(filter(None, plugin.outcomes)) if session.items else None
 
 
+class Ids:
+    """Names of tests."""
+
+    def pytest_make_parametrize_id(self, val, argname):
+        """Name a parameter that is an object of the code's, of which nothing is asked."""
+        return argname if type(val) in (Remote, Stream) else None
+
+
 def _plugin(pytest, module, client, told):
     """Return the plug-in that has pytest collect a module in memory, and notes how its tests end."""
 
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
-    class Plugin:
+    class Plugin(Ids):
         def __init__(self):
             self.outcomes, self.wrong, self.why, self.left_out = [], "", "", False
             self.asked = 0, client.asked  # before the test that runs, and before all tests
@@ -82,10 +90,6 @@ def _plugin(pytest, module, client, told):
             config = session.config
             config.hook.pytest_collection_modifyitems(session=session, config=config, items=session.items)
             return True
-
-        @pytest.hookimpl(tryfirst=True)
-        def pytest_make_parametrize_id(self, val, argname):
-            return argname if type(val) in (Remote, Stream) else None  # nothing is asked of the code's objects
 
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_protocol(self, item):

@@ -50,8 +50,8 @@ def test(job, report, rpc):
 
 
 def same(left, right):
-    """Return whether the code's value is that of a case: tuples equal lists, keys are texts as in JSON, floats may differ
-    in the ninth digit where one is due. NaN equals NaN."""
+    """Return whether the code's value is that of a case: tuples equal lists, keys are texts as in JSON, floats may
+    differ in the ninth digit where one is due. NaN equals NaN."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
