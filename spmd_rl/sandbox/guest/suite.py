@@ -11,8 +11,7 @@ PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwis
 PLUGINS += " unraisableexception threadexception warnings"
 """Those of pytest's own that tests do not need."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
-COROUTINE = 0x80
-"""The flag of an `async def` (`inspect` takes long to import)."""
+COROUTINE = 0x80  # the flag of an `async def` (`inspect` takes long to import)
 _prepared = []
 
 
@@ -47,14 +46,13 @@ def run(names, client, told):
     except OSError:  # it has been removed: there are no files
         os.getcwd = lambda: "/"
     plugin = _plugin(importlib.import_module("pytest"), module, client, told)
-    hook = session.config.hook
     session.config.pluginmanager.register(plugin)
     client.collects = True
     try:
-        hook.pytest_collection(session=session)
+        session.config.hook.pytest_collection(session=session)
         client.collects = False
         if not plugin.wrong:
-            hook.pytest_runtestloop(session=session)
+            session.config.hook.pytest_runtestloop(session=session)
     finally:
         client.collects = False
         session.config.pluginmanager.unregister(plugin)
@@ -83,8 +81,7 @@ def _plugin(pytest, module, client, told):
 
         @pytest.hookimpl
         def pytest_collection(self, session):
-            path = session.config.rootpath / "tests.py"
-            found = in_memory.from_parent(session, path=path, name="tests.py")
+            found = in_memory.from_parent(session, path=session.config.rootpath / "tests.py", name="tests.py")
             session.items = list(session.genitems(found))
             session.testscollected = len(session.items)
             config = session.config
