@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.command_line import Parser
-from spmd_rl.config.run_identity import identity
+from spmd_rl.config.run_identity import CONFIG_FILE, identity
 from spmd_rl.errors import printable, reason, tell
 from spmd_rl.track import html_page as page
 from spmd_rl.track.render import CHARTS, SCORES
@@ -172,6 +172,14 @@ def _best(point: Point) -> str:
     return f"{point[1]:.3g} ({point[0]:g})"
 
 
+def begun(directories: Sequence[Path]) -> Sequence[Path]:
+    """Return the directories in which a run has begun, and say which are left out; all of them, if none has."""
+    found = [directory for directory in directories if (directory / CONFIG_FILE).exists() or not directory.is_dir()]
+    for directory in [directory for directory in directories if found and directory not in found]:
+        tell(f"{directory}: left out, no run has begun in it")
+    return found or directories
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(prog="python -m spmd_rl.compare", description=__doc__.splitlines()[0])
@@ -180,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="*.html or *.svg")
     asked = parser.parse_args(arguments)
     try:
-        found = lanes([read_run(directory) for directory in asked.runs])
+        found = lanes([read_run(directory) for directory in begun(asked.runs)])
         keys = asked.keys or list(KEYS)
         if not charts(found, keys):
             raise ValueError(f"none of the runs has {', '.join(keys)}")

@@ -76,6 +76,14 @@ def test_the_page_and_the_table(four: list[Path], tmp_path: Path, capsys: pytest
     assert "base (3 seeds)" in told and "policy.lr=0.0001" in told and str(out) in told
 
 
+def test_a_directory_in_which_no_run_has_begun_is_left_out(four: list[Path], tmp_path: Path, capsys) -> None:
+    (tmp_path / "early").mkdir()
+    out = ["--out", str(tmp_path / "out.html")]
+    assert main([str(tmp_path / "early"), *map(str, four), *out]) == 0
+    assert capsys.readouterr().err == f"{tmp_path}/early: left out, no run has begun in it\n"
+    assert main([str(tmp_path / "early"), *out]) == main([str(tmp_path / "no"), str(four[0]), *out]) == 2
+
+
 def test_the_svg_has_a_chart_for_each_key(four: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "compare.svg"
     assert main([*map(str, four), "--out", str(out), "--keys", "actor/entropy", "time/total"]) == 0
