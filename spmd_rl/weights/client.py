@@ -1,5 +1,6 @@
 """`WeightClient`: a generating rank's connections to all training ranks, by which it fetches weights."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -103,10 +104,13 @@ class WeightClient:
     def send(self, trainer: int, message: wire.Message, *payload: bytes) -> None:
         """Send to a training rank, by its index, modulo their number. One that has refused this rank's key takes
         nothing, ever."""
-        socket = self._sockets[trainer % self.num_trainers]
-        while not socket.poll(POLL_MS, zmq.POLLOUT):
+        socket, frames = self._sockets[trainer % self.num_trainers], [wire.encode(message), *payload]
+        while True:
+            if socket.poll(POLL_MS, zmq.POLLOUT):
+                with contextlib.suppress(zmq.Again):  # it has just been refused
+                    socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                    return
             self.check()
-        socket.send_multipart([wire.encode(message), *payload], copy=False)
 
     def receive(self, trainer: int, kind: type) -> tuple:
         """Return the next message from a training rank, which is of this kind, and its payload if there is one."""
