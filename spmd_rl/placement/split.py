@@ -12,6 +12,7 @@ from spmd_rl import train
 from spmd_rl.job import Job, Place
 from spmd_rl.split import Generator, HandedOver, Lent, meet
 from spmd_rl.split.sides import Sides, TrainSide, announce
+from spmd_rl.types import Environments, Scorer
 from spmd_rl.weights import Local, Publisher, Served
 
 
@@ -24,10 +25,7 @@ def split(job: Job) -> Iterator[Place]:
             yield Place(generate=partial(_generate, job, sides))
             return
         side = sides.train
-        job.open_run(side.world)  # [train]
-        with job.starting():
-            _, environments = job.connect()  # the host is also for the ranks of this machine that generate
-            roles = train.build_roles(cfg.roles, side.world)  # [train]
+        roles, _, environments = _started(job, side)  # [train]
         publish = Publisher(roles.policy, side.world, [_served(job, side)], cfg.publish.probe_every)
         rollouts = HandedOver(cfg, job.source, job.tokenizer, side)  # [train]
         yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
@@ -42,15 +40,20 @@ def lent(job: Job) -> Iterator[Place]:
             yield Place(generate=partial(_generate, job, sides))
             return
         side = sides.train
-        job.open_run(side.world)  # [train]
-        with job.starting():
-            scorer, environments = job.connect()
-            roles = train.build_roles(cfg.roles, side.world)  # [train]
+        roles, scorer, environments = _started(job, side)  # [train]
         services = {"episode": job.episode, "environments": environments}
         with Lent.build(cfg, job.source, scorer, job.tokenizer, side, world, **services) as rollouts:  # [all]
             transports = [_served(job, side), Local(rollouts.engine, side.world)]
             publish = Publisher(roles.policy, side.world, transports, cfg.publish.probe_every)
             yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))
+
+
+def _started(job: Job, side: TrainSide) -> tuple[train.Roles, Scorer, Environments | None]:
+    """[train] The roles, and the sidecar, whose host is also for the ranks of this machine that generate."""
+    job.open_run(side.world)  # [train]
+    with job.starting():
+        scorer, environments = job.connect()
+        return train.build_roles(job.cfg.roles, side.world), scorer, environments  # [train]
 
 
 def _generate(job: Job, sides: Sides) -> None:
