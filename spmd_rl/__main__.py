@@ -10,14 +10,13 @@ from pathlib import Path
 from spmd_rl.bundled import HOME
 from spmd_rl.errors import tell
 
-PLAIN = ("rlvr", "agentic", "doctor", "audit", "play", "view", "compare", "simulate", "simulate.split", "sidecar")
-MODULES = {name: name for name in PLAIN} | {
-    "sidecar_keys": "bundled.launch.sidecar_keys",
-    "report": "track.report",
-    "curve": "track.curve",
-    "convert": "checkpoint.convert",
-    "smollm2": "model.smollm2",
-}
+PIPELINES = ("rlvr", "agentic")
+TOOLS = ("doctor", "audit", "play", "view", "compare", "report", "curve", "convert", "simulate", "docs")
+MODULES = (
+    {name: name for name in PIPELINES}
+    | {name: f"tools.{name}" for name in TOOLS}
+    | {"sidecar": "sidecar", "sidecar_keys": "bundled.launch.sidecar_keys", "smollm2": "model.smollm2"}
+)
 """The pipelines, then the tools: what each runs of `spmd_rl`."""
 
 

@@ -44,7 +44,7 @@ from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line, printab
 from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
-PLAN = "spmd_rl.plan:show"
+PLAN = "spmd_rl.tools.plan:show"
 """What `--plan` calls."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0

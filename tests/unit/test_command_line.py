@@ -3,14 +3,12 @@
 import pytest
 
 from launch import sidecar_keys
-from spmd_rl import compare
-from spmd_rl.checkpoint import convert
 from spmd_rl.command_line import Parser, at_least
-from spmd_rl.doctor import __main__ as doctor
 from spmd_rl.errors import one_line, printable, tell
-from spmd_rl.simulate import __main__ as simulate
-from spmd_rl.track import curve, report
-from spmd_rl.view import __main__ as view
+from spmd_rl.tools import compare, convert, curve, report
+from spmd_rl.tools.doctor import __main__ as doctor
+from spmd_rl.tools.simulate import __main__ as simulate
+from spmd_rl.tools.view import __main__ as view
 
 
 @pytest.mark.parametrize(
