@@ -1,10 +1,10 @@
-"""Audit of the rewards of a run: what gold answers, empty ones and known cheats score, before a policy finds out.
+"""Audits the rewards of a run: what gold answers, empty ones and known cheats score, before a policy finds out.
 
     python -m spmd_rl audit [rows=4] +experiment=demo key=value ...
 
-It takes the run's own command line, writes nothing and loads no weights. The exit code is 1 if a cheat is paid, if rows
-cannot be judged (the reward raises an error, a right answer gets no score, or the tests of a row check nothing), or if
-the right answer is not paid as the prompt asks for it.
+It takes the run's own command line (`rlvr --help` lists its settings), writes nothing and loads no weights. The exit
+code is 1 if a cheat is paid, if rows cannot be judged (the reward raises an error, a right answer gets no score, or
+the tests of a row check nothing), or if the right answer is not paid as the prompt asks for it.
 """
 
 import sys
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl import sidecar
+from spmd_rl.command_line import program
 from spmd_rl.config.main import main
 from spmd_rl.config.phases import phase
 from spmd_rl.config.schema import RlvrConfig
@@ -77,9 +78,13 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
 def run(argv: Sequence[str]) -> None:
     """Run the command line. UserError, by way of `main`, for a number of rows that is none."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return print(f"usage: {program('audit')} [rows=N] [key=value ...]\n\n{__doc__}", end="")
     given = [word for word in argv if word.startswith("rows=")]
     rest = [word for word in argv if word not in given]
-    main("rlvr", RlvrConfig, show, ["--dry-run", *rest], preview=partial(_show, rows=[*given, f"rows={ROWS}"][0]))
+    return main(
+        "rlvr", RlvrConfig, show, ["--dry-run", *rest], preview=partial(_show, rows=[*given, f"rows={ROWS}"][0])
+    )
 
 
 def _show(cfg: RlvrConfig, rows: str) -> None:

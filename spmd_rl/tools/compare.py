@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.command_line import Parser
+from spmd_rl.command_line import Parser, program
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
 from spmd_rl.errors import printable, reason, tell
 from spmd_rl.track import html_page as page
@@ -182,7 +182,7 @@ def begun(directories: Sequence[Path]) -> Sequence[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(prog="python -m spmd_rl compare", description=__doc__.splitlines()[0])
+    parser = Parser(program("compare"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--keys", nargs="+", metavar="METRIC", help="metrics of metrics.jsonl; default: the report's")
     parser.add_argument("--out", type=Path, default=Path("compare.html"), metavar="PATH", help="*.html or *.svg")

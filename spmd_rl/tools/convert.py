@@ -1,4 +1,4 @@
-"""Convert between a checkpoint's policy weights and a directory that Hugging Face loads, without a training run.
+"""Converts between a checkpoint's policy weights and a directory that Hugging Face loads, without a training run.
 
     python -m spmd_rl convert to-hf RUN_DIR/checkpoints/step-000010 OUT
     python -m spmd_rl convert from-hf HF_DIR RUN_DIR/checkpoints/step-000010 OUT
@@ -23,7 +23,7 @@ from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.export import MAX_SHARD_BYTES, copy_side_files
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
 from spmd_rl.checkpoint.streamed import Shape, write_streamed
-from spmd_rl.command_line import Parser, at_least
+from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.model.build import build_on_meta, model_directory
@@ -142,7 +142,7 @@ def _new(out: Path) -> Iterator[Path]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code: 2, after one line, for whatever cannot be converted."""
-    parser = Parser(prog="python -m spmd_rl convert", description=__doc__.splitlines()[0])
+    parser = Parser(program("convert"), description=__doc__.splitlines()[0])
     ways = parser.add_subparsers(dest="way", required=True)
     to, back = ways.add_parser("to-hf"), ways.add_parser("from-hf")
     back.add_argument("weights", type=Path, metavar="HF_DIR")

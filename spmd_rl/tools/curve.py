@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from spmd_rl.command_line import Parser
+from spmd_rl.command_line import Parser, program
 from spmd_rl.errors import reason, tell
 from spmd_rl.track.run_reader import RunData, read_run
 from spmd_rl.track.svg import Series, axes, frame_around, polyline
@@ -61,7 +61,7 @@ def _legend(lines: Sequence[Series]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(prog="python -m spmd_rl curve", description=__doc__.splitlines()[0])
+    parser = Parser(program("curve"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--title", default="Score by training step")

@@ -8,6 +8,7 @@ A test checks that the file is current. The meaning of a setting stands below it
 from collections.abc import Iterator
 from itertools import groupby
 
+from spmd_rl.command_line import Parser, program
 from spmd_rl.config.docs import Entry, entries, options
 from spmd_rl.config.load import CONFIGS, build, compose
 from spmd_rl.config.schema import PIPELINES
@@ -60,4 +61,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
+    Parser(program("docs"), description=__doc__.splitlines()[0]).parse_args()
     print(markdown(), end="")

@@ -1,5 +1,6 @@
-"""`--dry-run`: what a command would do: batch arithmetic, three prompts, their rewards, an audit, what it would write.
+"""Shows what a run would do: batch arithmetic, three prompts, their rewards, an audit, what it would write.
 
+    python -m spmd_rl dry_run rlvr data.train=openai/gsm8k:main
     torchrun --nproc-per-node 8 -m spmd_rl.rlvr --dry-run data.train=openai/gsm8k:main
 
 Nothing is written, no weights are loaded, and torch is not imported. A mistake ends it as it would end the run, and so

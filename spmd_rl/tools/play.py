@@ -3,8 +3,9 @@
     python -m spmd_rl play env.lake.target=envs.frozen_lake:FrozenLake seed=7
     python -m spmd_rl play +experiment=demo_frozen_lake play.policy=true policy.model=runs/x/checkpoints/step-000010/hf
 
-It takes the settings of an agentic run and shows what the policy is told, word by word. `play.env=TAG` says which
-environment, where there are several. Actions are typed bare, without the tags of an answer; Ctrl-D ends the game.
+It takes the settings of an agentic run (`agentic --help` lists them) and shows what the policy is told, word by word.
+`play.env=TAG` says which environment, where there are several. Actions are typed bare, without the tags of an answer;
+Ctrl-D ends the game.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from spmd_rl.command_line import program
 from spmd_rl.config.checks import NO_ENVIRONMENT, check, fetch_models
 from spmd_rl.config.load import load
 from spmd_rl.config.main import parse
@@ -158,7 +160,7 @@ def run(argv: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     try:
         if not {"-h", "--help"}.isdisjoint(argv):
-            print(__doc__)
+            print(f"usage: {program('play')} [play.policy=true] [play.env=TAG] [key=value ...]\n\n{__doc__}", end="")
             return 0
         asked = parse("agentic", [word for word in argv if word.partition("=")[0] not in OWN])
         cfg = load("agentic", AgenticConfig, asked.overrides, asked.config_dir, asked.config_name)

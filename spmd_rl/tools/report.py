@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd_rl.command_line import Parser, at_least
+from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.errors import UserError, reason, tell
 from spmd_rl.track.render import write_report
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = Parser(prog="python -m spmd_rl report", description=__doc__.splitlines()[0])
+    parser = Parser(program("report"), description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--steps", type=at_least(0), nargs="+", metavar="N", help="show the samples of these steps")
     asked = parser.parse_args(arguments)

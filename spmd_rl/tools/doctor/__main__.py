@@ -1,4 +1,4 @@
-"""Check what works here, in one table: `python -m spmd_rl doctor`, alone or under torchrun.
+"""Checks what works on this machine, or on the ranks of torchrun, and says how to mend what does not.
 
 Settings of a run (key=value) may follow: the doctor then checks that run's directory, ports, model size and sandboxes.
 Exit code 0 if nothing failed, 1 if something did, 2 for a setting that is none.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NoReturn
 
-from spmd_rl.command_line import Parser, at_least
+from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.config.load import load
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
@@ -37,7 +37,7 @@ class Terminated(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line on this rank, and return the exit code."""
-    parser = Parser(prog="python -m spmd_rl doctor", description=__doc__.splitlines()[0])
+    parser = Parser(program("doctor"), description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run, as for spmd_rl.rlvr")
     seconds = {"type": at_least(0, float), "default": ARRIVE_SECONDS, "metavar": "SECONDS"}
     parser.add_argument("--wait", **seconds, help="for ranks to arrive (%(default)g)")

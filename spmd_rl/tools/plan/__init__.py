@@ -1,6 +1,6 @@
-"""A plan that fits before it runs: what a rank of a run would hold and be sent, without its peers, weights or devices.
+"""Shows what a rank of a run would hold and be sent, and whether it fits, without its peers, weights or devices.
 
-    python -m spmd_rl.rlvr --plan plan.ranks=256 policy.model=Qwen/Qwen3-235B-A22B train.ep=32
+    python -m spmd_rl plan rlvr plan.ranks=256 policy.model=Qwen/Qwen3-235B-A22B train.ep=32
 
 What is not counted, `plan.reserve_gb` is for. Nothing is written, and nothing downloaded but a model's `config.json`.
 """

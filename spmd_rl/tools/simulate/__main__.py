@@ -1,4 +1,4 @@
-"""What a policy of the scheduler is worth: steps an hour, idle time, bias, staleness and store operations.
+"""Simulates what each policy of the scheduler is worth for your lengths of answers: steps an hour, idle time, bias.
 
     python -m spmd_rl simulate
     python -m spmd_rl simulate --replicas 8 64 512 4096

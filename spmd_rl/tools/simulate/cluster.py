@@ -40,13 +40,13 @@ class Step:
 class Cluster:
     """A run under one policy. Its cursor, its tickets and what a step uses are the scheduler's own."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, replica: type[Replica] = Replica) -> None:
         self.now = 0.0
         self.cursor = Cursor()
         """The tickets that the next step may use."""
         self.store = CountingStore()
         self._scene = scene
-        self._replicas = [Replica(scene, self.store) for _ in range(scene.replicas)]
+        self._replicas = [replica(scene, self.store) for _ in range(scene.replicas)]
         self._carried: frozenset[GroupSlice] = frozenset()
 
     def steps(self) -> Iterator[Step]:

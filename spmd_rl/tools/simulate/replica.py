@@ -106,40 +106,6 @@ class Replica:
         self._begun = {group_slice: self._begun[group_slice] for group_slice in carried}
         return carried
 
-    def adopt(self, version: int, now: float, seconds: float) -> None:
-        """What starts from now on counts as begun in `version`; the engine stands still for so many seconds."""
-        self._step = version
-        self.engine.pause(now, seconds)
-        self.look_after(now)
-
-    def oldest(self, trained: set[int]) -> float:
-        """The first step, or version, that began an answer to these tickets here; `inf` if none did."""
-        return min((self._begun[s] for s in self.finished if s.ticket in trained), default=inf)
-
-    @property
-    def under_way(self) -> list[GroupSlice]:
-        """What it carries on, finished slices included."""
-        return [*self.running, *self.finished]
-
-    @property
-    def num_carried(self) -> int:
-        """Requests that it goes on with."""
-        return len(self._carried)
-
-    def hand_over(self, group_slice: GroupSlice, other: "Replica") -> None:
-        """Let another replica go on with a slice that is carried, with the tokens that it has."""
-        other._begun[group_slice] = self._begun.pop(group_slice)
-        if group_slice not in self.running:
-            self.finished.remove(group_slice)
-            other.finished.append(group_slice)
-            return
-        other.running[group_slice] = self.running.pop(group_slice)
-        for request in [request for request in self._carried if request[0] == group_slice]:
-            other._carried[request] = self._carried.pop(request)
-        for verdict in [verdict for verdict in self._verdicts if verdict[1] == group_slice]:
-            self._verdicts.remove(verdict)
-            other._verdicts = deque(sorted([*other._verdicts, verdict]))
-
     def _start(self, now: float) -> None:
         room = (self._slots - self.engine.num_requests) // self._scene.settings.slice_size
         slices = self._claim.next(min(room, self._coordinator.round.slices))

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from spmd_rl.command_line import Parser, at_least
+from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.tools.view import terminal
 from spmd_rl.tools.view.runs import KINDS, Runs
@@ -19,7 +19,7 @@ from spmd_rl.tools.view.server import Server
 def parser() -> Parser:
     """The command line."""
     made = Parser(
-        prog="python -m spmd_rl view",
+        program("view"),
         description="Shows the samples of a run: a page of this machine alone, or text on the terminal.",
         epilog="On another machine: ssh -L 8800:127.0.0.1:8800 HOST, there with --port 8800 --no-browser.",
     )

@@ -9,14 +9,17 @@ When a version is published follows from the steps before it, so that steps are 
 Left out: the probe, and what is computed again for an answer that changes its weights or its rank.
 """
 
+from collections import deque
 from dataclasses import replace
 from heapq import heapify, heapreplace
+from math import inf
 
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.coordinator import FirstKInOrder
-from spmd_rl.rollout.rounds import Round, num_slots
+from spmd_rl.rollout.rounds import GroupSlice, Round, num_slots
 from spmd_rl.split.pace import oldest_version_at
 from spmd_rl.tools.simulate.cluster import Cluster, Step
+from spmd_rl.tools.simulate.replica import Replica
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.two_sides import Costs, Generation, Run
 
@@ -36,11 +39,49 @@ class Paced(FirstKInOrder):
         return self.is_young(position) and super().may_start(position)
 
 
+class CarriedReplica(Replica):
+    """A replica that takes new weights in the middle of its answers."""
+
+    def adopt(self, version: int, now: float, seconds: float) -> None:
+        """What starts from now on counts as begun in `version`; the engine stands still for so many seconds."""
+        self._step = version
+        self.engine.pause(now, seconds)
+        self.look_after(now)
+
+    def oldest(self, trained: set[int]) -> float:
+        """The first step, or version, that began an answer to these tickets here; `inf` if none did."""
+        return min((self._begun[s] for s in self.finished if s.ticket in trained), default=inf)
+
+    @property
+    def under_way(self) -> list[GroupSlice]:
+        """What it carries on, finished slices included."""
+        return [*self.running, *self.finished]
+
+    @property
+    def num_carried(self) -> int:
+        """Requests that it goes on with."""
+        return len(self._carried)
+
+    def hand_over(self, group_slice: GroupSlice, other: "CarriedReplica") -> None:
+        """Let another replica go on with a slice that is carried, with the tokens that it has."""
+        other._begun[group_slice] = self._begun.pop(group_slice)
+        if group_slice not in self.running:
+            self.finished.remove(group_slice)
+            other.finished.append(group_slice)
+            return
+        other.running[group_slice] = self.running.pop(group_slice)
+        for request in [request for request in self._carried if request[0] == group_slice]:
+            other._carried[request] = self._carried.pop(request)
+        for verdict in [verdict for verdict in self._verdicts if verdict[1] == group_slice]:
+            self._verdicts.remove(verdict)
+            other._verdicts = deque(sorted([*other._verdicts, verdict]))
+
+
 class CarriedCluster(Cluster):
     """The replicas of `scene`, of which the last `num_lent` train too. All begin with the same version."""
 
     def __init__(self, scene: Scene, num_lent: int, max_staleness: int, version: int, now: float) -> None:
-        super().__init__(scene)
+        super().__init__(scene, CarriedReplica)
         self.now = self.joins = now
         """joins: when the ranks that are lent have published the version before the next step's."""
         self.pending: list[tuple[float, int, float]] = []
