@@ -31,6 +31,7 @@ from spmd_rl.tools.view import __main__ as view
         (doctor.main, ["--wait", "nan"], "--wait: must be at least 0, not 'nan'"),
         (doctor.main, ["--onyl", "x"], "--onyl: unknown option; did you mean --only?"),
         (simulate.main, ["--replica", "8"], "--replica: unknown option; did you mean --replicas?"),
+        (simulate.main, ["--median", "-1"], "--median: must be at least 1, not '-1'"),
         (sidecar_keys.main, ["a", "--nodes", "x"], "--nodes: unknown option; did you mean --node?"),
     ],
 )

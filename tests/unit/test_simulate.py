@@ -24,7 +24,7 @@ from tests.bench.virtual.tail import draw
 
 def default_scene(replicas: int, **options) -> Scene:
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    return simulate.options.scene(simulate.parser().parse_args(words), replicas)
+    return simulate.scene(simulate.parser().parse_args(words), replicas)
 
 
 def slow_engine(arrivals: list[tuple[int, int]], speed: Speed, max_running: int) -> dict[int, float]:
@@ -195,8 +195,7 @@ def test_the_front_prints_and_its_results_can_be_drawn(capsys) -> None:
     ("words", "line"),
     [
         (["--correlation", "2"], "--correlation: must lie between 0 and 1, not 2"),
-        (["--qualify", "0"], "--qualify: no group trains"),
-        (["--median", "-1"], "--median: must be positive, not -1"),
+        (["--qualify", "0"], "--qualify: must lie between 0, at which no group trains, and 1, not 0"),
         (["--lengths", "/nowhere"], "No such file"),
     ],
 )
@@ -204,7 +203,7 @@ def test_mistakes_are_told_in_one_line(words: list[str], line: str) -> None:
     command = [sys.executable, "-m", "spmd_rl", "simulate", *words]
     if line == "No such file":
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     else:
         with pytest.raises(UserError, match=line):
             simulate.main(words)

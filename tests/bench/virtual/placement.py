@@ -19,15 +19,15 @@ from rich.table import Table
 
 from spmd_rl.config.values import require
 from spmd_rl.errors import UserError
-from spmd_rl.tools.simulate import options
+from spmd_rl.tools.simulate import __main__ as simulate
 from tests.bench.virtual import placement_picture
 from tests.bench.virtual.comparison import SYNCHRONOUS, Comparison, Outcome
 from tests.bench.virtual.two_sides import Costs
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; see `options.work` for what the defaults stand for."""
-    made = options.work("python -m tests.bench.virtual.placement", __doc__.split("\n")[0])
+    """The options; see `simulate.work` for what the defaults stand for."""
+    made = simulate.work("python -m tests.bench.virtual.placement", __doc__.split("\n")[0])
     add, costs = made.add_argument, Costs()
     names = ", ".join(SYNCHRONOUS)
     add("--policies", nargs="+", choices=SYNCHRONOUS, default=["store", "defer"], metavar="NAME", help=names)
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(chosen: argparse.Namespace) -> argparse.Namespace:
     """Return the options, if they can be simulated; UserError names the first that cannot."""
-    o = options.check(chosen)
+    o = chosen
     require(min(o.replicas) > 1, "--replicas: split needs two ranks at least")
     require(min(o.staleness) >= 0, "--staleness: must not be negative")
     require(all(0 < x < 1 for x in o.train_shares), "--train-shares: must lie between 0 and 1")
@@ -100,7 +100,7 @@ def assumptions(chosen: argparse.Namespace) -> str:
 
 def outcomes(chosen: argparse.Namespace, replicas: int) -> list[Outcome]:
     """Return all runs at one number of replicas; the first is what the others are measured by."""
-    scene, all_costs = options.scene(chosen, replicas), costs(chosen)
+    scene, all_costs = simulate.scene(chosen, replicas), costs(chosen)
     found = []
     for policy in chosen.policies:
         comparison = Comparison(scene, policy, chosen.steps)
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         found += (here := outcomes(chosen, replicas))
         console.print(table(here))
     if chosen.picture:
-        scene, law = options.scene(chosen, chosen.replicas[0]), (chosen.median, chosen.sigma)
+        scene, law = simulate.scene(chosen, chosen.replicas[0]), (chosen.median, chosen.sigma)
         of = (chosen.train_shares, chosen.policies, chosen.steps, chosen.modes)
         drawn = placement_picture.draw(scene, law, costs(chosen), *of)
         chosen.picture.write_text(drawn)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spmd_rl.errors import UserError
-from spmd_rl.tools.simulate import options
+from spmd_rl.tools.simulate import __main__ as simulate
 from tests.bench.virtual import placement
 from tests.bench.virtual.carried import Carried, carried_scene
 from tests.bench.virtual.clock import Clock
@@ -17,7 +17,7 @@ from tests.bench.virtual.two_sides import Colocated, Costs, Generation, Split, g
 
 
 def comparison(replicas: int, policy: str, steps: int = 10, *words: str) -> Comparison:
-    return Comparison(options.scene(placement.parser().parse_args(words), replicas), policy, steps)
+    return Comparison(simulate.scene(placement.parser().parse_args(words), replicas), policy, steps)
 
 
 def test_processes_wait_for_time_and_for_each_other() -> None:
