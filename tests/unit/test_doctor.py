@@ -17,6 +17,7 @@ from spmd_rl.doctor.checks import CHECKS, Check, Failed, Options, Result, Skippe
 from spmd_rl.doctor.ranks import Ranks
 from spmd_rl.doctor.runner import run_checks
 from spmd_rl.doctor.table import merge
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
