@@ -34,6 +34,20 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken, broken
 
 
+def test_every_file_named_in_a_page_exists() -> None:
+    """But in dated measurements, which tell what was."""
+    named = re.compile(r"(?<![\w/])(?:spmd_rl|tests|configs|launch)/[\w/.-]*(?:\.\w+|/)")
+    gone = [
+        f"{rel(page)}: {name}"
+        for page in PAGES
+        if page.parent.name != "lab"
+        for text in re.findall(r"`([^`\n]+)`", page.read_text())
+        for name in named.findall(text)
+        if "NAME" not in name and not (ROOT / name).exists()
+    ]
+    assert not gone, "\n".join(gone)
+
+
 def test_pages_keep_to_their_size() -> None:
     long = {name: n for name, most in MOST_LINES.items() if (n := (ROOT / name).read_text().count("\n")) > most}
     assert not long
