@@ -21,7 +21,7 @@ from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 from tests.unit.test_own_algorithm import SCORED, TOKENS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "EXTENDING.md").read_text()
-FILES = dict(re.findall(r"```python\n# (my_\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
+FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 PROMPT = Prompt("0" * 32, (Message("user", "2 + 2?"),), "math", "4")
 
 
@@ -40,7 +40,11 @@ def mine(tmp_path: Path, monkeypatch):
 
 def test_every_python_block_is_a_file_that_is_run_here() -> None:
     assert len(FILES) == PAGE.count("```python")
-    assert set(FILES) == {"my_reward", "my_env", "my_episode", "my_algorithm"}
+    assert set(FILES) == {"my_reward", "my_env", "my_episode", "my_algorithm", "sums"}
+
+
+def test_the_pipeline_is_that_of_test_own_pipeline() -> None:
+    assert FILES["sums"] == (Path(__file__).parents[1] / "e2e" / "own" / "sums.py").read_text()
 
 
 def test_the_reward(mine) -> None:
