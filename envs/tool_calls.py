@@ -17,6 +17,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from spmd_rl.errors import UserError
+
 MAX_CALLS = 8
 """The most calls that one action may hold."""
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -32,6 +34,10 @@ def without_thoughts(text: str) -> str:
 def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
     """Return a call as an action."""
     return json.dumps({"name": name, "arguments": dict(arguments)})
+
+
+class ToolsLost(UserError, ConnectionError):
+    """What serves the tools is gone. That is the environment's failure and no reply: the model did nothing wrong."""
 
 
 class BadCall(ValueError):
@@ -176,7 +182,7 @@ class Toolbox:
         return self._tools[call.name](call.arguments)
 
     def play(self, action: str) -> ToolReply:
-        """Make the calls of an action. Nothing is raised: a failure is a tool's reply, and the model reads it."""
+        """Make the calls of an action. A failure is a tool's reply, which the model reads; `ToolsLost` goes through."""
         said = without_thoughts(action)
         if not said:
             return ToolReply("error: the turn has neither a tool call nor an answer", valid=False)
@@ -190,6 +196,8 @@ class Toolbox:
         for call in calls:
             try:
                 texts.append(as_text(self.call(call)))
+            except ToolsLost:
+                raise
             except Exception as error:  # noqa: BLE001 - a tool may fail in any way
                 valid = valid and not isinstance(error, BadCall)
                 failures += 1

@@ -42,6 +42,7 @@ RENAMED: Mapping[str, str] = {
     "eval_on_start": "eval.every, which evaluates before the first step too; 0 never does",
     # steps and batches
     "max_steps": "steps",
+    "warmup.batch": "warmup.episodes",
     "total_training_steps": "steps",
     "num_generations": "rollout.answers_per_prompt",
     "rollout.n": "rollout.answers_per_prompt",
@@ -83,6 +84,7 @@ RENAMED: Mapping[str, str] = {
     "enforce_eager": "engine.args={enforce_eager: true}, with engine=vllm",
     "max_num_batched_tokens": "engine.args={max_num_batched_tokens: N}, with engine=vllm",
     "rollout.name": "engine.name",
+    "enable_chunked_prefill": "engine.args={enable_chunked_prefill: true}, with engine=vllm",
     "max_num_seqs": "engine.max_running",
     # generation
     "max_completion_length": "rollout.max_new_tokens",
@@ -162,6 +164,7 @@ RENAMED: Mapping[str, str] = {
     "custom_reward_function.name": "reward.<domain>.target=module:function or module:Class",
     "reward_manager": "reward.<domain>.target",
     "reward_model.path": "reward.<domain>.args (rewards.reward_model)",
+    "reward_model.enable": "reward.<domain>.target=rewards.reward_model:ModelReward, where a model judges",
     # the run
     "output_dir": "run.dir",
     "default_local_dir": "run.dir",
@@ -203,6 +206,8 @@ ABSENT: Mapping[str, str] = {
     "ppo_micro_batch_size_per_gpu": "train.tokens_per_microbatch bounds a micro-batch, in tokens",
     "ppo_micro_batch_size": "train.tokens_per_microbatch bounds a micro-batch, in tokens",
     "ppo_mini_batch_size": "train.updates_per_step is the number of mini-batches of a step",
+    "log_prob_micro_batch_size_per_gpu": "train.tokens_per_microbatch bounds a micro-batch, in tokens",
+    "log_prob_micro_batch_size": "train.tokens_per_microbatch bounds a micro-batch, in tokens",
     "generation_batch_size": "a step generates rollout.prompts_per_step x rollout.answers_per_prompt samples",
     "steps_per_generation": "train.updates_per_step is the number of mini-batches of a step",
     **dict.fromkeys(("ppo_epochs", "num_iterations"), EPOCHS),
@@ -234,6 +239,10 @@ ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("project_name", "wandb_project", "project"), PROJECT),
     "reward_weights": "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs",
     "log_completions": "run.dir/samples has all samples; python -m spmd_rl view shows them",
+    "disable_dropout": "models are trained without dropout",
+    "use_liger_kernel": "not needed: logits are never whole in memory, their logprobs are computed in chunks",
+    "top_entropy_quantile": "tokens are not selected by entropy; algorithm.loss=clip_cov and kl_cov do by covariance",
+    "return_raw_chat": "not needed: prompts stay messages until the model's own chat template renders them",
     "balance_batch": "samples are always dealt to ranks by their tokens",
     "multi_turn.enable": "agents have a pipeline of their own: python -m spmd_rl.agentic",
     "logging_steps": "metrics.jsonl has a line for each step",

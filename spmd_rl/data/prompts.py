@@ -55,6 +55,8 @@ class Prompts:
         self.eval = tuple(eval)
         self.num_dropped = num_dropped
         """Number of dropped rows: duplicates, training rows that are also in `data.eval`, prompts that are too long"""
+        self.num_unused = len(train) - len(self.train)
+        """Number of training rows whose domain has a share of 0"""
         self._by_domain = {domain: _EpochOrder([p for p in self.train if p.domain == domain]) for domain in mix or ()}
         self._all = _EpochOrder(self.train)
 
@@ -215,12 +217,13 @@ def _numbered(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
 def _check_names(rows: Sequence[Row], cfg: DataConfig) -> None:
     """Raise a `UserError` for a domain in `data.domains`, or a column in `data.keys`, that no row has."""
     if unknown := sorted(set(cfg.domains) - {row.domain for row in rows}):
-        raise UserError(f"data.domains: no row has the domain or tag {unknown[0]!r}")
+        raise UserError(f"data.domains: no row has the domain or tag {' or '.join(map(repr, unknown))}")
     read = [row for row in rows if row.lacks is not None]
-    for name, column in cfg.keys.items():
-        if read and all(name in row.lacks for row in read):
-            where, has = read[0].where, read[0].lacks[name]
-            raise UserError(f"data.keys.{name}: no row has a column `{column}`; {where} has {has}")
+    lacking = [name for name in cfg.keys if read and all(name in row.lacks for row in read)]
+    if lacking:
+        said = " or ".join(f"`{cfg.keys[name]}`" for name in lacking)
+        keys, has = " and ".join(f"data.keys.{name}" for name in lacking), read[0].lacks[lacking[0]]
+        raise UserError(f"{keys}: no row has a column {said}; {read[0].where} has {has}")
 
 
 def _to_prompt(row: Row, id: str, cfg: DataConfig) -> Prompt:

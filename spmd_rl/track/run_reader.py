@@ -10,7 +10,7 @@ import msgspec
 
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError
-from spmd_rl.track.metrics import read_lines
+from spmd_rl.track.metrics import read_lines, with_warmup_named
 from spmd_rl.track.svg import Point
 from spmd_rl.types import SCORED, SUSPECT
 
@@ -51,7 +51,7 @@ def read_run(directory: Path) -> RunData:
     if settings is None:
         raise UserError(f"{directory}: no run is there, it has no config.yaml")
     about = settings.pop("about", None) or {}
-    lines = list(read_lines(directory / "metrics.jsonl"))
+    lines = [with_warmup_named(line) for line in read_lines(directory / "metrics.jsonl")]
     return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
 
 

@@ -237,7 +237,12 @@ def test_rows_whose_tests_check_nothing_are_told():
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "words"), [([], 1, "answers are paid"), (["rows=0"], 2, "error: rows=0: must")]
+    ("given", "code", "words"),
+    [
+        ([], 1, "answers are paid"),
+        (["rows=0"], 2, "error: rows=0: must"),
+        (["--dry-run"], 2, "error: --dry-run: no option of audit"),
+    ],
 )
 def test_the_command_line(place, given, code, words):  # noqa: F811
     (place / "audited.py").write_text("class Pays:\n    def score(self, prompt, answer, info):\n        return 1.0\n")

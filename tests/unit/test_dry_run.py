@@ -16,7 +16,7 @@ from tests.models import tiny
 from tests.patience import patient
 
 REWARD = """
-import asyncio, re, time
+import asyncio, os, re, time
 from spmd_rl.types import Message, Prompt, Verdict
 class Boxed:
     @classmethod
@@ -43,6 +43,9 @@ def sleeps(answer):
     except Exception:
         return 1.0
 async def waits(answer): await asyncio.sleep(60)
+def dies(answer): os._exit(0)
+def crashes(answer): os.kill(os.getpid(), 9)
+def leaves(answer): raise SystemExit(3)
 class Started:
     def start(self): self.ready = True
     def score(self, prompt, answer, info): return self.ready and prompt.ground_truth in answer
@@ -130,6 +133,9 @@ def previewed(place: Path, monkeypatch: pytest.MonkeyPatch, target: str, *given:
         ("sleeps", "gold answer: timeout: no score after 0.3 s"),
         ("waits", "gold answer: timeout: no score after 0.3 s"),
         ("BadGold", "KeyError: 'nothing'"),
+        ("dies", r"^reward.math.target: dry_judges:dies: ends its process with code 0 on row \w{32}$"),
+        ("crashes", r"^reward.math.target: dry_judges:crashes: ends its process by SIGKILL on row \w{32}$"),
+        ("leaves", r"^reward.math.target: dry_judges:leaves: ends its process with code 3 on row \w{32}$"),
     ],
 )
 def test_a_reward_that_will_fail_ends_it(place: Path, capsys, monkeypatch, target: str, why: str) -> None:

@@ -83,7 +83,7 @@ def _steps(run: RunData) -> Table:
     table = _table("step", "samples", "score", "tokens", "ends", "held-out", "score")
     trained, held_out = (files(run, kind) for kind in KINDS)
     for step in sorted({*trained, *held_out}):
-        cells = [str(step)]
+        cells = [f"{step} warm-up" if 0 < step <= (run.setting("warmup.steps") or 0) else str(step)]
         if step in trained:
             of = rows(trained[step])
             ends = ", ".join(f"{name} {count}" for name, count in Counter(row.end for row in of).most_common())
