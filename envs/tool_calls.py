@@ -17,8 +17,6 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from spmd_rl.errors import UserError
-
 MAX_CALLS = 8
 """The most calls that one action may hold."""
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -36,8 +34,11 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
-class ToolsLost(UserError, ConnectionError):
+class ToolsLost(ConnectionError):
     """What serves the tools is gone. That is the environment's failure and no reply: the model did nothing wrong."""
+
+    names_its_place = True
+    """The message says what failed, and a line of this file would say less."""
 
 
 class BadCall(ValueError):

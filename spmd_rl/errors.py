@@ -75,9 +75,9 @@ def located(error: BaseException) -> str:
     """An exception on one line, after the file and line of the user's code where it was raised.
 
     That is the innermost frame outside of this package and of what is installed; without such a frame, the innermost
-    one outside of this package: `my_reward.py:12: ValueError: no number`. A `UserError` says itself what to mend.
+    one outside of this package: `my_reward.py:12: ValueError: no number`. One with `names_its_place` is said alone.
     """
-    if isinstance(error, UserError):
+    if getattr(error, "names_its_place", False):
         return one_line(str(error))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]

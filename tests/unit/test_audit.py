@@ -33,6 +33,7 @@ from spmd_rl.tools.reward_audit import (
     OTHER,
     PROMPT,
     UNSUPPORTED,
+    cheats_asked,
     describe,
     paid_cheats,
     unjudged,
@@ -186,6 +187,26 @@ def test_a_reward_that_fails_on_an_answer_is_told(tmp_path, capsys):
     with pytest.raises(RunFailed, match=r"^2 rows cannot be judged: math, row \w+, empty answer: error: .*IndexError"):
         audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 2)
     assert "! 2 not: error: " in capsys.readouterr().out
+
+
+def test_a_domain_that_is_not_trained_on_is_audited_as_evaluated_only(tmp_path, capsys):
+    """Also: the last line tells of what was asked, and of what was not."""
+    rows = [{"question": f"{n}?", "answer": str(n), "domain": "ab"[n % 2]} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"data.train={tmp_path}/rows.jsonl", "data.mix={a: 1, b: 0}", "data.holdout=0.6"]
+    given += [f"reward.{domain}.target=rewards.math_verify:MathReward" for domain in "ab"]
+    audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 1)
+    said = capsys.readouterr().out
+    assert "a: rewards.math_verify:MathReward, 1 row\n" in said
+    assert "b: rewards.math_verify:MathReward, 1 row, evaluated only\n" in said
+    assert said.endswith(
+        "Held-out rows of domains that are trained on were not asked. rows=N asks more of each domain.\n"
+    )
+
+
+def test_answers_without_a_score_are_not_counted_as_unpaid():
+    kinds = audited(Fails(), [row("1"), row("2")], 2)
+    assert cheats_asked(kinds) == (0, 2)
 
 
 def whole(answer, ground_truth):

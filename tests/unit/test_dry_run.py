@@ -111,6 +111,17 @@ def test_prompts_answers_and_rewards(place: Path, capsys, monkeypatch) -> None:
     assert "! no form of the ground truth is paid" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_share_of_0_is_evaluated_only(place: Path, capsys, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    rows = [{"question": f"{i}?", "answer": str(i), "domain": "ab"[i % 2]} for i in range(20)]
+    (place / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = [f"reward.{domain}.target=dry_judges:Started" for domain in "ab"]
+    given = [f"data.train={place}/two.jsonl", "data.mix={a: 1, b: 0}", "data.holdout=0.5", *rewards]
+    show(load("rlvr", RlvrConfig, [*line(place), *given]))
+    text = " ".join(capsys.readouterr().out.split())
+    assert " not trained on: data.mix.b=0 " in text and "Audit a none of" in text and " b none of " in text
+
+
 BOXED = "data.format={question} Think step by step, then put the final answer in \\boxed{}."
 
 

@@ -275,7 +275,13 @@ def test_the_terminal(root: Path, capsys) -> None:
     assert command.main([str(root), "--text"]) == 0
     assert "rlvr/sums" in capsys.readouterr().out
     assert command.main([run, "--text"]) == 0
-    assert "terminated" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "terminated" in said and "warm-up" not in said
+    settings = yaml.safe_load((root / "agent/config.yaml").read_text())
+    (root / "agent/config.yaml").write_text(yaml.safe_dump(settings | {"warmup": {"steps": 1}}))
+    assert command.main([run, "--text"]) == 0
+    assert "1 warm-up " in capsys.readouterr().out
+    (root / "agent/config.yaml").write_text(yaml.safe_dump(settings))
     assert command.main([run, "--text", "--step", "1"]) == 0
     assert "8.0" in capsys.readouterr().out
     for color in ("logprob", "mask", "advantage", "version", "none"):
