@@ -116,7 +116,7 @@ class Learner:
                         temperature=rollout.temperature,
                         world=self._world,
                     )
-            self._oldest, self._watched = float(collected.outcomes.answers["lag"].max(initial=0)), needs_old
+            self._oldest, self._watched = float(collected.table.answers["lag"].max(initial=0)), needs_old
             if needs_old:
                 found = mismatch.measure(batches, settings.correction.level, data)  # [all]
                 self._watch.check(self.plan.step, found | {"rollout/lag/max": self._oldest})

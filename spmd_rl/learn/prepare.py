@@ -2,7 +2,7 @@
 
 An answer, or trajectory, has one sample or several segments; counts and means are over answers, never over segments.
 
-All ranks hold the metadata of all samples (`outcomes.ANSWER`), so each computes the same advantages, token weights and
+All ranks hold the metadata of all samples (`table.ANSWER`), so each computes the same advantages, token weights and
 distribution of the samples over the data shards, in (ticket, answer) order. Nothing here meets other ranks;
 `redistribute.py` carries the plan out.
 """

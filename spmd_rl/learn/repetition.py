@@ -7,7 +7,7 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.binding import bind
 from spmd_rl.learn.scores import Key, Samples
-from spmd_rl.rollout.outcomes import trajectories_of
+from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.types import concat
 
 

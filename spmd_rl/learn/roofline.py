@@ -29,7 +29,7 @@ class Roofline:
         """
         if self._spec is None:
             return {}
-        answers = collected.outcomes.answers
+        answers = collected.table.answers
         width = 1 + answers["answer"].max(initial=0)
         used = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
         passes = [Pass(self._policy.size, int(needs_old), trains)]

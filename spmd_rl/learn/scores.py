@@ -1,6 +1,6 @@
 """From the verdicts of a step to the scores that advantages are made of: penalties, norms and clips.
 
-Every rank holds the same metadata (rows of `outcomes.ANSWER`) and finds the same. A verdict that is not a score takes
+Every rank holds the same metadata (rows of `table.ANSWER`) and finds the same. A verdict that is not a score takes
 its answer out altogether, out of its group's baseline too. An answer, or trajectory, may have several samples: the
 segments that `Sample.last` ends.
 """
@@ -18,7 +18,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.learn.binding import bind
-from spmd_rl.rollout.outcomes import Outcomes, last_segments
+from spmd_rl.rollout.table import SampleTable, last_segments
 from spmd_rl.types import Group
 
 
@@ -28,7 +28,7 @@ class Samples(Protocol):
     step: int
     groups: Sequence[Group]
     """This rank's."""
-    outcomes: Outcomes
+    table: SampleTable
     """Equal on all ranks."""
 
 
@@ -75,8 +75,8 @@ class Metadata:
     @classmethod
     def of(cls, collected: Samples, greedy_answer: int | None = None) -> "Metadata":
         """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
-        outcomes = collected.outcomes
-        samples, steps = outcomes.accepted, outcomes.steps
+        table = collected.table
+        samples, steps = table.accepted, table.steps
         if len(steps) or not samples["last"].all():
             samples = samples[np.lexsort((samples["answer"], samples["ticket"]))]
         ends = last_segments(samples)
@@ -97,7 +97,7 @@ class Metadata:
         return cls(
             answers=answers,
             groups=as_tensor(answers["ticket"]),
-            domains=as_tensor(outcomes.domains[outcomes.tickets.searchsorted(answers["ticket"])]),
+            domains=as_tensor(table.domains[table.tickets.searchsorted(answers["ticket"])]),
             scores=as_tensor(answers["score"], np.float64),
             lengths=as_tensor(lengths[rows]),
             greedy=None if greedy is None else as_tensor(greedy, np.float64),

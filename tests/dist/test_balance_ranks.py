@@ -18,7 +18,7 @@ from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 from tests.models import tiny
 from tests.training import TEMPERATURE, backend
 from tests.unit.test_prepare import plan_of
@@ -56,7 +56,7 @@ def harvest(world: World, layout: str, groups: list[Group]) -> Collected:
     """What this rank would hold after a rollout."""
     rank_of = {g.ticket: LAYOUTS[layout](g.ticket, world.size) for g in groups}
     mine = tuple(g for g in groups if rank_of[g.ticket] == world.rank)
-    return Collected(1, mine, (), outcomes_of(groups, lambda s: rank_of[s.ticket], 9), 0.0, 0, 0)
+    return Collected(1, mine, (), table_of(groups, lambda s: rank_of[s.ticket], 9), 0.0, 0, 0)
 
 
 def moved(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUPS) -> tuple[prepare.Plan, list[Batch]]:

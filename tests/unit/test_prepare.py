@@ -20,7 +20,7 @@ from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 
 
 def sample(ticket: int, answer: int, length: int, score: float | None, version: int = 0) -> Sample:
@@ -36,7 +36,7 @@ def sample(ticket: int, answer: int, length: int, score: float | None, version: 
 
 
 def collected(groups: list[Group], version: int = 0) -> Collected:
-    return Collected(1, tuple(groups), (), outcomes_of(groups, lambda s: 0, version), 0.0, 0, 0)
+    return Collected(1, tuple(groups), (), table_of(groups, lambda s: 0, version), 0.0, 0, 0)
 
 
 def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
@@ -131,7 +131,7 @@ def test_each_minibatch_is_balanced_by_itself() -> None:
 
 def test_who_trains_a_sample_does_not_depend_on_who_made_it() -> None:
     made = collected(GROUPS)
-    elsewhere = replace(made, outcomes=outcomes_of(GROUPS, lambda s: s.ticket % 3))
+    elsewhere = replace(made, table=table_of(GROUPS, lambda s: s.ticket % 3))
     plans = [plan_of(c, AlgorithmConfig(), num_shards=3) for c in (made, elsewhere)]
     assert not np.array_equal(plans[0].src_rank, plans[1].src_rank)
     assert np.array_equal(plans[0].data_rank, plans[1].data_rank) and set(plans[0].data_rank.tolist()) == {0, 1, 2}
