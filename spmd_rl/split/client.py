@@ -5,11 +5,11 @@ from typing import NamedTuple, NoReturn
 
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import RunFailed
-from spmd_rl.rollout.tape import Begun
+from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.split import messages
 from spmd_rl.split.link import Link
 from spmd_rl.split.messages import Kind, Stats
-from spmd_rl.split.pieces import DAMAGED, pack, unpack_begun
+from spmd_rl.split.pieces import DAMAGED, pack, unpack_partial
 from spmd_rl.split.queues import Place
 from spmd_rl.types import Sample
 from spmd_rl.weights.client import WeightClient
@@ -60,13 +60,13 @@ class TrainerClient(WeightClient):
         """Hand in what the engine answers to the probe of a version."""
         self._hand_in(Task("probe", version, (), self.membership.secret), answers, Stats())
 
-    def leave_slice(self, task: Task, begun: Begun) -> None:
+    def leave_slice(self, task: Task, begun: PartialRollouts) -> None:
         """Let others go on with a slice of which this much has been done."""
         self._deposit(task, pack(begun), begun=True)
         self.send(0, messages.GiveBack(*self._about(task), True))
         self.receive(0, messages.Reported)
 
-    def take_begun(self, task: Task) -> Begun:
+    def take_begun(self, task: Task) -> PartialRollouts:
         """Return what another rank had begun of a slice. RunFailed if it arrives damaged."""
         trainer = task.begun_by % self.num_trainers
         self.send(trainer, messages.TakeBegun(*self.membership, list(task.place)))
@@ -74,7 +74,7 @@ class TrainerClient(WeightClient):
         try:
             if digest(payload) != header.digest:
                 raise ValueError("its digest differs")
-            return unpack_begun(payload)
+            return unpack_partial(payload)
         except DAMAGED as error:
             raise RunFailed(f"what training rank {trainer} had of slice {task.place} is damaged: {error}") from None
 

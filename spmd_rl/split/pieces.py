@@ -1,7 +1,7 @@
 """What generating ranks hand in, as bytes, and what must be true of it before it counts.
 
-Samples travel as msgpack of the structs in `types`, whose arrays are raw bytes. What the prompt of a piece is and what is
-reported of its samples the training rank finds for itself: a member that makes things up can spoil its own answers only.
+Samples travel as msgpack of the structs in `types`, whose arrays are raw bytes. What the prompt of a piece is and what
+is reported of its samples the training rank finds for itself: who makes things up can spoil its own answers only.
 """
 
 from array import array
@@ -11,10 +11,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from transformers import AutoConfig
 
-from spmd_rl.config.schema import RolloutConfig
+from spmd_rl.config.schema import PipelineConfig, RolloutConfig
+from spmd_rl.hub import model_folder
+from spmd_rl.model.moe import num_experts
 from spmd_rl.rollout.episode import SEGMENTS, Sampling
-from spmd_rl.rollout.tape import Begun
+from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.types import Group, Prompt, Sample, Turn, Verdict
 from spmd_rl.weights.probe import Answer
 
@@ -40,11 +43,11 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _samples = msgspec.msgpack.Decoder(tuple[Sample, ...], dec_hook=_decode_array)
-_begun = msgspec.msgpack.Decoder(Begun, dec_hook=_decode_array)
+_partial = msgspec.msgpack.Decoder(PartialRollouts, dec_hook=_decode_array)
 _probe = msgspec.msgpack.Decoder(list[Answer])
 
 
-def pack(value: Sequence[Sample] | Begun) -> bytes:
+def pack(value: Sequence[Sample] | PartialRollouts) -> bytes:
     """Encode what was made of a piece."""
     return _encoder.encode(value)
 
@@ -54,9 +57,9 @@ def unpack_samples(payload: bytes | memoryview) -> tuple[Sample, ...]:
     return _samples.decode(payload)
 
 
-def unpack_begun(payload: bytes | memoryview) -> Begun:
+def unpack_partial(payload: bytes | memoryview) -> PartialRollouts:
     """Return what `pack` was given. One of `DAMAGED` for any other bytes."""
-    return _begun.decode(payload)
+    return _partial.decode(payload)
 
 
 def unpack_probe(payload: bytes | memoryview) -> list[Answer]:
@@ -78,6 +81,13 @@ class PieceRules:
         """num_ids: of the model's vocabulary."""
         self._rollout, self._uses_greedy = rollout, uses_greedy
         self._num_ids, self._num_experts = num_ids, num_experts
+
+    @classmethod
+    def of(cls, cfg: PipelineConfig) -> "PieceRules":
+        """Return those of a run."""
+        folder, trust = model_folder(cfg.policy.model), cfg.policy.trust_remote_code
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust).get_text_config()
+        return cls(cfg.rollout, cfg.generation.uses_greedy, config.vocab_size, num_experts(config))
 
     def group(self, payload: bytes | memoryview, prompt: Prompt, ticket: int, number: int, versions: range) -> Group:
         """Return slice `number` of a ticket. versions: those that may have sampled its tokens."""
@@ -125,14 +135,14 @@ class PieceRules:
         _require(len(tokens) == len(logprobs) == len(served), "the columns of a turn differ in length")
         _require(bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all()), "a logprob is none")
         for some in (ids, tokens):
-            self._check_ids(some)
+            self.check_ids(some)
         low, high = versions.start, versions.stop
         _require(bool(((served >= low) & (served < high)).all()), f"a token is not of versions {low} to {high - 1}")
         if turn.survivors is not None:
             counts, survivors = _column(turn.survivors.counts, "i"), _column(turn.survivors.ids, "i")
             whole = len(counts) == len(tokens) and bool((counts >= 0).all()) and int(counts.sum()) == len(survivors)
             _require(whole, "the survivors of a turn do not fit its tokens")
-            self._check_ids(survivors)
+            self.check_ids(survivors)
         if turn.experts is not None:
             experts = _column(turn.experts, "h")
             known = bool(((experts >= -1) & (experts < self._num_experts)).all())
@@ -141,7 +151,9 @@ class PieceRules:
             numbers = [turn.step.reward, *turn.step.metrics.values()]
             _require(bool(np.isfinite(numbers).all()) and 0 <= turn.step.state < 1 << 64, "a step's number is none")
 
-    def _check_ids(self, ids: np.ndarray) -> None:
+    def check_ids(self, ids: np.ndarray | Sequence[int]) -> None:
+        """ValueError unless all of these are token ids of the model."""
+        ids = np.asarray(ids, np.int64)
         _require(bool(((ids >= 0) & (ids < self._num_ids)).all()), "a token id is not the model's")
 
 

@@ -16,16 +16,15 @@ from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.claims import StaticClaim
 from spmd_rl.rollout.collected import RankReport
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
-from spmd_rl.rollout.filters import reject_reason
-from spmd_rl.rollout.outcomes import ANSWER, AnswerRow, SliceReport, answer_rows
 from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
+from spmd_rl.rollout.shared_step import settle
+from spmd_rl.rollout.table import ANSWER, SliceReport
 from spmd_rl.split.messages import Stats
 
 Place = tuple[int, ...]
 """Which piece of a work: (ticket, slice), (prompt,), or () of a probe."""
 
 _LAG = ANSWER.names.index("lag")
-_rows = msgspec.msgpack.Decoder(list[AnswerRow]).decode
 _report = msgspec.msgpack.Decoder(SliceReport).decode
 
 
@@ -197,12 +196,7 @@ class StepQueue(_Pieces):
         self.accept(piece)
         self._reports.setdefault(piece.member, []).append(report)
         self._stats[piece.member] = stats
-        position = self.coordinator.round.order.position(report.ticket)
-        pooled = self.coordinator.pool(position, report.number, msgspec.msgpack.encode(report.answers))
-        if pooled is not None:
-            rows = answer_rows(row for answers in pooled for row in _rows(answers))
-            report.reject_reason = reject_reason(rows, self._settings.min_answers, self._settings.filter)
-            self.coordinator.resolve(position, report.reject_reason is None)
+        settle(self.coordinator, report, self._settings)
 
     def carried(self) -> list[tuple[Accepted, SliceReport, Stats]]:
         """Return the pieces that are done and not used, as the next step shall count them."""
@@ -219,7 +213,11 @@ class StepQueue(_Pieces):
 
     def reports(self) -> list[RankReport]:
         """Return what the step's members would have told each other at its end."""
-        counted, end, open = sorted(self.coordinator.counted), self.coordinator.end_mark(), sorted([*self.held, *self.free])
+        counted, end, open = (
+            sorted(self.coordinator.counted),
+            self.coordinator.end_mark(),
+            sorted([*self.held, *self.free]),
+        )
         carries, found = self._settings.partial_rollout, []
         for member, finished in sorted(self._reports.items()):
             stats, first = self._stats[member], not found

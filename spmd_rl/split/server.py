@@ -107,7 +107,8 @@ class TrainerServer:
         """On the first training rank."""
         self._seal, self._lease, self._max_bytes = seal, lease_seconds, max(max_bytes, wire.MAX_FRAME_BYTES)
         self._welcome: messages.Welcome | None = None
-        self._rules: Rules | None = None
+        self.rules: Rules | None = None
+        """What pieces must be; until it is here none is taken."""
         self._newest, self._over = b"", False
         self._heard: dict[int, float] = {}
         """When each member with a lease was last heard of here, in the seconds in which this server ran."""
@@ -147,10 +148,10 @@ class TrainerServer:
         """Seconds in which this server ran: a training job that was stopped gives nobody up for that."""
         return lambda: self._loop.now
 
-    def open(self, queue: WorkQueue | None, rules: Rules, welcome: messages.Welcome | None = None) -> None:
-        """Take pieces from now on. welcome: for jobs that ask what this one is, which may attach then."""
+    def open(self, queue: WorkQueue | None, welcome: messages.Welcome | None = None) -> None:
+        """Answer members from now on. welcome: for jobs that ask what this one is, which may attach then."""
         with self._lock:
-            self.queue, self._rules, self._welcome = queue, rules, welcome
+            self.queue, self._welcome = queue, welcome
 
     def with_queue(self, do: Callable[[WorkQueue], T]) -> T:
         """Return what `do` finds in the queue, or does there."""
@@ -176,14 +177,17 @@ class TrainerServer:
         """Return these pieces, which lie here, and forget whatever cannot count any more."""
         with self._lock:
             found = [self._deposits[kind, piece.number].pop((piece.member, piece.place)).value for piece in pieces]
-            for key in [key for key in self._deposits if self._rules.is_late(*key)]:
+            for key in [key for key in self._deposits if self.rules.is_late(*key)]:
                 del self._deposits[key]
         return found
 
-    def say_over(self, seconds: float) -> None:
-        """Let members know that the run has ended, and wait, so many seconds at most, until they have left."""
+    def end(self) -> None:
+        """Let members know that the run has ended."""
         with self._lock:
             self._over = True
+
+    def wait_until_left(self, seconds: float) -> None:
+        """Wait, so many seconds at most, until all members have left."""
         if self.queue is not None:
             self.wait(seconds, lambda queue: not queue.members)
 
@@ -292,7 +296,9 @@ class TrainerServer:
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
         known = member in queue.members
         if isinstance(message, messages.GiveBack):
-            return messages.Reported(known, queue.give_back(member, kind, number, place, message.begun), queue.horizon.step)
+            return messages.Reported(
+                known, queue.give_back(member, kind, number, place, message.begun), queue.horizon.step
+            )
         report = bytes(payload)
         if not self._seal.is_signed(message.signature, "report", member, kind, number, place, report):
             raise wire.WireError("a report is not what a training rank found")
@@ -305,7 +311,7 @@ class TrainerServer:
         if kind != "probe" and not self._seal.is_signed(message.signature, "claim", member, kind, number, place):
             raise wire.WireError("a piece that the sender has not claimed")
         report, state, why = b"", "kept", ""
-        if self._rules is None or self._rules.is_late(kind, number):
+        if self.rules is None or self.rules.is_late(kind, number):
             state = "late"
         elif len(payload) > self._max_bytes or digest(payload) != message.digest:
             state, why = "refused", "it arrived damaged"
@@ -317,7 +323,7 @@ class TrainerServer:
             kept = self._deposits.setdefault((kind, number), {})
             try:
                 if (member, place) not in kept:  # the first counts, whatever comes later
-                    kept[member, place] = self._rules.check(member, kind, number, place, payload)
+                    kept[member, place] = self.rules.check(member, kind, number, place, payload)
                 report = kept[member, place].report
             except DAMAGED as error:
                 state, why = "refused", str(error)[:300]

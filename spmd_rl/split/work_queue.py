@@ -199,7 +199,9 @@ class WorkQueue:
         """Return whether a piece that a member speaks of, in the words of its claim, is its own to do."""
         return self._held(member, kind, number, place) is not None
 
-    def _held(self, member: int, kind: str, number: int, place: Place) -> tuple[StepQueue | EvalQueue | ProbeQueue, Accepted] | None:
+    def _held(
+        self, member: int, kind: str, number: int, place: Place
+    ) -> tuple[StepQueue | EvalQueue | ProbeQueue, Accepted] | None:
         open = self.horizon.step if kind == "step" and self._settings.partial_rollout else number
         queue = self._queues.get((kind, open))
         if member not in self.members or queue is None or queue.ended:
