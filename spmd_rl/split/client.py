@@ -15,6 +15,9 @@ from spmd_rl.types import Sample
 from spmd_rl.weights.client import WeightClient
 from spmd_rl.weights.messages import digest
 
+NOTHING = Stats()
+"""Where nobody asks how an engine fared."""
+
 
 class Task(NamedTuple):
     """A piece that this rank has claimed, in the words in which it speaks of it."""
@@ -52,13 +55,13 @@ class TrainerClient(WeightClient):
         tasks = [Task(kind, number, tuple(one.place), one.signature, one.begun_by) for one in reply.pieces]
         return reply.ended, tasks
 
-    def hand_in(self, task: Task, samples: Sequence[Sample], stats: Stats = Stats()) -> messages.Reported | None:
+    def hand_in(self, task: Task, samples: Sequence[Sample], stats: Stats = NOTHING) -> messages.Reported | None:
         """Deposit a finished piece with the training rank `holder` and report it; None where that is too late."""
         return self._hand_in(task, pack(samples), stats)
 
     def hand_in_probe(self, version: int, answers: bytes) -> None:
         """Hand in what the engine answers to the probe of a version."""
-        self._hand_in(Task("probe", version, (), self.membership.secret), answers, Stats())
+        self._hand_in(Task("probe", version, (), self.membership.secret), answers, NOTHING)
 
     def leave_slice(self, task: Task, begun: PartialRollouts) -> None:
         """Let others go on with a slice of which this much has been done."""

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import zmq
 
-from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
 from spmd_rl.distributed.notice import Notice
@@ -28,6 +27,8 @@ from spmd_rl.weights.messages import Membership
 ADDRESS_FILE = "attach.json"
 """In the run directory of a training job, while attached jobs can find it there."""
 HELLO_MS = 1_000
+ANSWER_MS = 50
+"""For so long a beat waits for its answer; else the next one reads it."""
 SILENT_SECONDS = 10.0
 """A training job that answers nothing for so long, and for as long as a lease, is gone."""
 
@@ -148,6 +149,7 @@ class Link:
             moved = max(0, self._journal.progress - self._began - self._num_waits)
             for dealer in self._sockets:
                 send(dealer, messages.Beat(*self.membership, moved, self.ready))
+            self._sockets[0].poll(ANSWER_MS)
             heard = self._hear()
             now = time.monotonic()
             silent = 0.0 if heard else silent + min(now - last, 1.0)  # a pause of this process is none of the others'

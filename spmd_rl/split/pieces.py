@@ -149,7 +149,8 @@ class PieceRules:
             _require(known and not len(experts) % max(1, len(tokens)), "the experts of a turn do not fit its tokens")
         if turn.step is not None:
             numbers = [turn.step.reward, *turn.step.metrics.values()]
-            _require(bool(np.isfinite(numbers).all()) and 0 <= turn.step.state < 1 << 64, "a step's number is none")
+            state = -(1 << 63) <= turn.step.state < 1 << 64
+            _require(bool(np.isfinite(numbers).all()) and state, "a number of a step is none")
 
     def check_ids(self, ids: np.ndarray | Sequence[int]) -> None:
         """ValueError unless all of these are token ids of the model."""

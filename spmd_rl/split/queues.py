@@ -308,5 +308,6 @@ class StepEnd:
     """What came of a queue."""
 
     accepted: list[Accepted]
+    """Without those that a later step will count."""
     reports: list[RankReport]
     stats: list[Stats]

@@ -172,8 +172,8 @@ class RemoteRollouts:
         return ended, mine
 
     def _wait(self, name: str, until: Callable[[WorkQueue], bool]) -> None:
-        """On the first rank, wait for generating ranks. Where jobs attach this is no stall as long as one of them moves,
-        and without any for `placement.absent_seconds`."""
+        """On the first rank, wait for generating ranks. Where jobs attach this is no stall as long as one of them
+        moves, and without any for `placement.absent_seconds`."""
         if self._world.rank:
             return
         journal, progress, named = self._world.journal, -1, name

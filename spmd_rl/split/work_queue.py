@@ -1,8 +1,8 @@
-"""`WorkQueue`: which generating rank does what, where ranks may die, stop and come back: rules without sockets or threads.
+"""`WorkQueue`: which generating rank does what, where ranks may die, stop and come back: rules, no sockets or threads.
 
-The first training rank has it. A generating rank is a *member*: it joins, beats, claims what there is to do (slices of a
-step's tickets, prompts of an evaluation, a probe), and reports each piece when the training rank that shall hold it has
-it. What a member claimed and has not reported is free again once it leaves, or is silent for longer than its lease;
+The first training rank has it. A generating rank is a *member*: it joins, beats, claims what there is to do (slices of
+a step's tickets, prompts of an evaluation, a probe), and reports each piece when the training rank that shall hold it
+has it. What a member claimed and has not reported is free again once it leaves, or is silent for longer than its lease;
 whatever it says from then on is refused. So each piece is accepted once, whoever does it in the end.
 
 The rules of a step, `rollout.accept` and `rollout.claim` among them, are those of `rollout.coordinator` and `claims`,
@@ -250,5 +250,7 @@ class WorkQueue:
         """Return what was accepted of a work that has ended, and forget it; of a step also the reports."""
         queue = self._queues.pop((kind, number))
         assert queue.ended, "a work is taken at its end"
-        step = isinstance(queue, StepQueue)
-        return StepEnd(queue.accepted, queue.reports() if step else [], queue.stats if step else [])
+        if not isinstance(queue, StepQueue):
+            return StepEnd(queue.accepted, [], [])
+        later = [piece for piece, _, _ in queue.carried()] if self._settings.partial_rollout else []
+        return StepEnd([one for one in queue.accepted if one not in later], queue.reports(), queue.stats)
