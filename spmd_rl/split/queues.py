@@ -47,6 +47,8 @@ class Accepted(msgspec.Struct, array_like=True):
     member: int
     place: Place
     number: int
+    since: float = 0.0
+    """When it was claimed."""
 
 
 class Queue(Protocol):
@@ -277,10 +279,10 @@ class EvalQueue(_Pieces):
 class ProbeQueue(_Pieces):
     """What each member that was there answers to a probe, one of them at least."""
 
-    def __init__(self, version: int, members: Iterable[int]) -> None:
-        """members: each is asked for an answer of its own, which nobody claims."""
+    def __init__(self, version: int, members: Iterable[int], now: float) -> None:
+        """members: each is asked now for an answer of its own, which nobody claims."""
         super().__init__(version)
-        self.held, self.num_initial = {(member,): Accepted(member, (), version) for member in members}, 0
+        self.held, self.num_initial = {(member,): Accepted(member, (), version, now) for member in members}, 0
 
     @property
     def ended(self) -> bool:

@@ -29,7 +29,7 @@ from spmd_rl.split.messages import Welcome
 from spmd_rl.split.pieces import max_piece_bytes
 from spmd_rl.split.seal import Seal
 from spmd_rl.split.server import TrainerServer, bind_of
-from spmd_rl.split.work_queue import WorkQueue
+from spmd_rl.split.work_queue import Limits, WorkQueue
 
 OVER_SECONDS = 5.0
 """How long the end of a run waits for attached ranks to hear of it."""
@@ -145,7 +145,8 @@ def serve(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[T
         queue = None
         if first:
             numbers = {"first": randbelow(1 << 40) * world.size}
-            rules = cfg.rollout, settings.max_staleness, server.clock, settings.lease_seconds
+            limits = Limits(settings.lease_seconds, settings.absent_seconds)
+            rules = cfg.rollout, settings.max_staleness, server.clock, limits
             queue = WorkQueue(*rules, _teller(world), **numbers)
         server.open(queue, Welcome(common_values(cfg, data), addresses, settings.lease_seconds))
         world.barrier("start: servers are open")  # [all]

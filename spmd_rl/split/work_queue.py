@@ -25,6 +25,19 @@ MAX_MEMBERS, MAX_SILENT = 4096, 64
 """Members, and those among them that have joined and have never said anything since: the oldest of these goes first."""
 
 
+class Limits(NamedTuple):
+    """What members that may be gone tomorrow are given, in seconds."""
+
+    lease_seconds: float = inf
+    """For so long one may be silent."""
+    claim_seconds: float = inf
+    """For so long it may have a piece in hand, whatever it says meanwhile."""
+
+
+NO_LIMITS = Limits()
+"""For ranks of the same job: where one of them dies the job ends."""
+
+
 class Given(NamedTuple):
     """What a claim comes to."""
 
@@ -73,12 +86,13 @@ class WorkQueue:
         settings: RolloutConfig,
         max_staleness: int,
         clock: Callable[[], float],
-        lease_seconds: float = inf,
+        limits: Limits = NO_LIMITS,
         tell: Callable[[str], None] = lambda line: None,
         first: int = 0,
     ) -> None:
         """clock: in seconds. tell: gets a line about whoever comes and goes. first: the number of the first member."""
-        self._settings, self._max_staleness, self._lease = settings, max_staleness, lease_seconds
+        self._settings, self._max_staleness = settings, max_staleness
+        self._lease, self._claim_seconds = limits
         self._clock, self._tell, self._next_number = clock, tell, first
         self.members: dict[int, Member] = {}
         self.progress = 0
@@ -127,8 +141,11 @@ class WorkQueue:
             self._drop(member, "has left")
 
     def expire(self) -> None:
-        """Give up those that have been silent for longer than the lease."""
+        """Give up members that have been silent for longer than the lease, and pieces that nobody gets done."""
         now = self._clock()
+        for queue in self._queues.values():
+            for piece in [one for one in queue.held.values() if now - one.since > self._claim_seconds]:
+                queue.give_back(piece.member, piece.place)
         for member in [number for number, one in self.members.items() if now - one.heard > self._lease]:
             self._drop(member, f"is given up: silent for more than {self._lease:g} s")
 
@@ -165,7 +182,7 @@ class WorkQueue:
     def ask_probe(self, version: int) -> None:
         """Have a probe answered by all members that are there and fetch."""
         asked = [number for number, one in self.members.items() if one.ready and one.fetches]
-        self._queues["probe", version] = ProbeQueue(version, asked)
+        self._queues["probe", version] = ProbeQueue(version, asked, self._clock())
 
     @property
     def oldest(self) -> int:
@@ -192,6 +209,8 @@ class WorkQueue:
         share = -(-queue.num_initial // max(1, len(leaders)))
         replica = leaders.index(member) if member in leaders else 0
         pieces = queue.next(Claimant(member, version, room, share, replica, max(1, len(leaders))))
+        for piece in pieces:
+            piece.since = self._clock()
         begun = [self._begun.pop(piece.place, None) if kind == "step" else None for piece in pieces]
         return Given(True, False, pieces, begun)
 

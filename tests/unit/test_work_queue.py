@@ -10,9 +10,10 @@ from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.rounds import Cursor, plan_round
 from spmd_rl.rollout.table import SliceReport, build_table
 from spmd_rl.split.messages import Stats
-from spmd_rl.split.work_queue import MAX_SILENT, WorkQueue
+from spmd_rl.split.work_queue import MAX_SILENT, Limits, WorkQueue
 
 LEASE = 5.0
+LIMITS = Limits(LEASE, 100.0)
 
 
 class History:
@@ -31,7 +32,7 @@ class History:
         )
         self.staleness, self.last = draw.randint(0, 2), draw.randint(2, 5)
         self.now, self.version = 0.0, 0
-        self.queue = WorkQueue(self.settings, self.staleness, lambda: self.now, LEASE, first=7)
+        self.queue = WorkQueue(self.settings, self.staleness, lambda: self.now, Limits(LEASE), first=7)
         self.queue.begin(0, 1, self.last, Cursor())
         self.ranks: list[dict] = []
         """Each has its number, the pieces it works on, the version it has loaded, and whether it is stopped."""
@@ -154,7 +155,7 @@ def places(given) -> list[tuple[int, ...]]:
 
 def queue(**settings) -> tuple[WorkQueue, list[float]]:
     now = [0.0]
-    made = WorkQueue(RolloutConfig(prompts_per_step=4, answers_per_prompt=2, **settings), 1, lambda: now[0], LEASE)
+    made = WorkQueue(RolloutConfig(prompts_per_step=4, answers_per_prompt=2, **settings), 1, lambda: now[0], LIMITS)
     made.begin(0, 1, 3, Cursor())
     return made, now
 
@@ -251,6 +252,18 @@ def test_what_is_carried_goes_on_and_what_is_done_early_counts_later() -> None:
     rows = {one.ticket: one.answers[0] for theirs in end.reports for one in theirs.finished}
     assert [(ticket, rows[ticket][8]) for ticket in sorted(rows)] == [(4, 1), (5, 1), (6, 0), (7, 1)], "lags"
     assert {(piece.place[0], piece.number) for piece in end.accepted} == {(4, 1), (5, 1), (6, 2), (7, 1)}
+
+
+def test_a_piece_that_is_never_done_is_free_again_however_often_its_member_beats() -> None:
+    made, now = queue()
+    slow, other = made.join("slow", True), made.join("other", True)
+    for member in (slow, other):
+        made.beat(member, 0, True)
+    mine = places(made.claim(slow, "step", 1, 0, 9))
+    for now[0] in range(0, 110, 4):
+        assert made.beat(slow, int(now[0]), True) and made.beat(other, 0, True)
+    assert places(made.claim(other, "step", 1, 0, 9)) == mine
+    assert not made.report(slow, "step", 1, mine[0], report(0), Stats())
 
 
 def test_who_joins_and_says_nothing_makes_room_for_others() -> None:
