@@ -24,19 +24,11 @@ class SharedStep:
         self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, holder: int, waits_for_all: bool
     ) -> None:
         """holder: the rank, of those that train, that will hold the samples. waits_for_all: ends when all have come."""
-        self.coordinator, self.claim, self._settings = coordinator, claim, settings
+        self.coordinator, self.next, self.ahead, self._settings = coordinator, claim.next, claim.ahead, settings
         self._holder, self._waits_for_all = holder, waits_for_all
         self.finished: dict[GroupSlice, Group] = {}
         """Slices that finished here, in this step or, unused, in an earlier one."""
         self._reports: dict[GroupSlice, SliceReport] = {}
-
-    def next(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
-        return self.claim.next(room)
-
-    def ahead(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
-        return self.claim.ahead(room)
 
     def ended(self) -> bool:
         """See `StepSource`."""
