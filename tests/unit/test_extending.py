@@ -15,7 +15,7 @@ from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.checks import check_episode
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig, RolloutConfig
-from spmd_rl.learn.own import answer_advantage, policy_loss
+from spmd_rl.learn.custom import answer_advantage, policy_loss
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 from tests.unit.test_own_algorithm import SCORED, TOKENS
