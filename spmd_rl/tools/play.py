@@ -131,7 +131,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
     from spmd_rl.distributed.solo import solo
     from spmd_rl.model.build import build_model, weights_of
     from spmd_rl.model.tokenizer import load_tokenizer
-    from spmd_rl.rollout import Agent, Rollouts, Sampling
+    from spmd_rl.rollout import Agent, Rollouts, Sampling, Services
 
     def watch(console: Console) -> None:
         rollout, policy = cfg.rollout, cfg.policy
@@ -143,9 +143,8 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
             generator.load(weights_of(model).items(), 0)
             task = Prompt("0" * 32, (), tag, "", {"seed": cfg.seed, "held_out": False})
             sampling = Sampling(cfg.seed, "play", rollout.temperature, rollout.max_new_tokens, rollout.stop_strings)
-            rollouts = Rollouts(
-                cfg, generator, EnvTasks(cfg.env, 0), LocalScorer(None), tokenizer, world, Agent(cfg.env), environments
-            )
+            services = Services(LocalScorer(None), tokenizer, Agent(cfg.env), environments)
+            rollouts = Rollouts(cfg.generation, generator, EnvTasks(cfg.env, 0), services, world)
             (group,) = rollouts.answer([task], [sampling])
             rollouts.close()
             generator.close()

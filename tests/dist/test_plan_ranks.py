@@ -11,7 +11,7 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.tools.plan.batch import full_batch
 from spmd_rl.tools.plan.book import Book
 from spmd_rl.tools.plan.rank import trace

@@ -24,9 +24,8 @@ from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.hub import model_folder
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
-from spmd_rl.learn.value_loss import bind_value_loss
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.tools.plan.batch import full_batch, num_microbatches
 from spmd_rl.tools.plan.book import Book, Peak

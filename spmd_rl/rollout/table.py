@@ -1,21 +1,19 @@
-"""What became of a step's tickets, as metadata: one row for each sample, which its rank reports to all others.
+"""`SampleTable`: the metadata of a step's samples, a row for each, which its rank reports to all others.
 
 Samples stay on the rank that made them. Every rank holds the rows of all, in ticket order, and so finds alike what
 trains and how (`learn/`). An answer, or trajectory, is one sample or several segments, of which the last one stands for
 it in every count of answers and scores. An agent's turns have rows of their own, `STEP`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from itertools import accumulate, groupby
 
 import msgspec
 import numpy as np
 
 from spmd_rl.data import counter_seed
-from spmd_rl.rollout.parts import mean_parts, sum_parts
 from spmd_rl.types import MISSING_PACKAGE, SCORED, SUSPECT, UNPROVEN, Group, Sample
 
 ANSWER = np.dtype(
@@ -91,12 +89,12 @@ def answer_rows(rows: Iterable[AnswerRow]) -> np.ndarray:
 
 def trajectories_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
     """Yield the samples of each trajectory, in order: one, or the segments that end with `Sample.last`."""
-    begun: dict[int, list[Sample]] = {}
+    segments: dict[int, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.key):
-        begun.setdefault(sample.unit_number, []).append(sample)
+        segments.setdefault(sample.unit_number, []).append(sample)
         if sample.last:
-            yield begun.pop(sample.unit_number)
-    assert not begun, "a trajectory without its last segment"
+            yield segments.pop(sample.unit_number)
+    assert not segments, "a trajectory without its last segment"
 
 
 def last_segments(answers: np.ndarray) -> np.ndarray:
@@ -184,22 +182,9 @@ class SliceReport(msgspec.Struct, array_like=True):
         )
 
 
-class Outcome(NamedTuple):
-    """The metadata of one resolved ticket, all its slices together."""
-
-    ticket: int
-    domain: str
-    reject_reason: str | None
-    """Why the group does not train; None if it does."""
-    answers: np.ndarray
-    """`ANSWER` [n]"""
-    detail: str
-    """The detail of the first verdict that is no score, if any."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcomes:
-    """The resolved tickets of a step in order, m of them, and the n samples of them all. Iterates over `Outcome`s."""
+class SampleTable:
+    """The resolved tickets of a step in order, m of them, and the n samples of them all; equal on all ranks."""
 
     tickets: np.ndarray
     """int64 [m]"""
@@ -228,12 +213,6 @@ class Outcomes:
 
     def __len__(self) -> int:
         return len(self.tickets)
-
-    def __iter__(self) -> Iterator[Outcome]:
-        columns = zip(self.tickets.tolist(), self.domains.tolist(), pairwise(self.bounds.tolist()), strict=True)
-        for ticket, domain, (begin, end) in columns:
-            answers, detail = self.answers[begin:end], self.details.get(ticket, "")
-            yield Outcome(ticket, self.names[domain], self.reasons.get(ticket), answers, detail)
 
     @property
     def num_accepted(self) -> int:
@@ -281,8 +260,8 @@ class Outcomes:
         return {name: self.answers[(domains == index) & last] for index, name in enumerate(self.names)}
 
 
-def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_slices: int) -> Outcomes:
-    """Return what the reports of all replicas say of the `used` tickets, each of `num_slices` slices.
+def build_table(reports: Iterable[SliceReport], used: Iterable[int], num_slices: int) -> SampleTable:
+    """Return the table of the `used` tickets, each of `num_slices` slices, from the reports of all replicas.
 
     AssertionError unless these are whole; reports of other tickets are passed over.
     """
@@ -296,7 +275,7 @@ def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_sli
     index = {name: i for i, name in enumerate(names)}
     sizes = [sum(len(r.answers) for r in slices) for slices in groups]
     details = {slices[0].ticket: next((r.detail for r in slices if r.detail), "") for slices in groups}
-    return Outcomes(
+    return SampleTable(
         tickets=np.array(tickets, np.int64),
         bounds=np.array([0, *accumulate(sizes)], np.int64),
         answers=answer_rows(row for r in mine for row in r.answers),
@@ -310,3 +289,25 @@ def gather_outcomes(reports: Iterable[SliceReport], used: Iterable[int], num_sli
         parts={name: mean_parts(r.parts for r in mine if r.domain == name) for name in names},
         steps=np.array([tuple(row) for r in mine for row in r.steps], STEP),
     )
+
+
+def sum_parts(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
+    """Return the sum of each part of the verdicts of an environment's episodes, and how many have it.
+
+    A part is a number of the environment's, such as `success`, or why the episode ended, such as `stop/max_turns`.
+    """
+    sums: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.last and not sample.greedy and sample.verdict.scored and sample.turns[-1].step is not None:
+            for name, value in sample.verdict.parts.items():
+                sums[name].append(value)
+    return {name: (sum(values), len(values)) for name, values in sorted(sums.items())}
+
+
+def mean_parts(parts: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the mean of each part, by name."""
+    pairs: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for some in parts:
+        for name, pair in some.items():
+            pairs[name].append(pair)
+    return {name: sum(v for v, _ in found) / sum(n for _, n in found) for name, found in sorted(pairs.items())}

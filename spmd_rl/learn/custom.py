@@ -1,11 +1,14 @@
 """The loss and the advantage estimator that the settings name: ours by name, or a function of a user's own.
 
-A user's function has the signature of ours (`algo/policy`, `algo/advantages`), and what it returns is checked. A loss
-may return its values alone; metrics are then none.
+Functions and settings meet by name: a keyword-only parameter is a key of `algorithm`. A user's function has the
+signature of ours (`algo/policy`, `algo/advantages`), and what it returns is checked. A loss may return its values
+alone; metrics are then none.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +17,6 @@ from spmd_rl.algo.inputs import Scored, Tokens
 from spmd_rl.config.algorithm_targets import is_own, num_tensors, own_function
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.errors import UserError
-from spmd_rl.learn.binding import bind
 
 
 def policy_loss(settings: AlgorithmConfig) -> Callable[[Tokens], tuple[Tensor, Mapping[str, Tensor]]]:
@@ -75,3 +77,18 @@ def _check(settings: AlgorithmConfig, choice: str, found: Any, like: Tensor, wha
         target = getattr(settings, choice)
         raise UserError(f"algorithm.{choice}: {target} returned {got}{what}, not a tensor of shape {list(like.shape)}")
     return found
+
+
+R = TypeVar("R")
+
+
+@cache
+def settings_read(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The settings that `function` reads, in order."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def bind(function: Callable[..., R], settings: Any) -> Callable[..., R]:
+    """`function` with every keyword-only parameter taken from the field of `settings` of that name."""
+    return partial(function, **{name: getattr(settings, name) for name in settings_read(function)})
