@@ -29,7 +29,7 @@ from spmd_rl.rollout.shared_step import SharedStep
 from spmd_rl.rollout.step_run import END, StepRun, StepSource
 from spmd_rl.types import Group, Prompt
 
-AHEAD = "generate: begun ahead"
+AHEAD = "generate: ahead"
 """The collective at which the replicas meet when all that a step asks for waits for verdicts and environments."""
 
 

@@ -49,7 +49,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.idle_seconds = 0.0
-        """Time in which the engine had nothing to do; the caller resets it."""
+        """Time in which the engine had nothing to do, since the loop was made."""
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}

@@ -21,18 +21,11 @@ class SharedStep:
     """A `StepSource`; keeps what has finished here."""
 
     def __init__(self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, rank: int) -> None:
-        self.coordinator, self.claim, self._settings, self._rank = coordinator, claim, settings, rank
+        self.coordinator, self.next, self.ahead = coordinator, claim.next, claim.ahead
+        self._settings, self._rank = settings, rank
         self.finished: dict[GroupSlice, Group] = {}
         """Slices that finished here, in this step or, unused, in an earlier one."""
         self._reports: dict[GroupSlice, SliceReport] = {}
-
-    def next(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
-        return self.claim.next(room)
-
-    def ahead(self, room: int) -> list[GroupSlice]:
-        """See `Claim`."""
-        return self.claim.ahead(room)
 
     def ended(self) -> bool:
         """See `StepSource`."""

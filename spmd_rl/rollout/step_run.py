@@ -48,9 +48,9 @@ class StepRun:
         self.num_stopped = 0
         """Requests that the step's end stopped."""
         self._player, self._swap = player, swap
-        self._spent = (0.0, 0.0, 0, 0)
-        """Idle seconds, seconds, and prompt tokens asked and cached, until the engine was driven last."""
-        self._driven_since: float | None = None
+        self._spent = np.zeros(4)
+        """What `_counters` counted until the engine was driven last."""
+        self._driven_from: np.ndarray | None = None
         self._paused_at: float | None = None
         """By `time.perf_counter`, where it started ahead of its step."""
         self._paused_seconds = self._idle_ahead = 0.0
@@ -61,19 +61,17 @@ class StepRun:
         These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and the
         prompt tokens asked for and cached (see `PromptTokens`).
         """
-        idle, seconds, asked, cached = self._spent
-        if self._driven_since is not None:
-            tokens = self._player.engine.prompt_tokens
-            idle, seconds = idle + self._player.engine_loop.idle_seconds, seconds + self._seconds_driven()
-            asked, cached = asked + tokens.asked, cached + tokens.cached
-        return idle, seconds, (asked, cached)
+        now = 0.0 if self._driven_from is None else self._counters() - self._driven_from
+        idle, seconds, asked, cached = (self._spent + now).tolist()
+        return idle, seconds, (int(asked), int(cached))
 
-    def _seconds_driven(self) -> float:
-        return time.perf_counter() - self._driven_since
+    def _counters(self) -> np.ndarray:
+        tokens = self._player.engine.prompt_tokens
+        return np.array([self._player.engine_loop.idle_seconds, time.perf_counter(), tokens.asked, tokens.cached])
 
     def pause(self) -> None:
         """Turn to other work, while verdicts and replies of environments come in; the engine holds nothing."""
-        self._paused_at, self._idle_ahead = time.perf_counter(), self._spent[0]
+        self._paused_at, self._idle_ahead = time.perf_counter(), float(self._spent[0])
 
     def resume(self) -> None:
         """Go on with it, whether it was paused or has just started."""
@@ -86,21 +84,17 @@ class StepRun:
             return {}
         seconds = {
             "placement/overlap_seconds": self._paused_seconds,
-            "placement/overlap_wait_seconds": self._spent[0] - self._idle_ahead,
+            "placement/overlap_wait_seconds": float(self._spent[0]) - self._idle_ahead,
         }
         return {**world.reduce("generate: overlap", seconds, "max"), "rollout/lag/max": float(lags.max(initial=0))}
 
     @contextmanager
     def driven(self) -> Iterator[None]:
         """[all] ranks of the replica: drive its engine; what is spent inside is this step's."""
-        engine, engine_loop = self._player.engine, self._player.engine_loop
-        self._driven_since, engine_loop.idle_seconds = time.perf_counter(), 0.0
-        tokens = engine.prompt_tokens
-        tokens.asked = tokens.cached = 0
-        with engine.driven(self._swap.join if self._swap else None):
+        self._driven_from = self._counters()
+        with self._player.engine.driven(self._swap.join if self._swap else None):
             yield
-        idle, seconds, (asked, cached) = self.costs()
-        self._spent, self._driven_since = (idle, seconds, asked, cached), None
+        self._spent, self._driven_from = self._spent + self._counters() - self._driven_from, None
 
     async def until_end(self) -> None:
         """Play slices until the step has ended."""

@@ -4,7 +4,7 @@
 
 The engine of each rank sleeps as long as a step would take; lengths follow a long-tail law and are a pure function of
 (seed, ticket, answer). Every policy trains on as many groups a step. Beside each figure stands what the simulator
-(`spmd_rl.simulate`) says of the same steps.
+(`spmd_rl.tools.simulate`) says of the same steps.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import replace
 from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig, RlvrConfig, RolloutConfig
 from spmd_rl.distributed import World
-from spmd_rl.simulate import POLICIES, Lengths, Scene, Speed, long_tail, play
+from spmd_rl.tools.simulate import POLICIES, Lengths, Scene, Speed, long_tail, play
 from spmd_rl.types import Completion, Request
 from tests.dist.harness import run_ranks
 from tests.fakes import FakeEngine, FakePrompts, make_rollouts

@@ -30,8 +30,8 @@ from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout as RankLayout
 from spmd_rl.distributed import World, solo
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.losses import bind_loss
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.fsdp2 import FSDP2Backend

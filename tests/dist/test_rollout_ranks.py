@@ -6,7 +6,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.learn import prepare
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.transfer import redistribute
 from tests.dist.harness import run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of
 

@@ -10,9 +10,7 @@ import torch
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.learn.logprobs import RoleShards
-from spmd_rl.learn.redistribute import redistribute
-from spmd_rl.learn.transfer import Route, transfer
+from spmd_rl.learn.transfer import RoleShards, Route, redistribute, transfer
 from spmd_rl.rollout.collected import Collected
 from tests.columns import assert_same, teacher_batch
 from tests.dist.harness import run_ranks

@@ -16,7 +16,7 @@ from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.learn import Evaluation, Imitation, Learner, policy_loss, sample_log
+from spmd_rl.learn import Evaluation, Imitation, Learner, losses, sample_log
 from spmd_rl.train import Roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts
@@ -190,7 +190,7 @@ def test_kl_adds_its_gradient() -> None:
     batch = pack([sample(0, 0, 3, 1.0)])
     batch.ref_logprobs = torch.full((batch.num_tokens,), -1.0)
     logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
-    loss, quantities = policy_loss.bind_loss(AlgorithmConfig(kl_coef=0.5, kl_estimator="k2"))(
+    loss, quantities = losses.bind_loss(AlgorithmConfig(kl_coef=0.5, kl_estimator="k2"))(
         logprobs, torch.zeros(3), batch
     )
     loss.sum().backward()

@@ -17,13 +17,13 @@ from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.rollout.rounds import Cursor, plan_round
-from spmd_rl.simulate import Lengths, Scene, Speed, long_tail
-from spmd_rl.simulate.two_sides import Costs, Generation, Split, Trained
 from spmd_rl.split import Generator, HandedOver, generator
 from spmd_rl.split.sides import NEWEST, GenerateSide, TrainSide
+from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
 from spmd_rl.types import Verdict
 from spmd_rl.weights import in_flight
 from spmd_rl.weights.messages import Announcement
+from tests.bench.virtual.two_sides import Costs, Generation, Split, Trained
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer, make_rollouts
 
 MODES = ({}, {"accept": "first_finished"}, {"tail": "defer"}, {"claim": "static"})
