@@ -148,17 +148,17 @@ def run(tmp_path: Path):
         yield Run(tmp_path, stack)
 
 
-def under_attack(run: Run, attacks: list[Callable[[], list[bytes]]], pause: float = 0.05) -> list[bytes]:
+def under_attack(run: Run, attacks: list[Callable[[], list[bytes]]], pause: float = 0.1) -> list[bytes]:
     """Let the run make its three steps meanwhile, of nothing but what its honest member made; what attackers got."""
     until, received = threading.Event(), []
     parts = [(run.server.address, until, make, received) for make in attacks]
     threads = [threading.Thread(target=flood, args=part, daemon=True) for part in parts]
     work = threading.Thread(target=run.work, args=(pause,), daemon=True)
     before = psutil.Process().memory_info().rss
+    run.remote.begin(0)
     for thread in (*threads, work):
         thread.start()
     try:
-        run.remote.begin(0)
         for step in range(1, 4):
             collected = run.remote.collect(step)
             assert [group.ticket for group in collected.groups] == [2 * step - 2, 2 * step - 1]
@@ -269,7 +269,7 @@ def test_what_is_oversized_half_open_or_slow_costs_little(run: Run) -> None:
                 slow.send(fetch, zmq.NOBLOCK)
             except zmq.Again:
                 break
-        under_attack(run, [lambda: [joins, big], lambda: [over], lambda: [joins]], pause=0.02)
+        under_attack(run, [lambda: [joins, big], lambda: [over], lambda: [joins]], pause=0.3)
     assert len(run.server.with_queue(lambda queue: dict(queue.members))) < 100
     for half in open_ones:
         half.close()
