@@ -43,7 +43,10 @@ FETCH_SECONDS = 600.0
 BEAT_SECONDS, BEATS_PER_SECOND = 0.05, 500
 """Between beats of a member, at least; and how many of all members a training rank answers."""
 QUEUED = 8
-"""Messages of one peer that wait to be read here, and answers that wait for it to read: it asks for no more at once."""
+"""Messages of one peer that wait to be read here; it sends no more meanwhile."""
+UNREAD = 32
+"""Answers that wait for one peer to read; more are dropped. Who reads has `weights.client.AHEAD` at most, but libzmq
+counts what was read only every so often."""
 MAX_BEGUN = 1 << 16
 SAY_SECONDS = 10.0
 """Between two lines about messages that make no sense."""
@@ -116,7 +119,7 @@ class TrainerServer:
         self._begun: dict[Place, bytes] = {}
         self._num_dropped, self._say_at = 0, 0.0
         self._socket = self._context.socket(zmq.ROUTER)
-        limits = {zmq.LINGER: 0, zmq.MAXMSGSIZE: self._max_bytes, zmq.RCVHWM: QUEUED, zmq.SNDHWM: QUEUED}
+        limits = {zmq.LINGER: 0, zmq.MAXMSGSIZE: self._max_bytes, zmq.RCVHWM: QUEUED, zmq.SNDHWM: UNREAD}
         for option, value in (limits | {zmq.BACKLOG: BACKLOG}).items():
             self._socket.setsockopt(option, value)
         limit_connection(self._socket, bind)

@@ -173,10 +173,9 @@ class Job:
                     self.saved = self.newest, self.remote.state()
         elif self.held not in (None, self.newest):
             pass  # it waits until that has been fetched
-        elif self.newest < self.cfg.steps and self.queue.ended("step", step := self.newest + 1):
-            if self.draw.random() < 0.7:
-                self.steps.append(self.remote.collect(step))
-                self._stage(step)
+        elif self.queue.ended("step", step := self.newest + 1) and step <= self.cfg.steps and self.draw.random() < 0.7:
+            self.steps.append(self.remote.collect(step))
+            self._stage(step)
 
     # -- as the link
 

@@ -56,7 +56,7 @@ class Run:
         self.cfg.placement.max_staleness, self.cfg.eval.every = 2, 0
         (self.server,) = serve(folder, lease_seconds=600.0)
         stack.enter_context(closing(self.server))
-        self.queue = WorkQueue(self.cfg.rollout, 2, self.server.clock, Limits(600.0, patient(1.0)))
+        self.queue = WorkQueue(self.cfg.rollout, 2, self.server.clock, Limits(600.0, 1.0))
         self.server.open(self.queue, messages.Welcome({}, [self.server.address], 600.0))
         side = TrainSide(world, self.server, is_attached=True)
         self.remote = RemoteRollouts(
