@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -51,44 +51,24 @@ class Accepted(msgspec.Struct, array_like=True):
     """When it was claimed."""
 
 
-class Queue(Protocol):
-    """Something that members share out among themselves."""
-
-    number: int
-    """The step, or the version."""
-    num_initial: int
-    """The number of pieces that may start at once."""
-    held: dict[Place, Accepted]
-    """What is claimed: what it will be if it counts."""
-    accepted: list[Accepted]
-    ended: bool
-    """Whether nothing more of it is wanted."""
-
-    def next(self, who: Claimant) -> list[Accepted]:
-        """Let a member have as many pieces as there is room for; no more than its share where others are there."""
-        ...
-
-    def done(self, piece: Accepted, content: bytes, stats: Stats) -> None:
-        """Take a piece, of which a training rank has found `content`."""
-        ...
-
-    def give_back(self, member: int, place: Place | None = None) -> int:
-        """Free what a member holds, or one piece of it; return the number of these pieces."""
-        ...
-
-
 class _Pieces:
-    """What all queues have in common: which pieces are claimed, free again, and accepted."""
+    """What all queues have in common: which pieces are claimed, free again, and accepted.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    Each has `next(who)`, which lets a member have as many as there is room for, `done(piece, content, stats)`, which
+    counts one of which a training rank has found `content`, and `ended`: whether nothing more is wanted.
+    """
+
+    def __init__(self, number: int, num_initial: int = 0) -> None:
+        self.number, self.num_initial = number, num_initial
+        """The step, or the version; and the number of pieces that may start at once."""
         self.held: dict[Place, Accepted] = {}
+        """What is claimed: what it will be if it counts."""
         self.accepted: list[Accepted] = []
         self.free: list[Place] = []
         """Pieces that somebody has claimed and given back, or that nobody has claimed, in order."""
 
     def give_back(self, member: int, place: Place | None = None) -> int:
-        """See `Queue`."""
+        """Free what a member holds, or one piece of it; return the number of these pieces."""
         given = [one.place for one in self.held.values() if one.member == member and place in (None, one.place)]
         for one in given:
             del self.held[one]
@@ -137,6 +117,7 @@ class StepQueue(_Pieces):
         places = [*(piece.place for piece, _, _ in carried), *going_on, *waiting]
         round = plan_round(cursor, settings, [GroupSlice(*place) for place in places])
         self.coordinator: Coordinator = coordinate(dist.HashStore(), f"step{step}", round)
+        self.num_initial = round.initial_limit * round.slices
         self._reserved: int | None = None
         """The number of a slice that is claimed from the coordinator and may not start yet."""
         self._static: dict[int, StaticClaim] = {}
@@ -150,17 +131,12 @@ class StepQueue(_Pieces):
             self._count(piece, report, stats)
 
     @property
-    def num_initial(self) -> int:
-        """The number of slices that may start at once."""
-        return self.coordinator.round.initial_limit * self.coordinator.round.slices
-
-    @property
     def ended(self) -> bool:
-        """See `Queue`."""
+        """See `_Pieces`."""
         return self.coordinator.ended()
 
     def next(self, who: Claimant) -> list[Accepted]:
-        """See `Queue`."""
+        """See `_Pieces`."""
         if self._settings.claim == "store":
             position, kept = self.coordinator.round.order.position, self.free
             self.free = [place for place in kept if self._is_young(who.version, position(place[0]))]
@@ -188,7 +164,7 @@ class StepQueue(_Pieces):
         return not self._settings.partial_rollout or version >= self._oldest_at(position)
 
     def done(self, piece: Accepted, content: bytes, stats: Stats) -> None:
-        """See `Queue`."""
+        """See `_Pieces`."""
         report = _report(content)
         later = self.number - piece.number
         report.answers = [(*row[:_LAG], row[_LAG] + later, *row[_LAG + 1 :]) for row in report.answers]
@@ -253,17 +229,17 @@ class EvalQueue(_Pieces):
 
     def __init__(self, version: int, num_prompts: int, static: bool) -> None:
         """static: they are dealt to all replicas, and not taken by whoever has time."""
-        super().__init__(version)
+        super().__init__(version, num_prompts)
         self.free = [(index,) for index in range(num_prompts)]
-        self._static, self._num_left, self.num_initial = static, num_prompts, num_prompts
+        self._static, self._num_left = static, num_prompts
 
     @property
     def ended(self) -> bool:
-        """See `Queue`."""
+        """See `_Pieces`."""
         return not self._num_left
 
     def next(self, who: Claimant) -> list[Accepted]:
-        """See `Queue`. A prompt at a time, or a few: whoever is slow gets fewer."""
+        """See `_Pieces`. A prompt at a time, or a few: whoever is slow gets fewer."""
         if not self._static:
             return self.take(who, iter(()))
         mine = [place for place in self.free if place[0] % who.num_replicas == who.replica]
@@ -271,7 +247,7 @@ class EvalQueue(_Pieces):
         return self.hold(who.member, mine)
 
     def done(self, piece: Accepted, content: bytes, stats: Stats) -> None:
-        """See `Queue`."""
+        """See `_Pieces`."""
         self.accept(piece)
         self._num_left -= 1
 
@@ -282,25 +258,25 @@ class ProbeQueue(_Pieces):
     def __init__(self, version: int, members: Iterable[int], now: float) -> None:
         """members: each is asked now for an answer of its own, which nobody claims."""
         super().__init__(version)
-        self.held, self.num_initial = {(member,): Accepted(member, (), version, now) for member in members}, 0
+        self.held = {(member,): Accepted(member, (), version, now) for member in members}
 
     @property
     def ended(self) -> bool:
-        """See `Queue`."""
+        """See `_Pieces`."""
         return bool(self.accepted) and not self.held
 
     def next(self, who: Claimant) -> list[Accepted]:
-        """See `Queue`."""
+        """See `_Pieces`."""
         return []
 
     def done(self, piece: Accepted, content: bytes, stats: Stats) -> None:
-        """See `Queue`."""
+        """See `_Pieces`."""
         self.held.pop((piece.member,), None)
         if all(one.member != piece.member for one in self.accepted):
             self.accepted.append(piece)
 
     def give_back(self, member: int, place: Place | None = None) -> int:
-        """See `Queue`."""
+        """See `_Pieces`."""
         self.held.pop((member,), None)
         return 0
 

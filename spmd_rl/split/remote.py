@@ -40,6 +40,10 @@ CARRIED_STEPS = 8
 `placement.max_staleness`."""
 
 
+REPORTS = {"step": "generate", "eval": "eval", "probe": "publish"}
+"""The phase of each kind of work."""
+
+
 class Ended(msgspec.Struct, array_like=True):
     """What the first training rank knows of a work that has ended."""
 
@@ -166,8 +170,7 @@ class RemoteRollouts:
         if self._world.rank == 0:
             end = self._server.with_queue(lambda queue: queue.take(kind, number))
             ended = Ended(end.accepted, end.reports, end.stats, perf_counter() - began)
-        with self._world.journal.waiting(name):
-            ended = msgspec.convert(self._world.broadcast(f"{name}: what came", ended), Ended)  # [all]
+        ended, *_ = self._world.gather(f"{REPORTS[kind]}: reports", ended, Ended | None)  # [all]
         mine = [one for one in ended.accepted if one.member % self._world.size == self._world.rank]
         return ended, mine
 

@@ -214,10 +214,6 @@ class WorkQueue:
         begun = [self._begun.pop(piece.place, None) if kind == "step" else None for piece in pieces]
         return Given(True, False, pieces, begun)
 
-    def holds(self, member: int, kind: str, number: int, place: Place) -> bool:
-        """Return whether a piece that a member speaks of, in the words of its claim, is its own to do."""
-        return self._held(member, kind, number, place) is not None
-
     def _held(
         self, member: int, kind: str, number: int, place: Place
     ) -> tuple[StepQueue | EvalQueue | ProbeQueue, Accepted] | None:
