@@ -100,9 +100,10 @@ def compose(
         searched, groups = [f"hydra.searchpath=['file://{other}']"], _groups(CONFIGS, own)
     if config_name is None and (primary / f"{pipeline}.yaml").is_file():
         config_name = pipeline
+    added = (GROUP_WITHOUT_DEFAULT,) if config_name else tuple(groups)
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
-            lines = [normalize_override(line, groups) for line in overrides]
+            lines = [normalize_override(line, groups, added) for line in overrides]
             values = hydra_compose(config_name, overrides=[*searched, *lines])
     except MissingConfigException as error:
         raise UserError(_no_such_config(error)) from None
@@ -145,10 +146,10 @@ def _groups(*folders: Path) -> dict[str, list[str]]:
     return {name: sorted(known) for name, known in found.items()}
 
 
-def normalize_override(line: str, groups: Mapping[str, Sequence[str]]) -> str:
+def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Sequence[str]) -> str:
     """Rewrite an override so that Hydra accepts it: every `key=value` adds a key or replaces its value.
 
-    `groups` are the options of each group.
+    `groups` are the options of each group, `added` those of which no file names a default.
     """
     override = _parse(line)
     key = override.key_or_group
@@ -160,7 +161,7 @@ def normalize_override(line: str, groups: Mapping[str, Sequence[str]]) -> str:
         raise UserError(f"{key}: must be one option, not {_value_of(line)}; known: {', '.join(groups[key])}")
     if key in groups and not isinstance(override.value(), str | list):
         raise UserError(f"{key}: unknown option {override.value()!r}; known: {', '.join(groups[key])}")
-    if key == GROUP_WITHOUT_DEFAULT:
+    if key in added:
         return "+" + override.input_line.lstrip("+")
     if key in groups or "/" in key:
         return override.input_line

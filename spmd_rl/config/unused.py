@@ -31,17 +31,13 @@ def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingP
     """
     trees = [to_dict(shipped), to_dict(type(cfg)()), chosen, *apply((_bare_rewards,), cfg)]
     defaults = [dict(flatten(tree)) for tree in trees]
-    reasons = {key: reason for idle in apply(IDLE, cfg) for key, reason in _without_effect(idle)}
+    idle = [row for rows in apply(IDLE, cfg) for row in rows]
+    reasons = {key: reason for effect, reason, keys in idle for key in keys.split() if not effect}
     for key, value in flatten(to_dict(cfg)):
         names = key.split(".")
         reason = next(filter(None, (reasons.get(".".join(names[:n])) for n in range(1, len(names) + 1))), None)
         if reason and value is not None and all(value != known.get(key) for known in defaults):
             yield f"{key}: has no effect while {reason}"
-
-
-def _without_effect(idle: Idle) -> Iterator[tuple[str, str]]:
-    for effect, reason, keys in idle:
-        yield from ((key, reason) for key in keys.split() if not effect)
 
 
 def _bare_rewards(reward: RewardsConfig) -> dict[str, Any]:
@@ -68,10 +64,13 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
     ]
 
 
-def _of_rollout(rollout: RolloutConfig) -> Idle:
+def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
+    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
     return [
         (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
         (rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
+        (eval.every, "eval.every is 0", evaluation),
+        (placement.is_split, "placement.mode is colocated", "publish.delta"),
     ]
 
 
@@ -81,15 +80,6 @@ def _of_policy(policy: PolicyConfig) -> Idle:
 
 def _of_critic(critic: CriticConfig) -> Idle:
     return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
-
-
-def _of_eval(eval: EvalConfig) -> Idle:
-    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
-    return [(eval.every, "eval.every is 0", evaluation)]
-
-
-def _of_placement(placement: PlacementConfig) -> Idle:
-    return [(placement.is_split, "placement.mode is colocated", "publish.delta")]
 
 
 def _of_data(data: DataConfig, steps: int) -> Idle:
@@ -111,7 +101,7 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     return idle
 
 
-IDLE = (_of_algorithm, _of_rollout, _of_policy, _of_critic, _of_eval, _of_placement, _of_data, _of_sidecar)
+IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_sidecar)
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 
 
