@@ -1,18 +1,24 @@
 """The arithmetic of a step: how many prompts, answers, samples and tokens go where. Torch-free."""
 
+from spmd_rl.config.placement import Placement
+from spmd_rl.config.ranks import world_size
+from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, TrainConfig
+from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 
 
 def describe_batch(
-    rollout: RolloutConfig, train: TrainConfig, engine: EngineConfig, num_train: int, num_generate: int, turns: bool
+    rollout: RolloutConfig,
+    train: TrainConfig,
+    engine: EngineConfig,
+    placement: PlacementConfig,
+    env: EnvsConfig | None = None,
 ) -> list[tuple[str, str]]:
-    """Return the arithmetic of a step as names and texts.
-
-    num_train, num_generate: how many ranks do that. turns: see `describe_tokens`.
-    """
+    """Return the arithmetic of a step as names and texts."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
-    shards, replicas = max(1, num_train // train.ranks_per_shard), max(1, num_generate // engine.tp)
+    ranks, turns = Placement.of(placement, world_size()), has_turns(rollout, plays=env is not None)
+    shards, replicas = max(1, len(ranks.train) // train.ranks_per_shard), max(1, len(ranks.generate) // engine.tp)
     running = replicas * engine.max_running
     return [
         ("step", describe_samples(rollout)),

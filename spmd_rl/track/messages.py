@@ -5,12 +5,11 @@ from itertools import chain
 from pathlib import Path
 
 from spmd_rl.config.apply import apply
-from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, has_turns
+from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import EngineConfig, EvalConfig, PipelineConfig, PlacementConfig, RolloutConfig, TrainConfig
-from spmd_rl.config.sections.env import EnvsConfig
+from spmd_rl.config.schema import EngineConfig, EvalConfig, PipelineConfig, PlacementConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.track import goodput
 from spmd_rl.track.svg import duration
@@ -24,7 +23,7 @@ def header(cfg: PipelineConfig, world: World, num_train: int, num_eval: int) -> 
     generates = apply((partial(_tasks, trains),), cfg)
     where = "forward passes and the engine" if generates else "forward passes"
     tasks = generates[0] if generates else f"each trains {trains}"
-    more = apply((partial(_prompts, num_train, num_eval), _arithmetic), cfg)
+    more = apply((partial(_prompts, num_train, num_eval), *[describe_batch] * (cfg.steps > 0)), cfg)
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps} steps, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),
@@ -51,18 +50,6 @@ def _prompts(
     train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
     prompts = [("prompts", f"{train}, {num_eval} held out")] if steps else []
     return [*prompts, ("evaluation", describe_evaluation(eval, steps, num_eval))]
-
-
-def _arithmetic(
-    steps: int,
-    placement: PlacementConfig,
-    rollout: RolloutConfig,
-    train: TrainConfig,
-    engine: EngineConfig,
-    env: EnvsConfig | None = None,
-) -> list[tuple[str, str]]:
-    ranks, turns = Placement.of(placement, world_size()), has_turns(rollout, plays=env is not None)
-    return describe_batch(rollout, train, engine, len(ranks.train), len(ranks.generate), turns) if steps else []
 
 
 def footer(run_dir: Path, steps: int) -> str:

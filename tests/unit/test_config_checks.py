@@ -247,7 +247,7 @@ def test_ranks_that_can_share_a_role(place, monkeypatch, tp, overrides, words):
 def test_a_step_that_may_generate_more_than_it_trains_on_says_so(place):
     def step(*overrides: str) -> str:
         cfg = settings(place, *overrides)
-        return dict(describe_batch(cfg.rollout, cfg.train, cfg.engine, 1, 1, turns=False))["step"]
+        return dict(describe_batch(cfg.rollout, cfg.train, cfg.engine, cfg.placement))["step"]
 
     plain = "8 prompts x 8 answers = 64 samples"
     assert step() == plain
