@@ -155,7 +155,7 @@ _ABSENT = {
         "project_name wandb_project project"
     ),
     "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs": "reward_weights",
-    "run.dir/samples has all samples; python -m spmd_rl.view shows them": "log_completions",
+    "run.dir/samples has all samples; python -m spmd_rl view shows them": "log_completions",
     "samples are always dealt to ranks by their tokens": "balance_batch",
     "agents have a pipeline of their own: python -m spmd_rl.agentic": "multi_turn.enable",
     "metrics.jsonl has a line for each step": "logging_steps",

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmd_rl.command_line import Parser
+from spmd_rl.command_line import Parser, program
 from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
@@ -46,7 +46,7 @@ from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line, printab
 from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
-PLAN = "spmd_rl.plan:show"
+PLAN = "spmd_rl.tools.plan:show"
 """What `--plan` calls."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
@@ -232,7 +232,7 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
 
 class _Parser(Parser):
     def __init__(self, pipeline: str, schema: type) -> None:
-        super().__init__(f"python -m {module_of(pipeline)}", add_help=False)
+        super().__init__(names_of(pipeline)[0], add_help=False)
         self._schema = schema
 
     def error(self, message: str) -> NoReturn:
@@ -243,9 +243,10 @@ class _Parser(Parser):
         return f"{name}: unknown option; settings are key=value: {suggestion(key, value, self._schema)}"
 
 
-def module_of(pipeline: str) -> str:
-    """Return the name after `python -m`, as far as it is known: a user's own file may have any."""
-    return f"spmd_rl.{pipeline}" if pipeline in PIPELINES else pipeline
+def names_of(pipeline: str) -> tuple[str, str]:
+    """Return how a pipeline is started, and its module; a user's own is taken to have the name of its file."""
+    ours = pipeline in PIPELINES
+    return (program(pipeline), f"spmd_rl.{pipeline}") if ours else (f"python -m {pipeline}", pipeline)
 
 
 def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespace:
@@ -269,7 +270,7 @@ def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespac
 HELP = """\
 {about}
 
-usage: python -m {module} [option ...] [key=value ...]
+usage: {start} [option ...] [key=value ...]
        torchrun --nproc-per-node N -m {module} [option ...] [key=value ...]
 
 options:
@@ -294,4 +295,5 @@ def help_text(pipeline: str, schema: type, run: Callable[[Any], None], asked: ar
     about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
     groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())
     settings = "\n".join(f"  {e.key}={e.value}  ({e.type})\n      {e.doc}" for e in entries(schema, cfg))
-    return HELP.format(about=about, pipeline=pipeline, module=module_of(pipeline), groups=groups, settings=settings)
+    start, module = names_of(pipeline)
+    return HELP.format(about=about, start=start, module=module, pipeline=pipeline, groups=groups, settings=settings)

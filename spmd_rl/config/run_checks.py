@@ -45,7 +45,7 @@ def _check_evaluation(checkpoint: CheckpointConfig, model: str, folder: Path) ->
     if checkpoint.is_given:
         resume, checkpoint.resume = checkpoint.resume, "auto"  # `policy.model` is its hf/, nothing is resumed
         if not Path(model).is_dir():
-            way = f"python -m spmd_rl.checkpoint.convert to-hf {resume} OUT makes one: policy.model=OUT"
+            way = f"python -m spmd_rl convert to-hf {resume} OUT makes one: policy.model=OUT"
             raise UserError(f"checkpoint.resume: {resume} has no hf/, which is what steps=0 evaluates; {way}")
 
 
