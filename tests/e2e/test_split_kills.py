@@ -73,7 +73,7 @@ WAITS = {
         "start": ["generate: start: prompt lengths"],
         "publish": ["publish: answers of engines"],
         "generate": ["generate: step 2 from ranks that generate"],
-        "eval": ["eval: answers of ranks that generate"],
+        "eval": ["eval: answers of ranks that generate", "generate: publish: newest version"],
         "prepare": FETCH,
         "update": FETCH,
         "save": ["generate: step 3 from ranks that generate", "generate: end of step"],
