@@ -34,7 +34,7 @@ class WeightClient:
     ) -> None:
         """addresses: of all training ranks, in order. membership: by which they know this rank.
 
-        progress: called whenever something has come. keys: of its connections.
+        progress: called whenever bytes of something have come. keys: of its connections.
         """
         self.membership, self._progress = membership, progress
         self._context, self._given_up = zmq.Context(), False
@@ -123,7 +123,8 @@ class WeightClient:
         while not socket.poll(POLL_MS):
             self.check()
         header, *payload = socket.recv_multipart(copy=False)
-        self._progress()
+        if payload:  # else it may only say that there is nothing yet, which is no progress
+            self._progress()
         message = self.codec.decode(header.bytes)
         if isinstance(message, messages.Missing):
             self.refused(f"version {message.version} of the weights", trainer % self.num_trainers)
