@@ -43,11 +43,11 @@ class Maker:
 class Remote:
     """Stands for a name or an object of the code's."""
 
-    __slots__ = ("client", "made", "maker", "node", "record")
+    __slots__ = ("client", "made", "maker", "node", "record", "truth")
 
     def __init__(self, client, node, maker=None, record=None, made=None):
         """`node`: how the code's side finds it; None before the code has made it as `made` says: (class, arguments)."""
-        for name, value in zip(Remote.__slots__, (client, made, maker, node, record)):  # noqa: B905 - Python 3.8
+        for name, value in zip(Remote.__slots__, (client, made, maker, node, record, False)):  # noqa: B905 - Python 3.8
             object.__setattr__(self, name, value)
 
     def __call__(self, *args, **kwargs):
@@ -66,7 +66,7 @@ class Remote:
             raise AttributeError(name)
         if name == "__class__" and _client(self).collects:  # pytest looks whether a parameter is of a kind of its own
             return Remote
-        if name.startswith("__") and name not in ("__name__", "__doc__"):
+        if name.startswith("__") and name not in ("__name__", "__doc__", "__qualname__"):
             _client(self).want(f"the tests read {name} of an object of the code's")
         return _client(self).ask("get", self, [], [name])
 
@@ -81,7 +81,8 @@ class Remote:
             return mine[2] == other
         if type(value := _value(self)) is not Remote:
             return value == other
-        return _client(self).want("the tests compare an object of the code's")
+        own = _made(self) or (type(other) is Remote and _made(other))
+        return _client(self).want("the tests compare an object of the code's", always=bool(own))
 
     def __ne__(self, other):
         return not self == other
@@ -90,7 +91,7 @@ class Remote:
         if type(value := _value(self)) is not Remote:
             return value.__hash__()
         record = _record(self)
-        return record.__hash__() if record else _client(self).want("the tests hash an object of the code's")
+        return record.__hash__() if record else _client(self).want("the tests hash an object of the code's", bool(_made(self)))
 
     def __instancecheck__(self, thing):
         return _client(self).ask("isinstance", self, [thing]) is True
@@ -99,8 +100,8 @@ class Remote:
         return _client(self).ask("issubclass", self, [thing]) is True
 
 
-_client, _made, _maker, node_of, _record = (vars(Remote)[name].__get__ for name in Remote.__slots__)
-_set_node, set_record, _set_made = (vars(Remote)[name].__set__ for name in ("node", "record", "made"))
+_client, _made, _maker, node_of, _record, _truth = (vars(Remote)[name].__get__ for name in Remote.__slots__)
+_set_node, set_record, _set_made, set_truth = (vars(Remote)[n].__set__ for n in ("node", "record", "made", "truth"))
 
 
 def settle(remote):
@@ -126,11 +127,16 @@ def _special(name):
             return getattr(record[2], f"__{name}__")(*args)
         if type(value := _value(self)) is not Remote:
             return _apply(name, value, *args)
-        if name in ASKED and (_made(self) or record or (node[0] == "name" and name in ("getitem", "iter", "len"))):
-            return client.ask(name, self, args)
-        if name in ("str", "repr") and node[0] == "name":
+        if name in ("str", "repr") and node and node[0] == "name":
             return f"<{node[1]}>"
-        return client.want(f"the tests use __{name}__ of an object of the code's")
+        if name == "format" and args == ("",):
+            return str(self)
+        if name == "bool" and node and (_truth(self) or node[0] == "name"):
+            return True
+        known = node and node[0] == "name" and name in ("getitem", "iter", "len")
+        if name in ("str", "repr", "format") or name in ASKED and (_made(self) or record or known):
+            return client.ask(name, self, args)
+        return client.want(f"the tests use __{name}__ of an object of the code's", always=bool(_made(self)))
 
     return special
 
@@ -164,6 +170,10 @@ class Stream:
     def __next__(self):
         return self._client.ask("next", self.remote)
 
+    def remote_of(self):
+        """Return what stands for it as an object."""
+        return self.remote
+
     def __getattr__(self, name):
         return getattr(self.remote, name)
 
@@ -172,6 +182,17 @@ class Stream:
 
     def __bool__(self):
         return self._client.want("the tests use the truth of an iterator of the code's")
+
+
+def member(remote, plain):
+    """Return what stands for an enum's member that is a number or a text too: the same here, with its attributes."""
+
+    def ask(verb):
+        return lambda self, *given: _client(remote).ask(verb, remote, given)
+
+    names = {name: ask(name[2:-2]) for name in ("__str__", "__repr__", "__format__")}
+    made = {"__getattr__": lambda self, name: getattr(remote, name), "remote_of": lambda self: remote, **names}
+    return type("Member", (type(plain),), made)(plain)
 
 
 def record_of(thing):

@@ -66,7 +66,7 @@ class Beside:
     """Stands for a client where the code runs in this process: nothing that it makes of its tests is proven."""
 
     def __init__(self, job):
-        self.asked, self.refused, self.beyond, self.gone, self.collects = 0, "", "", "", False
+        self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
         self._names = {}
         try:
             self._names = execute(job, "solution", shared=True)
@@ -132,6 +132,8 @@ class Tester:
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
         if not outcomes:
             raise BadTests("the tests skip themselves")
+        if client.unsupported:
+            return False, [], client.unsupported, ""
         details = [f"{name}: {why}" for name, why in outcomes if why]
         return True, [not why for _, why in outcomes], (details or [""])[0][:1000], client.beyond
 
@@ -176,9 +178,10 @@ class Tester:
             return client.refused or _text_of(error) or client.gone
 
     def _type_of(self, thing):
-        if type(thing) in (Remote, Stream) and record_of(thing) is None:
-            self._client.want("the tests ask for the type of an object of the code's")
-        return type(thing)
+        remote = thing.remote_of() if hasattr(type(thing), "remote_of") else thing
+        if type(remote) is not Remote:
+            return type(thing)
+        return self._client.ask("type", remote)
 
     def _out_of_time(self, *_):
         self._client.gone = "the processor time is used up"

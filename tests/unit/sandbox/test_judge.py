@@ -149,7 +149,7 @@ class Box:
     def me(self):
         return self
 
-    __eq__ = __lt__ = __contains__ = lambda *_: True
+    __eq__ = __lt__ = __contains__ = __bool__ = lambda *_: True
     __hash__ = None
 
 
@@ -161,7 +161,6 @@ USES = [
     lambda box: len(box),
     lambda box: list(box),
     lambda box: bool(box),
-    lambda box: str(box),
     lambda box: isinstance(box, int),
     lambda box: box.__dict__,
     lambda box: box[0],
@@ -171,7 +170,7 @@ USES = [
     lambda box: type("Sub", (box,), {}),
     lambda box: box.twice(lambda: 1),
     lambda box: box.twice(object()),
-    lambda box: setattr(box, "value", print),
+    lambda box: setattr(box, "value", json.dumps),
 ]
 
 
