@@ -81,7 +81,7 @@ class Remote:
             return mine[2] == other
         if type(value := _value(self)) is not Remote:
             return value == other
-        own = _made(self) or (type(other) is Remote and _made(other))
+        own = type(other) is Remote and (_made(self) or _made(other))
         return _client(self).want("the tests compare an object of the code's", always=bool(own))
 
     def __ne__(self, other):
@@ -91,7 +91,7 @@ class Remote:
         if type(value := _value(self)) is not Remote:
             return value.__hash__()
         record = _record(self)
-        return record.__hash__() if record else _client(self).want("the tests hash an object of the code's", bool(_made(self)))
+        return record.__hash__() if record else _client(self).want("the tests hash an object of the code's")
 
     def __instancecheck__(self, thing):
         return _client(self).ask("isinstance", self, [thing]) is True
@@ -134,9 +134,9 @@ def _special(name):
         if name == "bool" and node and (_truth(self) or node[0] == "name"):
             return True
         known = node and node[0] == "name" and name in ("getitem", "iter", "len")
-        if name in ("str", "repr", "format") or name in ASKED and (_made(self) or record or known):
+        if name in ("str", "repr", "format") or (name in ASKED and (_made(self) or record or known)):
             return client.ask(name, self, args)
-        return client.want(f"the tests use __{name}__ of an object of the code's", always=bool(_made(self)))
+        return client.want(f"the tests use __{name}__ of an object of the code's")
 
     return special
 

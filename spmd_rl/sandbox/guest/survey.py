@@ -47,8 +47,6 @@ TYPE_OF = "type_of_"
 FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
-CHANGES = _words("add append appendleft clear discard extend insert pop popleft remove reverse setdefault sort update")
-"""Methods that change a container."""
 
 
 class BadTests(Exception):
@@ -70,6 +68,9 @@ class Survey:
         self.bound = {name for node in nodes for name in _bound(node)} - self.imported
         self.loaded = {node.id for node in nodes if type(node) is ast.Name and type(node.ctx) is ast.Load}
         self.called = {node.func.id for node in calls}
+        made = [node for node in nodes if type(node) is ast.Assign and _is_construction(node.value)]
+        made = [ast.unparse(node.targets[0]) for node in made if self.is_code(node.value.func.id)]
+        self._made = set(made) if hasattr(ast, "unparse") else set()
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
@@ -122,9 +123,6 @@ class Survey:
         return f"the tests use {name}" if own or name in ASSERTIONS else ""
 
     def _call(self, node, tried):
-        changed = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES else None
-        if isinstance(changed, ast.Attribute) and not _is_own(changed):
-            return "the tests change an attribute in place"
         if not isinstance(node.func, ast.Name):
             return ""
         for part in [*node.args, *(keyword.value for keyword in node.keywords)] if self.is_code(node.func.id) else ():
@@ -133,17 +131,22 @@ class Survey:
                 return "the tests hand a function to the code"
         return ""
 
-    def _subscript(self, node, tried):
-        root = node.value
-        while isinstance(root, ast.Subscript):
-            root = root.value
-        if not isinstance(node.ctx, ast.Load) and isinstance(root, ast.Attribute) and not _is_own(root):
-            return "the tests change an attribute in place"
-        return ""
+    def _operator(self, node, tried):
+        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values."""
+        if type(node) is ast.Compare:
+            odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
+            pairs = zip([node.left, *node.comparators], node.ops, node.comparators)  # noqa: B905 - Python 3.8
+            found = [(a, b) if type(op) not in odd[:2] else (b,) for a, op, b in pairs if type(op) in odd]
+            sides = [side for pair in found for side in pair]
+        else:
+            sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
+            sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
+        return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
 
-    def _binop(self, node, tried):
-        sides = [side.func.id for side in (node.left, node.right) if _is_construction(side)]
-        return f"the tests use an operator of {sides[0]}" if any(map(self.is_code, sides)) else ""
+    def _is_made(self, node):
+        if _is_construction(node):
+            return self.is_code(node.func.id)
+        return isinstance(node, (ast.Name, ast.Attribute)) and bool(self._made) and ast.unparse(node) in self._made
 
     def _with(self, node, tried):
         made = [item.context_expr for item in node.items]
@@ -176,15 +179,16 @@ _CHECKS = {
     ast.Name: Survey._name,
     ast.Attribute: Survey._attribute,
     ast.Call: Survey._call,
-    ast.Subscript: Survey._subscript,
-    ast.BinOp: Survey._binop,
+    ast.BinOp: Survey._operator,
+    ast.Compare: Survey._operator,
+    ast.UnaryOp: Survey._operator,
     ast.With: Survey._with,
     ast.ClassDef: Survey._classdef,
     ast.arg: Survey._arg,
     ast.FunctionDef: Survey._decorated,
 }
 _CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
-_LOOKED_AT = {*_CHECKS, ast.AsyncFunctionDef, ast.Compare, ast.ExceptHandler, ast.Try}
+_LOOKED_AT = {*_CHECKS, ast.Assign, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
 
 
 def _read(read):
@@ -201,10 +205,6 @@ def _is_construction(node):
 
 def _is_import_of_code(node):
     return type(node) is ast.ImportFrom and node.module == "solution"
-
-
-def _is_own(node):
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
 def _is_test(node):

@@ -17,7 +17,7 @@ from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common
 from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.main import execute
-from spmd_rl.sandbox.guest.remote import Remote, Stream, maker_of, record_of
+from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
 from spmd_rl.sandbox.guest.survey import TYPE_OF, BadTests, Survey
 

@@ -28,9 +28,11 @@ FROZEN = {
     "frozenset": frozenset,
     "view": lambda items: getattr(items[0], items[1])(),
     "method": lambda items: getattr(items[0], items[1]),
+    "error": lambda items: TYPES[items[0]](*items[1:]),
 }
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
-_ERRORS = (kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, BaseException))
+_ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+_ITEMS = {tuple: "tuple", frozenset: "frozenset", **dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")}
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
 LEAVES = {
     "builtins.int": (lambda n: [format(n, "x")], lambda kind, text: kind(text, 16)),
@@ -117,7 +119,7 @@ def encode(roots, other, known=None, number=None, big=False, record=None):
             nodes.append(None)
             stack += [part for part in items if type(part) not in inline and id(part) not in entered]
             continue
-        elif kind in (tuple, frozenset) or kind in VIEWS or _is_method(value) or is_named(kind):
+        elif kind in _ITEMS or _is_method(value) or is_named(kind):
             if key not in kept:
                 kept[key] = _items(value, kind)
             items = kept[key]
@@ -126,8 +128,7 @@ def encode(roots, other, known=None, number=None, big=False, record=None):
                 stack.append(value)
                 stack += [part for part in items if type(part) not in inline and id(part) not in entered]
                 continue
-            tag = kind.__name__ if kind in (tuple, frozenset) else "view" if kind in VIEWS else "method"
-            node = [tag, _refer(items, refs, inline)]
+            node = [_ITEMS.get(kind, "method"), _refer(items, refs, inline)]
             if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], kind.__name__, list(kind._fields)]
@@ -156,6 +157,8 @@ def encode(roots, other, known=None, number=None, big=False, record=None):
 def _items(value, kind):
     if _is_method(value):
         return [value.__self__, value.__name__]
+    if _ITEMS.get(kind) == "error":
+        return [kind.__name__, *BaseException.args.__get__(value)]
     if kind not in VIEWS:
         return list(value)
     (mapping,) = gc.get_referents(value)

@@ -287,8 +287,9 @@ BEYOND = [
     "import time\ntime.sleep = None\nassert f(1) == 2",
     "assert eval('f(1)') == 2",
     "try:\n    from solution import f\nexcept ImportError:\n    f = None\nassert f(1) == 2",
-    "s = Stack()\ns.items.append(3)\nassert s.items == [3]",
-    "s = Stack()\ns.items[0] = 3\nassert s.items == [3]",
+    "v = Vector(1)\nassert (v * 3).x == 3",
+    "s = Bag([1])\nassert 1 in s",
+    "assert Version(1) < Version(2)",
 ]
 
 
