@@ -244,9 +244,9 @@ class BaseSandbox(ABC):
                     readers[name], files[name] = os.pipe()
                     os.set_blocking(readers[name], False)
                     stack.callback(os.close, readers[name])
-                files["stdin"] = _sealed(stdin)
+                files["stdin"] = memory_file(stdin.encode(errors="replace"))
                 room = PARSED * limits.message_bytes if job["mode"] in ("test", "beside") else 0
-                files["job"] = _sealed(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}))
+                files["job"] = memory_file(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}).encode())
                 for fd in files.values():
                     theirs.callback(os.close, fd)
                 process = self.start(slot, limits, ChildFiles(**files, rpc=sockets[slot]))
@@ -323,11 +323,11 @@ def _watch(runs: list[_Run], owner: int) -> None:
                 run.look(used)
 
 
-def _sealed(text: str) -> int:
-    """Return a descriptor from which the text can be read and nothing else done."""
+def memory_file(content: bytes) -> int:
+    """Return a descriptor from which the content can be read and nothing else done."""
     fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
-        file.write(text.encode(errors="replace"))
+        file.write(content)
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd

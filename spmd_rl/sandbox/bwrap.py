@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from spmd_rl.sandbox.base import memory_file
 from spmd_rl.sandbox.forkserver import reserve_uids
 from spmd_rl.sandbox.packages import ENVIRONMENT, find_pytest
-from spmd_rl.sandbox.served import ServedSandbox
+from spmd_rl.sandbox.served import ServedSandbox, spawn
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 """Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
@@ -90,16 +91,7 @@ class Bubblewrap(ServedSandbox):
         command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self.python, "-s", "-S", "-B"]
         code = f"from spmd_rl.sandbox.forkserver_main import start; start{fd, None, True, PACKAGES}"
         user = {} if self.first_uid is None else {"user": self.first_uid, "group": self.first_uid, "extra_groups": []}
-        return subprocess.Popen(
-            [*command, "-X", "utf8", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=[fd, guest],
-            env={},
-            cwd="/",
-            **user,
-        )
+        return spawn([*command, "-X", "utf8", "-c", code], [fd, guest], {}, stderr=self._stderr, **user)
 
     def last_words(self) -> str:
         """Return what bubblewrap has written."""
@@ -116,15 +108,6 @@ def _suits(python: str, packages: Mapping[str, Path] | None) -> bool:
         return True
     command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     return subprocess.run(command, capture_output=True, text=True, env={}, timeout=60).stdout.strip() == _VERSION
-
-
-def memory_file(content: bytes) -> int:
-    """Return a descriptor of an unnamed file in memory, at its beginning."""
-    fd = os.memfd_create("file", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
 
 
 def _compiled_guest(python: str) -> bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A sandbox has one processor's worth of time; a pool of threads would only use up its memory."""
+_NO_MODULE = re.compile(r"\.(pth|dist-info)\b")
 PYTEST = "pytest _pytest py pluggy iniconfig packaging pygments"
 
 
@@ -88,9 +89,7 @@ def _files(installed: Distribution) -> dict[str, Path]:
     own = {path.parts[0] for path in listed if path.parts[1:] == ("__init__.py",)}
     tops = {path.parts[0] if path.parts[0] in own else str(path) for path in listed}
     files = {top: Path(installed.locate_file(top)) for top in tops}
-    files = {
-        name: path for name, path in files.items() if path.exists() and not re.search(r"\.(pth|dist-info)\b", name)
-    }
+    files = {name: path for name, path in files.items() if path.exists() and not _NO_MODULE.search(name)}
     if not files:
         raise RuntimeError(f"package {installed.name} has no files of its own (is it installed as editable?)")
     return files

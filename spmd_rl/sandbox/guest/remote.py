@@ -51,7 +51,7 @@ class Remote:
             object.__setattr__(self, name, value)
 
     def __call__(self, *args, **kwargs):
-        client, maker, node = _client(self), _maker(self), node_of(self)
+        client, maker, node = _client(self), maker_of(self), node_of(self)
         if maker:
             return Remote(client, None, None, maker.record(node[1], args, kwargs), (self, args, kwargs))
         found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
@@ -74,7 +74,7 @@ class Remote:
         _client(self).ask("set", self, [value], [name])
 
     def __eq__(self, other):
-        mine, theirs = _record(self), _record(other) if type(other) is Remote else None
+        mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
         if other is self or other is None or (mine and theirs):
             return other is self or (other is not None and mine == theirs)
         if mine and mine[3] and type(other) is tuple:
@@ -90,7 +90,7 @@ class Remote:
     def __hash__(self):
         if type(value := _value(self)) is not Remote:
             return value.__hash__()
-        record = _record(self)
+        record = record_of(self)
         return record.__hash__() if record else _client(self).want("the tests hash an object of the code's")
 
     def __instancecheck__(self, thing):
@@ -100,7 +100,7 @@ class Remote:
         return _client(self).ask("issubclass", self, [thing]) is True
 
 
-_client, _made, _maker, node_of, _record, _truth = (vars(Remote)[name].__get__ for name in Remote.__slots__)
+_client, _made, maker_of, node_of, record_of, _truth = (vars(Remote)[name].__get__ for name in Remote.__slots__)
 _set_node, set_record, _set_made, set_truth = (vars(Remote)[n].__set__ for n in ("node", "record", "made", "truth"))
 
 
@@ -116,13 +116,13 @@ def settle(remote):
 
 def _value(remote):
     """Return what the code has under a name, if that is plain, else what stands for it."""
-    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not _maker(remote)
+    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not maker_of(remote)
     return _client(remote).ask("value", remote) if is_name else remote
 
 
 def _special(name):
     def special(self, *args):
-        client, node, record = _client(self), node_of(self), _record(self)
+        client, node, record = _client(self), node_of(self), record_of(self)
         if record and record[3] and name in ("iter", "len", "getitem"):
             return getattr(record[2], f"__{name}__")(*args)
         if type(value := _value(self)) is not Remote:
@@ -193,13 +193,3 @@ def member(remote, plain):
     names = {name: ask(name[2:-2]) for name in ("__str__", "__repr__", "__format__")}
     made = {"__getattr__": lambda self, name: getattr(remote, name), "remote_of": lambda self: remote, **names}
     return type("Member", (type(plain),), made)(plain)
-
-
-def record_of(thing):
-    """Return the class's number, field names and values of what stands for an object of named fields, else None."""
-    return _record(thing) if type(thing) is Remote else None
-
-
-def maker_of(thing):
-    """Return what a class of named fields says of itself, else None."""
-    return _maker(thing) if type(thing) is Remote else None

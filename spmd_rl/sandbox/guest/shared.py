@@ -17,7 +17,7 @@ class Shared:
     def __init__(self, sign):
         self._sign, self._last, self._kept = sign, 0, 0
         self._things, self._numbers, self._before = {}, {}, {}
-        self._changed, self._fresh, self._places, self.gone = (), {}, {}, []
+        self._changed, self._fresh, self.gone = (), {}, []
 
     def pack(self, roots, other, big, record=None, release=False):
         """Return references to the roots, and nodes: of what is in them, and of the containers that have changed. If
@@ -26,7 +26,7 @@ class Shared:
         self._changed = {n for n, thing in self._things.items() if not values.is_as(thing, self._before[n])}
         if release and (len(self._things) <= FEW or len(self._things) > 2 * self._kept):
             self._release()
-        self._fresh, self._places = {}, {}
+        self._fresh = {}
         roots = [*roots, *map(self._things.__getitem__, self._changed)]
         refs, nodes = values.encode(roots, other, self._known, self._number, big, record)
         return refs[: len(refs) - len(self._changed)], nodes
@@ -58,10 +58,9 @@ class Shared:
         return None if number in self._changed else number
 
     def _number(self, value):
-        if id(value) in self._numbers:
-            return self._numbers[id(value)]
-        number = self._places.setdefault(id(value), self._last + self._sign * (len(self._fresh) + 1))
-        self._fresh[number] = value
+        number = self._numbers.get(id(value)) or self._last + self._sign * (len(self._fresh) + 1)
+        if id(value) not in self._numbers:
+            self._fresh[number] = value
         return number
 
     def _release(self):

@@ -35,8 +35,8 @@ class Refused(BaseException):
 
 class Client:
     """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
-    of an object than plain values; `unsupported`, why the tests need more whatever the code is; `collects`, whether pytest
-    collects tests, of which none runs meanwhile."""
+    of an object than plain values; `unsupported`, why the tests need more whatever the code is; `collects`,
+    whether pytest collects tests, of which none runs meanwhile."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""

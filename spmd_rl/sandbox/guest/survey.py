@@ -77,7 +77,12 @@ class Survey:
         self._handed = defined - classes - {node.arg for node in nodes if type(node) is ast.arg}
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
         named = [node for node in functions if node.name.startswith("test")]
-        plain = [node.name for node in tree.body if node in named and not (node.decorator_list or _arguments(node))]
+        calm = [
+            node
+            for node in named
+            if not (node.decorator_list or node.args.args or node.args.posonlyargs or node.args.kwonlyargs)
+        ]
+        plain = [node.name for node in tree.body if node in calm]
         is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
         self.plain_tests = plain if is_plain else []
         for node in calls:
@@ -155,19 +160,11 @@ class Survey:
 
     def _classdef(self, node, tried):
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-        if code := [base for base in bases if self.is_code(base) and base in self.imported]:
-            return f"the tests inherit from {code[0]}"
-        is_plain = not (node.bases or node.keywords or node.name.startswith("Test"))
-        used = node.name in self.called and not any(_is_test(part) for part in node.body)
-        return f"the tests have a class {node.name} for the code" if is_plain and used else ""
+        code = [base for base in bases if self.is_code(base) and base in self.imported]
+        return f"the tests inherit from {code[0]}" if code else ""
 
     def _arg(self, node, tried):
         return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
-
-    def _decorated(self, node, tried):
-        names = [part.id for part in node.decorator_list if isinstance(part, ast.Name)]
-        names += [part.func.id for part in node.decorator_list if isinstance(getattr(part, "func", None), ast.Name)]
-        return "the tests hand a function to the code" if any(name in self.imported for name in names) else ""
 
     def _special(self, node, tried):
         return f"{type(node).__name__} needs the code's own objects"
@@ -185,10 +182,9 @@ _CHECKS = {
     ast.With: Survey._with,
     ast.ClassDef: Survey._classdef,
     ast.arg: Survey._arg,
-    ast.FunctionDef: Survey._decorated,
 }
 _CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
-_LOOKED_AT = {*_CHECKS, ast.Assign, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
+_LOOKED_AT = {*_CHECKS, ast.Assign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
 
 
 def _read(read):
@@ -205,14 +201,6 @@ def _is_construction(node):
 
 def _is_import_of_code(node):
     return type(node) is ast.ImportFrom and node.module == "solution"
-
-
-def _is_test(node):
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-
-
-def _arguments(node):
-    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def _bound(node):

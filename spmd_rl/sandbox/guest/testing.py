@@ -197,9 +197,9 @@ def _teach_dataclasses():
 
 def _local(thing):
     """Return an object of a dataclass made here in the place of each record in a thing, or that class for a class."""
-    if maker := maker_of(thing):
+    if type(thing) is Remote and (maker := maker_of(thing)):
         return dataclasses.make_dataclass("Record", maker.fields)
-    if record := record_of(thing):
+    if type(thing) is Remote and (record := record_of(thing)):
         return dataclasses.make_dataclass("Record", record[1])(*map(_local, record[2]))
     if type(thing) in (list, tuple):
         return type(thing)(map(_local, thing))

@@ -26,11 +26,12 @@ VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for n
 FROZEN = {
     "tuple": tuple,
     "frozenset": frozenset,
-    "view": lambda items: getattr(items[0], items[1])(),
-    "method": lambda items: getattr(items[0], items[1]),
-    "error": lambda items: TYPES[items[0]](*items[1:]),
+    "view": lambda items: _method(items[0], {name: name for name in VIEWS.values()}[items[1]])(),
+    "method": lambda items: _method(*items),
+    "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
 }
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
+_OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
 _ITEMS = {tuple: "tuple", frozenset: "frozenset", **dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")}
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
@@ -163,13 +164,19 @@ def _items(value, kind):
         return list(value)
     (mapping,) = gc.get_referents(value)
     if MUTABLE.get(type(mapping).__name__) is not type(mapping) or not SCALARS.issuperset(map(type, mapping)):
-        mapping = dict.fromkeys(value) if VIEWS[kind] == "keys" else value
-        mapping = dict(mapping if VIEWS[kind] == "items" else enumerate(value)) if VIEWS[kind] != "keys" else mapping
+        copies = {"keys": dict.fromkeys, "values": lambda items: dict(enumerate(items)), "items": dict}
+        mapping = copies[VIEWS[kind]](value)
     return [mapping, VIEWS[kind]]
 
 
 def _is_method(value):
-    return type(value) is type([].append) and type(value.__self__) in (str, *MUTABLE.values())
+    return type(value) is type([].append) and type(value.__self__) in _OWNERS
+
+
+def _method(owner, name):
+    if type(owner) not in _OWNERS or name.startswith("_"):
+        raise ValueError(name)
+    return getattr(owner, name)
 
 
 def parts(value):
@@ -260,7 +267,7 @@ def decode(refs, nodes, special, known=None):
             if node[0] not in MUTABLE and node[0] != "record":
                 made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
         for i, node in unfilled:
-            replace(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
+            _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
         for i, node in enumerate(nodes):
             if node[0] == "record":
                 special["record"](made[i], _resolve(node[1], made), *node[3:6])
@@ -276,21 +283,14 @@ def _resolve(items, made):
 def _shell(node, known):
     """Return the container of a node, without its contents."""
     kind, extra = MUTABLE[node[0]], node[2]
-    if known is not None and len(node) > 3:
-        found = known.setdefault(node[3], _empty(kind, extra))
-        if type(found) is not kind:
-            raise TypeError(kind)
-        return found
-    return _empty(kind, extra)
+    made = kind(maxlen=extra) if kind is deque else kind(extra and TYPES[extra]) if kind is defaultdict else kind()
+    found = made if known is None or len(node) < 4 else known.setdefault(node[3], made)
+    if type(found) is not kind:
+        raise TypeError(kind)
+    return found
 
 
-def _empty(kind, extra):
-    if kind is defaultdict:
-        return kind(extra and TYPES[extra])
-    return kind(maxlen=extra) if kind is deque else kind()
-
-
-def replace(container, items):
+def _fill(container, items):
     """Give a container other contents, as `parts` returns them."""
     if isinstance(container, (list, bytearray)):
         container[:] = items
@@ -300,10 +300,8 @@ def replace(container, items):
         half = len(items) // 2
         for key, value in zip(items[:half], items[half:]):  # noqa: B905 - Python 3.8
             container[key] = value  # `update` counts, or forgets the order
-    elif isinstance(container, set):
-        container.update(items)
     else:
-        container.extend(items)
+        getattr(container, "update" if isinstance(container, set) else "extend")(items)
 
 
 def _frozen(node, made):

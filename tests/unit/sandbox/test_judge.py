@@ -272,8 +272,6 @@ def test_answers_that_are_none_are_the_codes_failure():
 BEYOND = [
     "assert apply(lambda x: x, [1]) == [1]",
     "from solution import f\ndef g(): return 1\nassert f(g) == 1",
-    "from solution import memo\n@memo\ndef g(x): return x\nassert g(1) == 1",
-    "class Node:\n    x = 1\nassert f(Node()) == 1",
     "from solution import Base\nclass Own(Base): pass\nassert Own().f() == 1",
     "assert (Vector(1) + Vector(2)).x == 3",
     "with Timer() as t:\n    assert t.x == 1",
@@ -469,6 +467,29 @@ def test_the_codes_fault_is_a_failed_test(sandbox, name):
     code, test = WRONG[name]
     result = sandbox.check(code, [test], limits=replace(TIGHT, message_bytes=MOST, wall_seconds=20.0))
     assert result.passed == (False,), result
+
+
+HANDED = [
+    "from solution import f\n@f\ndef g(x): return x\nassert g(1) == 1",
+    "class Node:\n    x = 1\nassert f(Node()) == 1",
+    "import functools\nassert f(functools.partial(max, 1)) == 1",
+    "it = iter([1])\nassert f(it) == 1",
+    "import pytest\n@pytest.mark.parametrize('g', [lambda: 1])\ndef test_f(g): assert f(g) == 1",
+]
+
+
+@pytest.mark.parametrize("code", ["", "def f(x): return 1"])
+@pytest.mark.parametrize("test", HANDED)
+def test_what_tests_hand_over_without_a_plain_form_is_unsupported_whatever_the_code(sandbox, code, test):
+    assert sandbox.check(code, [test], limits=TIGHT).unsupported
+
+
+@pytest.mark.parametrize(
+    "node", [["method", [[0], "__class__"]], ["view", [[0], "clear"]], ["error", ["list"]], ["error", ["exec", "1"]]]
+)
+def test_a_message_calls_nothing_by_name(node):
+    with pytest.raises(values.Malformed):
+        values.decode([[1]], [["dict", [], None], node], {})
 
 
 FAULTY = {
