@@ -63,7 +63,6 @@ def run(names, client, told):
 
 def _plugin(pytest, module, client, told):
     """Return the plug-in that has pytest collect a module in memory, and notes how its tests end."""
-
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
     class Plugin:
@@ -78,9 +77,8 @@ def _plugin(pytest, module, client, told):
             found = in_memory.from_parent(session, path=session.config.rootpath / "tests.py", name="tests.py")
             session.items = list(session.genitems(found))
             session.testscollected = len(session.items)
-            session.config.hook.pytest_collection_modifyitems(
-                session=session, config=session.config, items=session.items
-            )
+            modify = session.config.hook.pytest_collection_modifyitems
+            modify(session=session, config=session.config, items=session.items)
             return True
 
         @pytest.hookimpl(wrapper=True)

@@ -35,6 +35,8 @@ from spmd_rl.types import AnswerInfo, Prompt
 
 FOLDER = Path(__file__).parent
 INFO = AnswerInfo(1, "stop")
+FEW = 40
+"""Families with fewer answers are one line of a table."""
 STDIN = "\nimport json, sys\nprint(json.dumps([{name}(*json.loads(line)) for line in sys.stdin]))\n"
 
 
@@ -196,14 +198,17 @@ def _shape(extra: dict[str, Any]) -> str:
 
 def table(found: Iterable[tuple[Case, str]]) -> str:
     """Return how many answers of each family and shape were paid, of how many, in Markdown."""
-    asked, paid = Counter(), Counter()
+    asked, paid, size = Counter(), Counter(), Counter()
+    found = list(found)
+    size.update(case.kind[1] for case, _ in found)
     for case, verdict in found:
-        asked[case.kind] += 1
-        paid[case.kind] += verdict == "1"
-    shapes, families = (sorted({kind[i] for kind in asked}) for i in (0, 1))
+        kind = case.kind[1] if size[case.kind[1]] >= FEW else "others", _shape(case.extra)
+        asked[kind] += 1
+        paid[kind] += verdict == "1"
+    families, shapes = (sorted({kind[i] for kind in asked}) for i in (0, 1))
     lines = [["family", *shapes, "all"], ["---"] * (len(shapes) + 2)]
     for family in families:
-        counts = [(paid[shape, family], asked[shape, family]) for shape in shapes]
+        counts = [(paid[family, shape], asked[family, shape]) for shape in shapes]
         counts.append((sum(each for each, _ in counts), sum(each for _, each in counts)))
         lines.append([family, *(f"{mine}/{all_}" if all_ else "" for mine, all_ in counts)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
