@@ -50,4 +50,4 @@ def run(cfg: AgenticConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("agentic", AgenticConfig, run, preview="spmd_rl.dry_run_agent:show")
+    main("agentic", AgenticConfig, run, preview="spmd_rl.tools.dry_run_agent:show")

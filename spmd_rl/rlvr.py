@@ -48,4 +48,4 @@ def run(cfg: RlvrConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("rlvr", RlvrConfig, run, preview="spmd_rl.dry_run:show")
+    main("rlvr", RlvrConfig, run, preview="spmd_rl.tools.dry_run:show")

@@ -16,6 +16,7 @@ from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
+from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
@@ -270,7 +271,7 @@ def check_model(key: str, name: str) -> str:
 
     Of a model of the hub the small files are downloaded. Returns the name, with its commit if it is one of the hub.
     """
-    remedy = "or `make model` (python -m spmd_rl.model.smollm2) makes the default one; a model of the hub is ORG/NAME"
+    remedy = "or `make model` (python -m spmd_rl smollm2) makes the default one; a model of the hub is ORG/NAME"
     hub, name = hub_id(name), fetch_config(key, name, wait=local_rank() != 0)
     folder = model_folder(name)
     if not folder.is_dir():
@@ -287,7 +288,9 @@ def check_model(key: str, name: str) -> str:
 def fetch_models(cfg: Any) -> None:
     """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
     for role in loaded_roles(cfg):
-        fetch_weights(f"{role}.model", getattr(cfg, role).model)
+        model = getattr(cfg, role).model
+        with phase(f"{role}.model: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
+            fetch_weights(f"{role}.model", model)
 
 
 def check_data(cfg: Any) -> None:

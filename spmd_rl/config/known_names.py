@@ -233,7 +233,7 @@ ABSENT: Mapping[str, str] = {
     "load_in_8bit": "weights are not quantised: policy.dtype is bfloat16 or float32",
     **dict.fromkeys(("project_name", "wandb_project", "project"), PROJECT),
     "reward_weights": "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs",
-    "log_completions": "run.dir/samples has all samples; python -m spmd_rl.view shows them",
+    "log_completions": "run.dir/samples has all samples; python -m spmd_rl view shows them",
     "balance_batch": "samples are always dealt to ranks by their tokens",
     "multi_turn.enable": "agents have a pipeline of their own: python -m spmd_rl.agentic",
     "logging_steps": "metrics.jsonl has a line for each step",

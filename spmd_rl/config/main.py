@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spmd_rl.command_line import Parser
+from spmd_rl.command_line import Parser, program
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import suggestion, to_dict
@@ -44,7 +44,7 @@ from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line, printab
 from spmd_rl.process import tell_torchrun
 
 ERROR_FILE = "error.txt"
-PLAN = "spmd_rl.plan:show"
+PLAN = "spmd_rl.tools.plan:show"
 """What `--plan` calls."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
@@ -223,7 +223,7 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
 
 class _Parser(Parser):
     def __init__(self, pipeline: str) -> None:
-        super().__init__(f"python -m spmd_rl.{pipeline}", add_help=False)
+        super().__init__(program(pipeline), add_help=False)
         self._schema = PIPELINES[pipeline]
 
     def error(self, message: str) -> NoReturn:
@@ -255,7 +255,7 @@ def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
 HELP = """\
 {about}
 
-usage: python -m spmd_rl.{pipeline} [option ...] [key=value ...]
+usage: {program} [option ...] [key=value ...]
        torchrun --nproc-per-node N -m spmd_rl.{pipeline} [option ...] [key=value ...]
 
 options:
@@ -280,4 +280,4 @@ def help_text(pipeline: str, schema: type, run: Callable[[Any], None], asked: ar
     about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
     groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())
     settings = "\n".join(f"  {e.key}={e.value}  ({e.type})\n      {e.doc}" for e in entries(schema, cfg))
-    return HELP.format(about=about, pipeline=pipeline, groups=groups, settings=settings)
+    return HELP.format(about=about, program=program(pipeline), pipeline=pipeline, groups=groups, settings=settings)

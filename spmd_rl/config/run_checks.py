@@ -44,7 +44,7 @@ def _check_evaluation(cfg: Any, folder: Path) -> None:
     if cfg.evaluates_checkpoint:
         resume, cfg.checkpoint.resume = cfg.checkpoint.resume, "auto"  # `policy.model` is its hf/, nothing is resumed
         if not Path(cfg.policy.model).is_dir():
-            way = f"python -m spmd_rl.checkpoint.convert to-hf {resume} OUT makes one: policy.model=OUT"
+            way = f"python -m spmd_rl convert to-hf {resume} OUT makes one: policy.model=OUT"
             raise UserError(f"checkpoint.resume: {resume} has no hf/, which is what steps=0 evaluates; {way}")
 
 

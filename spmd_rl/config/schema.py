@@ -5,8 +5,9 @@ imports or the number of ranks. YAML files under `configs/` hold only what diffe
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
+from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
@@ -103,6 +104,19 @@ class PipelineConfig:
         return 0
 
     @property
+    def generation(self) -> GenerationSettings:
+        """What generating takes from the settings."""
+        return GenerationSettings(
+            self.rollout,
+            self.reward,
+            self.seed,
+            self.engine.kv_tokens,
+            self.algorithm.uses_greedy,
+            bool(self.eval.every),
+            self.placement.patience,
+        )
+
+    @property
     def roles(self) -> list[RoleConfig]:
         """What the policy is built from, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
@@ -142,6 +156,11 @@ class RlvrConfig(PipelineConfig):
         require(not self.rollout.redundancy, "rollout.redundancy: is for environments; rlvr has none")
         if self.steps and not self.data.eval:
             self.eval.prompts = self.eval.prompts or HELD_OUT
+
+    @property
+    def generation(self) -> GenerationSettings:
+        """See `PipelineConfig.generation`."""
+        return replace(super().generation, data=self.data)
 
 
 def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:

@@ -54,7 +54,7 @@ def footer(run_dir: Path, steps: int) -> str:
     if (account := goodput.read(run_dir)).wall:
         starts = f"{account.starts} start{'s' * (account.starts > 1)}"
         lines.append(("goodput", f"{100 * account.goodput:.1f} % of {duration(account.wall)}, {starts}"))
-    lines.append(("compare", f"python -m spmd_rl.compare {run_dir} OTHER_RUN_DIR"))
+    lines.append(("compare", f"python -m spmd_rl compare {run_dir} OTHER_RUN_DIR"))
     return _aligned(lines)
 
 

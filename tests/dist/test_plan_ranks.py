@@ -11,10 +11,10 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.plan.batch import full_batch
-from spmd_rl.plan.book import Book
-from spmd_rl.plan.rank import trace
+from spmd_rl.learn.losses import bind_loss
+from spmd_rl.tools.plan.batch import full_batch
+from spmd_rl.tools.plan.book import Book
+from spmd_rl.tools.plan.rank import trace
 from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 
