@@ -28,17 +28,13 @@ from spmd_rl.sandbox.packages import module_names
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
-PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
-"""A first import from a cold disk is slow."""
-DRAIN_SECONDS = 1.0
-"""The time to read what is left in the pipes of a process that has ended."""
+PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)  # a first import from a cold disk is slow
+DRAIN_SECONDS = 1.0  # the time to read what is left in the pipes of a process that has ended
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
 """What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
 and sleeps if it used less than this share of a processor since."""
-PARSED = 8
-"""Bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code."""
-PRINTS = ("stdout", "stderr", "capsys", "capfd")
-"""Words of tests that want what the code prints."""
+PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
+PRINTS = ("stdout", "stderr", "capsys", "capfd")  # words of tests that want what the code prints
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
 _CHUNK = 1 << 16
 

@@ -38,7 +38,6 @@ with zipfile.ZipFile(sys.stdout.buffer, "w") as archive:
         archive.writestr(name + "c", importlib.util.MAGIC_NUMBER + bytes([1]) + bytes(11) + code)
 """
 """Run by the system's Python: makes an archive of the guest's modules that it can import without compiling."""
-DEVICES = ("/dev/null", "/dev/urandom")
 
 
 class Bubblewrap(ServedSandbox):
@@ -49,10 +48,9 @@ class Bubblewrap(ServedSandbox):
     def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
         """`packages`: the files that code may import, as `find_packages` returns them; they are loaded before the
         first fork."""
-        self._bwrap = shutil.which("bwrap")
-        if self._bwrap is None:
+        if (bwrap := shutil.which("bwrap")) is None:
             raise RuntimeError("bwrap is not installed")
-        self._packages = packages
+        self._bwrap, self._packages = bwrap, packages
         known = next((path for path in PYTHONS if os.access(path, os.X_OK) and _suits(path, packages)), None)
         if known is None:
             which = f" of version {_VERSION}, for which the packages are installed," if packages else ""
@@ -60,7 +58,7 @@ class Bubblewrap(ServedSandbox):
         self.python = known
         self.first_uid = reserve_uids() if os.geteuid() == 0 else None
         self._layout = ["--ro-bind", "/usr", "/usr"]
-        for path in DEVICES:
+        for path in ("/dev/null", "/dev/urandom"):
             self._layout += ["--dev-bind", path, path]
         for name in ("lib", "lib32", "lib64", "bin"):  # sockets on a merged /usr
             path = f"/{name}"

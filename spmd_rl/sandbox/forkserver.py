@@ -26,10 +26,8 @@ for name, path in ("spmd_rl", ""), ("spmd_rl.sandbox", "sandbox"):
 """
 """Skips our packages' own `__init__`, which load more than a confined process should hold."""
 PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8", "-c"]
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""The same program prints its sets in the same order every time."""
-FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF
-"""No distribution assigns user ids from this range."""
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # the same program prints its sets in the same order every time
+FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF  # no distribution assigns user ids from this range
 
 
 class ForkServer(ServedSandbox):

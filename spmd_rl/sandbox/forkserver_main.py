@@ -47,8 +47,7 @@ warnings weakref zlib
 """These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
-ROOT = "/proc"
-"""The directory that exists everywhere, at which the root is mounted in a mount namespace of our own."""
+ROOT = "/proc"  # the directory that exists everywhere, at which the root is mounted in a mount namespace of our own
 FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 
 

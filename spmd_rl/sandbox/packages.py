@@ -6,6 +6,7 @@ files = find_packages(["numpy", "sympy"])   # {"numpy": /venv/.../numpy, "numpy.
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,10 +61,8 @@ def link(files: Mapping[str, Path]) -> tempfile.TemporaryDirectory:
 
 
 def _distributions(name: str) -> list[Distribution]:
-    try:
+    with suppress(PackageNotFoundError, ValueError):
         return [distribution(name)]
-    except (PackageNotFoundError, ValueError):
-        pass
     if owners := packages_distributions().get(name):
         return [distribution(owner) for owner in owners]
     raise RuntimeError(f"package {name} is not installed here")
@@ -75,10 +74,8 @@ def _required(installed: Distribution) -> list[str]:
     for line in installed.requires or ():
         name = re.match(r"[\w.-]+", line)
         if name and not re.search(r"\bextra\b", line.partition(";")[2]):
-            try:
+            with suppress(PackageNotFoundError):  # of another system or Python version
                 required.append(distribution(name[0]).name)
-            except PackageNotFoundError:
-                continue  # of another system or Python version
     return required
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
 from spmd_rl.types import RunLimits
 
-START_SECONDS = 120.0
-"""The time that a server has to load the standard library and the packages, on a cold disk."""
+START_SECONDS = 120.0  # the time that a server has to load the standard library and the packages, on a cold disk
 
 
 class ServedSandbox(BaseSandbox):

@@ -18,8 +18,7 @@ from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
 from spmd_rl.sandbox.packages import find_pytest, link
 from spmd_rl.types import RunLimits
 
-PACKAGES_BYTES = 512 << 20
-"""The address space that code gets for packages."""
+PACKAGES_BYTES = 512 << 20  # the address space that code gets for packages
 
 
 class Unconfined(BaseSandbox):

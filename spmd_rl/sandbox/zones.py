@@ -5,8 +5,7 @@ import os
 import zoneinfo
 from pathlib import Path
 
-SKIPPED = {"posix", "right"}
-"""Copies of all zones, and the zones with leap seconds."""
+SKIPPED = {"posix", "right"}  # copies of all zones, and the zones with leap seconds
 
 
 def keep_zones() -> None:

@@ -37,15 +37,13 @@ from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.main import execute
 from spmd_rl.sandbox.guest.shared import Shared
 
-MAX_TEXT = 100_000
-"""Characters of what an exception says."""
+_Missing = type("_Missing", (Exception,), {})
+MAX_TEXT = 100_000  # characters of what an exception says
 SPECIAL = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
 SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format)})
-ITERATORS = (
-    *(map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter("")), type(iter({}))),
-    *(type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter(range(0)))),
-    *(type(reversed(thing)) for thing in ([], {}, {}.values(), {}.items())),
-)
+_VIEWS = {}, {}.values(), {}.items()
+ITERATORS = {map, filter, zip, enumerate, reversed, *(type(reversed(thing)) for thing in ([], *_VIEWS))}
+ITERATORS |= {type(iter(thing)) for thing in ([], (), "", set(), range(0), *_VIEWS)}
 
 
 def serve(job, rpc):
@@ -66,10 +64,6 @@ def serve(job, rpc):
         while True:
             server.answer(link, link.receive())
     return 0
-
-
-class _Missing(Exception):
-    pass
 
 
 class Server:
@@ -131,7 +125,7 @@ class Server:
             return ("~!", *_described(error))
 
     def _packed(self, sort, objects, texts, printed, big):
-        changed = [n for n, items in self._records.items() if not _same(_items(self._objects[n]), items)]
+        changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
         roots = [*objects, *(self._objects[number] for number in changed)]
         refs, nodes = self._shared.pack(roots, self.node, big, self._record)
         return [sort, refs[: len(objects)], texts, nodes, printed]
@@ -237,10 +231,6 @@ def _fields_and_defaults(kind):
     if not all(type(each) in values.SCALARS or each in (list, dict, set) for each in defaults):
         return None
     return [field.name for field in fields], defaults
-
-
-def _same(left, right):
-    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _described(error):

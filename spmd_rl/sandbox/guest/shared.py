@@ -7,8 +7,7 @@ from spmd_rl.sandbox.guest import values
 
 _ONE = {0: []}
 _ALONE = sys.getrefcount(_ONE[0])  # of a container that a dictionary has and nobody else
-FEW = 64
-"""So many containers are always looked through for those that nobody has any more; more, when they have doubled."""
+FEW = 64  # so many are always looked through for those that nobody has any more; of more, when they have doubled
 
 
 class Shared:
@@ -20,10 +19,11 @@ class Shared:
         self._changed, self._fresh, self.gone = (), {}, []
 
     def pack(self, roots, other, big, record=None, release=False):
-        """Return references to the roots, and nodes: of what is in them, and of the containers that have changed. If
-        they are sent, `sent` is called. `release`: forget the containers that nobody has here, whose numbers are
-        then in `gone`."""
-        self._changed = {n for n, thing in self._things.items() if not values.is_as(thing, self._before[n])}
+        """Return references to the roots, and nodes, with those of the containers that have changed. If they are sent,
+        `sent` is called. `release`: forget the containers that nobody has here; their numbers are then in `gone`."""
+        self._changed = {
+            n for n, thing in self._things.items() if not values.same_items(values.contents(thing), self._before[n])
+        }
         if release and (len(self._things) <= FEW or len(self._things) > 2 * self._kept):
             self._release()
         self._fresh = {}

@@ -141,7 +141,7 @@ class Survey:
         if type(node) is ast.Compare:
             odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
             pairs = zip([node.left, *node.comparators], node.ops, node.comparators)  # noqa: B905 - Python 3.8
-            found = [(a, b) if type(op) not in odd[:2] else (b,) for a, op, b in pairs if type(op) in odd]
+            found = [([] if type(op) in odd[:2] else [a]) + [b] for a, op, b in pairs if type(op) in odd]
             sides = [side for pair in found for side in pair]
         else:
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]

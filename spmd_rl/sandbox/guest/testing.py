@@ -126,7 +126,7 @@ class Tester:
             plain = survey.loaded == shared and "assert" in survey.words
             if len(shared) == 1 and (plain or any(why for _, why in outcomes)):
                 outcomes = self._outcomes(survey, shared)
-        if not (survey.words & CHECKS or any(map(_is_check, survey.words | self._words))):
+        if not (survey.words & CHECKS or any(w.startswith(("assert", "fail")) for w in survey.words | self._words)):
             raise BadTests("the tests check nothing")
         if not (client.asked or self._beside):
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
@@ -204,10 +204,6 @@ def _local(thing):
     if type(thing) in (list, tuple):
         return type(thing)(map(_local, thing))
     return {key: _local(value) for key, value in thing.items()} if type(thing) is dict else thing
-
-
-def _is_check(word):
-    return word.startswith(("assert", "fail"))
 
 
 def _text_of(error):

@@ -18,8 +18,7 @@ import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
-DIGITS = 4300
-"""Longer integers travel as hexadecimal digits, which take a time that is linear in their number."""
+DIGITS = 4300  # longer integers travel as hexadecimal digits, which take a time that is linear in their number
 SCALARS = frozenset((type(None), bool, int, float, str))
 MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, bytearray)}
 VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
@@ -35,6 +34,7 @@ _OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
 _ITEMS = {tuple: "tuple", frozenset: "frozenset", **dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")}
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
+_ISO = (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text))
 LEAVES = {
     "builtins.int": (lambda n: [format(n, "x")], lambda kind, text: kind(text, 16)),
     "builtins.bytes": (lambda b: [b.hex()], lambda kind, text: kind.fromhex(text)),
@@ -42,9 +42,7 @@ LEAVES = {
     "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda kind, *parts: kind(*parts)),
     "decimal.Decimal": (lambda d: [str(d)], lambda kind, text: kind(text)),
     "fractions.Fraction": (lambda f: [str(f)], lambda kind, text: kind(text)),
-    "datetime.date": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
-    "datetime.time": (lambda t: [t.isoformat()], lambda kind, text: kind.fromisoformat(text)),
-    "datetime.datetime": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
+    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), _ISO),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
@@ -191,10 +189,9 @@ def contents(container):
     return tuple(container if type(container) is bytearray else parts(container))
 
 
-def is_as(container, before):
-    """Return whether a container has the contents that `contents` has returned."""
-    now = contents(container)
-    return len(now) == len(before) and all(map(operator.is_, now, before))
+def same_items(left, right):
+    """Return whether two sequences have the same objects."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _refer(items, refs, inline):
