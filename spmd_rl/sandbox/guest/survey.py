@@ -141,8 +141,7 @@ class Survey:
         if type(node) is ast.Compare:
             odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
             pairs = zip([node.left, *node.comparators], node.ops, node.comparators)  # noqa: B905 - Python 3.8
-            found = [([] if type(op) in odd[:2] else [a]) + [b] for a, op, b in pairs if type(op) in odd]
-            sides = [side for pair in found for side in pair]
+            sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
         else:
             sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
             sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
