@@ -139,6 +139,36 @@ def test_an_argument_that_the_code_keeps_is_changed_later():
     assert items == [1, 2, 3] and kept[0] is kept[1] and kept[0] == items
 
 
+def test_a_container_of_the_codes_is_one_object_on_both_sides():
+    kept = {"list": [[1]], "dict": {}, "set": {1}, "bytes": bytearray(b"1")}
+    client = ask(
+        {"get": kept.get, "add": lambda: (kept["list"][0].append(2), kept["set"].add(2), kept["bytes"].append(50))}
+    )
+    get, add = client.name("get"), client.name("add")
+    rows, table, tags, text, keys = get("list"), get("dict"), get("set"), get("bytes"), kept["dict"].keys()
+    add()
+    assert rows == [[1, 2]] and tags == {1, 2} and text == b"12" and get("list") is rows
+    rows[0].clear()
+    table["x"] = rows[0]
+    get("list").append(3)
+    assert (
+        get("dict") is table
+        and kept["list"] == [[], 3]
+        and kept["dict"]["x"] is kept["list"][0]
+        and list(keys) == ["x"]
+    )
+
+
+def test_what_nobody_has_any_more_is_forgotten():
+    kept = []
+    client = ask({"new": lambda n: [[n] for _ in range(n)], "one": lambda: kept})
+    held = client.name("new")(3)
+    for _ in range(500):
+        client.name("new")(5)
+        client.name("one")().append(1)
+    assert client.name("one")() is client.name("one")() and len(kept) == 500 and held == [[3], [3], [3]]
+
+
 class Box:
     def __init__(self, value):
         self.value = value
