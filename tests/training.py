@@ -9,7 +9,8 @@ from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.accumulate import Policy
+from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from tests.unit.test_sharing import exact
 
 LENGTHS = [(3, 4), (12, 1), (5, 9), (1, 6), (30, 40), (7, 2), (4, 0), (9, 9), (2, 3)]
@@ -92,14 +93,14 @@ def backend(
     master="float32",
     axes=None,
     **settings,
-) -> FSDP2Backend:
+) -> Policy:
     """[all] A policy from a model directory; `axes` are the layout's sizes, `settings` the optimizer's."""
     train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, **axes or {})
     layout = Layout(world, **train.axes)
     model = build_model(path, getattr(torch, master), "cpu")
     model = exact(model) if master == "float64" else model
     policy = PolicyConfig(**{**SETTINGS, **settings})
-    return FSDP2Backend(model, layout, train, getattr(torch, dtype), policy, total_updates=5)
+    return fsdp2_policy(model, layout, train, getattr(torch, dtype), policy, total_updates=5)
 
 
 def plain_forward(model, batch: Batch):

@@ -13,6 +13,7 @@ from typing import Any
 from spmd_rl.bundled import HOME
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.architectures import check_architecture, experts_in
+from spmd_rl.config.backends import backend
 from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
@@ -160,6 +161,7 @@ def check_mesh(cfg: Any) -> None:
     for role in cfg.roles:
         section, train, folder = role.key, role.train, model_folder(role.model)
         LayoutSizes.of(section, num_train, **train.axes)
+        backend(train.name).check(role, folder)
         if (count := experts_in(folder)) is not None:
             check_experts(section, count, str(folder), train.ep)
         if train.pp > 1 or train.vpp > 1:

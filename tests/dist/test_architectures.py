@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from spmd_rl.config.architectures import ACCEPTED, SLIDING, WINDOWS, check_architecture
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.errors import UserError
-from spmd_rl.train import build_role
 from spmd_rl.train.packed_check import check_packing
+from spmd_rl.train.roles import build_role
 from tests.dist.harness import ROOT, run_ranks
 from tests.e2e.leaking_rlvr import before
 from tests.models import tiny

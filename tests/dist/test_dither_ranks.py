@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import World
-from spmd_rl.train import build_role
+from spmd_rl.train.roles import build_role
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 
@@ -17,7 +17,7 @@ def masters(world: World, path: str, tp: int, dither: bool) -> str:
     policy = PolicyConfig(model=path, dtype="bfloat16", dither=dither)
     role = build_role(RlvrConfig(policy=policy, train=TrainConfig(tp=tp)).role("policy"), world)
     found = sha256()
-    for name, tensor in sorted(role.state_dict()["model"].items()):
+    for name, tensor in sorted(role.model.state_dict()["model"].items()):
         found.update(name.encode() + tensor.full_tensor().numpy().tobytes())
     return found.hexdigest()
 

@@ -16,7 +16,7 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class, spread
-from spmd_rl.train import build_role
+from spmd_rl.train.roles import build_role
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_state import digest, save
 from tests.models import EXPERTS, tiny
@@ -237,7 +237,7 @@ def started(world: World, path: str, axes: dict[str, int]) -> dict[str, float]:
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32", dither=False), train=TrainConfig(**axes))
     policy = build_role(cfg.role("policy"), world)
     lines = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
-    held = sum(t.to_local().nbytes for t in policy.state_dict()["model"].values())
+    held = sum(t.to_local().nbytes for t in policy.model.state_dict()["model"].values())
     stored = build_role(RlvrConfig(policy=cfg.policy).role("policy"), world)
     pairs = zip(policy.weights(), stored.weights(), strict=True)
     equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)

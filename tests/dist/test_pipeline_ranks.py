@@ -11,9 +11,9 @@ from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
-from spmd_rl.train import build_role
-from spmd_rl.train.fsdp2 import FSDP2Backend
-from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.model.load import local
+from spmd_rl.train.fsdp2.backend import fsdp2_policy
+from spmd_rl.train.roles import build_role
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_load import bytes_read, settings
 from tests.dist.test_train_parity import LIMITS, gradients
@@ -27,7 +27,9 @@ TIED = "model.embed_tokens.weight"
 
 def held(mine) -> dict[str, str]:
     """A digest of this rank's part of each tensor that a checkpoint holds."""
-    state = {f"{part}.{name}": local(t) for part, tensors in mine.state_dict().items() for name, t in tensors.items()}
+    state = {
+        f"{part}.{name}": local(t) for part, tensors in mine.model.state_dict().items() for name, t in tensors.items()
+    }
     return {name: hashlib.blake2b(tensor.numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
@@ -167,7 +169,7 @@ def partly_frozen(world: World, path: str, folder: str) -> dict[str, bool]:
         model = build_model(path, torch.float32, "cpu").requires_grad_(False)
         model.model.layers[-1].requires_grad_(True)
         policy, train = PolicyConfig(**SETTINGS), TrainConfig(**PP2)
-        both.append(FSDP2Backend(model, Layout(world, **PP2), train, torch.float32, policy, 5))
+        both.append(fsdp2_policy(model, Layout(world, **PP2), train, torch.float32, policy, 5))
     writer, reader = both
     start = {name: tensor.clone() for name, tensor in writer.weights()}
     metrics = updates(world, writer, range(2))

@@ -1,34 +1,38 @@
-"""`FSDP2Critic`: a language model whose vocabulary's projection is replaced by one number, on `FSDP2Role`."""
+"""The critic on FSDP2: a language model whose vocabulary's projection is replaced by one number, on `FSDP2Model`."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
-from spmd_rl.train.base import Metrics, ValueLoss
-from spmd_rl.train.fsdp2.role import FSDP2Role
+from spmd_rl.config.schema import CriticConfig, TrainConfig
+from spmd_rl.distributed import Layout
+from spmd_rl.train.accumulate import Critic
+from spmd_rl.train.base import Ask
+from spmd_rl.train.fsdp2.model import FSDP2Model
 
 
-class FSDP2Critic(FSDP2Role):
-    """See `train.base.CriticBackend`."""
+class FSDP2Value(FSDP2Model):
+    """Gives the value of what stands before each token."""
 
-    def values(self, batch: Batch) -> Tensor:
-        """See `CriticBackend`."""
-        return self._evaluate("values", batch, self._forward, 1)[0]
+    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+        """See `FSDP2Model`."""
+        self.module.get_output_embeddings().is_probed = ask.is_probe
+        return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
-    def probe(self, batch: Batch) -> Tensor:
-        """See `Role`."""
-        head = self._model.get_output_embeddings()
-        head.is_probed = True
-        values = self.values(batch)
-        head.is_probed = False
-        return values
 
-    def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
-        """See `CriticBackend`."""
-        return self._update(batch, self._forward, loss)
-
-    def _forward(self, micro: Batch) -> tuple[Tensor]:
-        """[all] The value of what stands before each token of the loss mask: float32 [N]."""
-        return (self._outputs(micro, self._row(micro))[:, 0].float(),)
+def fsdp2_critic(
+    model: nn.Module,
+    layout: Layout,
+    train: TrainConfig,
+    dtype: torch.dtype,
+    optimizer: CriticConfig,
+    total_updates: int = 1,
+    load: Callable[[nn.Module], None] | None = None,
+) -> Critic:
+    """[all] See `FSDP2Model` and `TrainedRole`; `model` has a value head."""
+    return Critic(FSDP2Value(model, layout, train, dtype, optimizer, load), layout, train, optimizer, total_updates)
 
 
 def with_value_head(model: nn.Module) -> nn.Module:

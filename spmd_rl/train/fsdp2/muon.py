@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.config.schema import CriticConfig, PolicyConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.model.load import owned_region
+from spmd_rl.model.load import local, owned_region
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.fsdp2.gather import Gather
-from spmd_rl.train.fsdp2.shard import decoder_layers, local
+from spmd_rl.train.fsdp2.shard import decoder_layers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial of degree five whose repeated use brings all singular values near 1."""

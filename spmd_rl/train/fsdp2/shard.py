@@ -7,11 +7,12 @@ parallelism the experts of a layer are a unit of their own, sharded over `expert
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from spmd_rl.distributed import Layout
+from spmd_rl.model.load import local
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.fsdp2.recompute import recompute
 
@@ -113,8 +114,3 @@ def sum_over_copies(model: nn.Module, now: bool) -> None:
     Of no effect where there is one copy.
     """
     fsdp_units(model)[0].set_requires_all_reduce(now)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
