@@ -24,7 +24,7 @@ from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent
 from spmd_rl.rollout.episode import Episode
 from spmd_rl.track import Run
-from spmd_rl.train.roles import Roles
+from spmd_rl.train import Roles
 from spmd_rl.types import Environments, Scorer
 
 

@@ -19,8 +19,8 @@ from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.scores import Samples
 from spmd_rl.learn.update import mean_over, update
 from spmd_rl.learn.value_loss import bind_value_loss
+from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
-from spmd_rl.train.roles import Roles
 
 FLAT_STEPS = 5
 """After so many steps in a row without an advantage there is a warning."""

@@ -8,8 +8,8 @@ from spmd_rl.learn.balance import begins
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.scores import Samples
 from spmd_rl.track.roofline import Devices, Pass, TokenCounts, find_device_spec, roofline
+from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
-from spmd_rl.train.roles import Roles
 
 
 class Roofline:

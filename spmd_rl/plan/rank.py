@@ -34,7 +34,7 @@ from spmd_rl.plan.batch import full_batch, num_microbatches
 from spmd_rl.plan.book import Book, Peak
 from spmd_rl.plan.pretend import Pretend
 from spmd_rl.plan.world import PlannedWorld, planned_world
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from spmd_rl.train.stored_model import Stored
 
 ACCUMULATED = "update: results"

@@ -1,4 +1,49 @@
-"""The training wing: roles behind the Protocols of `base`, each backend in the folder of its name.
+"""The training wing: policy, reference and critic, each built from its own settings, behind the Protocols of `base`.
 
-Torch-free up to here: what a backend refuses (`config/backends.py`) is asked before torch is imported.
+Torch-free until it builds: what a backend refuses (`config/backends.py`) is asked before torch is imported.
 """
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from spmd_rl.config.backends import backend
+from spmd_rl.config.sections.models import RoleConfig
+
+if TYPE_CHECKING:
+    from spmd_rl.distributed import World
+    from spmd_rl.train.base import CriticBackend, Role, TrainBackend
+    from spmd_rl.train.stored_model import Source
+
+
+class Roles(NamedTuple):
+    """Who takes part in a run."""
+
+    policy: "TrainBackend"
+    reference: "TrainBackend | None" = None
+    """Frozen; None where the algorithm has no KL penalty."""
+    critic: "CriticBackend | None" = None
+    """None where the algorithm reads no values."""
+
+    @property
+    def trained(self) -> "dict[str, Role]":
+        """By name, those whose weights a checkpoint must hold."""
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+
+
+def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
+    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load, fit, or pack."""
+    from spmd_rl.train.packed_check import check_packing
+
+    built = {role.name: build_role(role, world) for role in roles}  # [all]
+    for role in roles:
+        check_packing(f"{role.name}.model: {role.model}", built[role.name], role.dtype)  # [all]
+    return Roles(built["policy"], built.get("reference"), built.get("critic"))
+
+
+def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:
+    """[all] The role over `world`. source: gives the model; by default `stored_model`."""
+    from spmd_rl.distributed import Layout
+    from spmd_rl.train.stored_model import stored_model
+
+    layout = Layout(world, **role.train.axes, key=role.key)  # [all]
+    return backend(role.train.name).build(role, layout, source or stored_model)  # [all]

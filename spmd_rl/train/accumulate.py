@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
+from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.train import averages
@@ -34,28 +34,17 @@ PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 class TrainedRole:
     """What `train.base.Role` asks for, except `probe`; with `optimize`, or frozen without."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        layout: Layout,
-        train: TrainConfig,
-        optimizer: TrainedModelConfig | None = None,
-        total_updates: int = 1,
-    ) -> None:
-        """`model`: sharded over `layout`. optimizer: its settings; None of a frozen role, which has no update.
-
-        total_updates: where the learning rate's schedule ends.
-        """
+    def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
+        """`model`: sharded over `layout`, from the settings `role`."""
         self.model, self.layout, self.lr_factor = model, layout, 1.0
         self.hidden_size, self.size = model.hidden_size, model.size
-        self._train, self._settings, self._total_updates = train, optimizer, total_updates
-        self._world = layout.world
+        self._role, self._settings, self._world = role, role.optimizer, layout.world
         self._updates = self._skipped_in_a_row = 0
 
     @torch.no_grad()
     def evaluate(self, what: str, batch: Batch, ask: Ask, num_columns: int) -> list[Tensor]:
         """[all] The model's outputs over the whole batch: float32 [T] each, 0 outside of the loss mask."""
-        bins = plan(batch, self._train.tokens_per_microbatch)
+        bins = plan(batch, self._role.train.tokens_per_microbatch)
         found = []
 
         def finish(i: int, micro: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
@@ -89,7 +78,7 @@ class TrainedRole:
             peak=settings.lr,
             schedule=settings.schedule,
             warmup=settings.warmup_steps,
-            total=self._total_updates,
+            total=self._role.total_updates,
         )
         skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
         self.model.step(lr, None if skipped else norm)  # [all]
@@ -102,7 +91,7 @@ class TrainedRole:
     def accumulate(self, batch: Batch, ask: Ask, loss: PerToken) -> tuple[dict[str, float], int]:
         """[all] Gradients; the loss, its quantities and its tokens over this data shard (see `averages`); micro-batches
         run."""
-        bins = plan(batch, self._train.tokens_per_microbatch)
+        bins = plan(batch, self._role.train.tokens_per_microbatch)
         count = max(1, self._agree_on_count("update", len(bins)))
         sums: dict[str, Tensor | float] = {}
 
@@ -157,7 +146,7 @@ class TrainedRole:
 
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""
-        about = {"backend": self._train.name, "layout": str(self._train.used_axes)}
+        about = {"backend": self._role.train.name, "layout": str(self._role.train.used_axes)}
         path = folder / f"{self._world.rank:05d}.safetensors"
         return write_state(path, self.model.state(), about, self._world.progress)
 

@@ -22,7 +22,7 @@ from spmd_rl.config.sections.models import EngineConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.rlvr import run
-from spmd_rl.train.roles import Roles
+from spmd_rl.train import Roles
 from spmd_rl.types import Completion, Request
 from tests.bench import our_side
 

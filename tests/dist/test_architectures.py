@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from spmd_rl.config.architectures import ACCEPTED, SLIDING, WINDOWS, check_architecture
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.errors import UserError
+from spmd_rl.train import build_role
 from spmd_rl.train.packed_check import check_packing
-from spmd_rl.train.roles import build_role
 from tests.dist.harness import ROOT, run_ranks
 from tests.e2e.leaking_rlvr import before
 from tests.models import tiny
@@ -108,7 +108,7 @@ def compare(world, name: str, path: Path, axes: dict[str, int]) -> dict:
     except UserError as error:  # on all ranks
         assert str(error).startswith("train.")
         return {"refused": str(error)}
-    check_packing(name, role, torch.float32)  # [all]
+    check_packing(name, role, "float32")  # [all]
     batch, data = global_batch(), role.layout.data
     wanted, norm = plain(path, batch)
     samples = range(data.rank, batch.num_samples, data.size)
@@ -156,13 +156,13 @@ def guarded_critic(world, path: str, axes: dict[str, int]) -> str:
     """[all] What a critic with a short convolution in its layers is told; the critic without has passed."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"), train=TrainConfig(**axes))
     role = build_role(cfg.role("critic"), world)  # [all]
-    check_packing("critic", role, torch.float32)  # [all]
+    check_packing("critic", role, "float32")  # [all]
     batch = global_batch().select([0, 1])
     assert not role.values(batch).any()  # [all] its head starts at 0
     forward = LlamaMLP.forward
     LlamaMLP.forward = lambda self, x: forward(self, before(x))
     try:
-        check_packing("critic", role, torch.float32)  # [all]
+        check_packing("critic", role, "float32")  # [all]
     except UserError as error:
         return str(error)
     finally:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import World
 from spmd_rl.model.load import local
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_load import bytes_read
 from tests.models import EXPERTS, tiny

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import World
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 from tests.training import TEMPERATURE, global_batch, loss, share_of

@@ -9,10 +9,9 @@ from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.model.load import local
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from tests.dist.harness import run_ranks
 from tests.models import tiny
-from tests.training import SETTINGS, SHARES, TEMPERATURE, global_batch, loss, relative
+from tests.training import SETTINGS, SHARES, TEMPERATURE, fsdp2_policy, global_batch, loss, relative
 
 
 def differences(world: World, path) -> list[float]:

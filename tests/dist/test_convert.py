@@ -110,7 +110,7 @@ def test_files_are_cut_at_the_limit_as_the_export_cuts_them(once, tmp_path: Path
 
 def torn(saved: Path, path: Path) -> list[str]:
     file = next(saved.glob("policy/*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
     return []
 
 

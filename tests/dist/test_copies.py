@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import World
 from spmd_rl.model.load import local
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 from tests.models import tiny
 from tests.training import TEMPERATURE, backend, global_batch, loss, relative, share_of

@@ -16,7 +16,7 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.moe import router_class, spread
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_state import digest, save
 from tests.models import EXPERTS, tiny

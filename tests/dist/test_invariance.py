@@ -34,12 +34,12 @@ from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.base import Ask
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Verdict, concat
 from tests.agents import SEGMENTS
 from tests.dist.harness import run_ranks
 from tests.fakes import outcomes_of
 from tests.models import tiny
+from tests.training import fsdp2_policy
 from tests.unit.algo.cases import KEYS
 from tests.unit.test_sharing import exact, sample
 

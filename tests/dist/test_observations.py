@@ -9,11 +9,11 @@ from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.learn.redistribute import redistribute
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from spmd_rl.train.sharing import share_prefixes
 from tests.agents import Step, collected, group, trajectory
 from tests.dist.harness import run_ranks
 from tests.models import tiny
+from tests.training import fsdp2_policy
 
 SETTINGS = AlgorithmConfig(advantage="gigpo", norm_std=False)
 

@@ -12,14 +12,13 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.model.load import local
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_load import bytes_read, settings
 from tests.dist.test_train_parity import LIMITS, gradients
 from tests.dist.test_train_state import restore, save, updates, weights
 from tests.models import EXPERTS, tiny
-from tests.training import SETTINGS, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, TEMPERATURE, backend, fsdp2_policy, global_batch, loss, share_of
 
 PP2 = {"pp": 2}
 TIED = "model.embed_tokens.weight"

@@ -15,7 +15,7 @@ from spmd_rl.learn.policy_loss import bind_loss
 from spmd_rl.plan.batch import full_batch
 from spmd_rl.plan.book import Book
 from spmd_rl.plan.rank import trace
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 
 TOKENS = 256

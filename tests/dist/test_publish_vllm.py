@@ -17,11 +17,11 @@ from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.train.fsdp2 import shard
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import EXPERTS, tiny
+from tests.training import fsdp2_policy
 from tests.unit.test_publish import Policy
 
 pytestmark = needs_vllm

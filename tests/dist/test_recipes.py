@@ -17,7 +17,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn import Learner
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.train.roles import Roles, build_roles
+from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
 from tests.fakes import outcomes_of

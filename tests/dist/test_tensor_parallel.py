@@ -13,8 +13,8 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.load import local, share
 from spmd_rl.model.logprobs import VocabularyShare, token_logprobs
+from spmd_rl.train import build_role
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
-from spmd_rl.train.roles import build_role
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import gradients
 from tests.models import tiny

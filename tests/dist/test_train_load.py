@@ -13,11 +13,10 @@ from spmd_rl.config.schema import CriticConfig, PolicyConfig, ReferenceConfig, R
 from spmd_rl.config.sections.models import TrainOverrides
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
-from spmd_rl.train.roles import build_role
+from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
 from tests.models import EXPERTS, tiny
-from tests.training import SETTINGS, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, TEMPERATURE, backend, fsdp2_policy, global_batch, loss, share_of
 
 MEBIBYTE = 2**20
 

@@ -13,11 +13,10 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.model.load import local
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from spmd_rl.train.state import SavedState
 from tests.dist.harness import run_ranks
 from tests.models import tiny
-from tests.training import SETTINGS, SHARES, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, SHARES, TEMPERATURE, backend, fsdp2_policy, global_batch, loss, share_of
 
 
 def updates(world: World, mine, seeds) -> list[dict[str, float]]:

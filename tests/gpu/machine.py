@@ -16,8 +16,8 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights
 from spmd_rl.train.accumulate import Policy
-from spmd_rl.train.fsdp2.backend import fsdp2_policy
 from tests.models import tiny
+from tests.training import fsdp2_policy
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

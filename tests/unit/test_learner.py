@@ -18,7 +18,7 @@ from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.learn import Evaluation, Imitation, Learner, policy_loss, sample_log
 from spmd_rl.rollout import Rollouts
-from spmd_rl.train.roles import Roles
+from spmd_rl.train import Roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
 from tests.unit.test_prepare import GROUPS, collected, group, plan_of, planned, sample

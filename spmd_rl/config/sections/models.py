@@ -245,6 +245,11 @@ class RoleConfig:
     """Where the schedule of the learning rate ends."""
 
     @property
+    def optimizer(self) -> TrainedModelConfig | None:
+        """Its section, with the settings of an optimizer; None of a role that is frozen."""
+        return self.own if isinstance(self.own, TrainedModelConfig) else None
+
+    @property
     def key(self) -> str:
         """Where its `train` stands in the settings."""
         return "train" if self.name == "policy" else f"{self.name}.train"

@@ -22,7 +22,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
     """[all] See `Backend.build`."""
-    from spmd_rl.train.fsdp2.build import build
+    from spmd_rl.train.fsdp2.backend import build
 
     return build(role, layout, source)
 

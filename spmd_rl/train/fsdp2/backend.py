@@ -1,30 +1,32 @@
-"""The policy, or its frozen reference, on FSDP2: `FSDP2Policy` is a causal language model on `FSDP2Model`."""
+"""The policy, its frozen reference and the critic on `FSDP2Model`: what their outputs are, and `build`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
-from spmd_rl.train.accumulate import Policy
+from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import Ask
 from spmd_rl.train.fsdp2.model import FSDP2Model
 from spmd_rl.train.fsdp2.row import filled_up
+from spmd_rl.train.stored_model import Source
 
 
 class FSDP2Policy(FSDP2Model):
-    """Gives logprob and entropy."""
+    """A causal language model; it gives logprob and entropy."""
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: nn.Module, *args: Any) -> None:
         """[all] See `FSDP2Model`."""
         factor = logit_factor(model.config.get_text_config())
         model.set_output_embeddings(TokenHead(model.get_output_embeddings(), factor))
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, *args)
 
     def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
@@ -37,14 +39,56 @@ class FSDP2Policy(FSDP2Model):
         return self.predictions(micro, row).unbind(-1)
 
 
-def fsdp2_policy(
-    model: nn.Module,
-    layout: Layout,
-    train: TrainConfig,
-    dtype: torch.dtype,
-    optimizer: PolicyConfig | None = None,
-    total_updates: int = 1,
-    load: Callable[[nn.Module], None] | None = None,
-) -> Policy:
-    """[all] See `FSDP2Model` and `TrainedRole`."""
-    return Policy(FSDP2Policy(model, layout, train, dtype, optimizer, load), layout, train, optimizer, total_updates)
+class FSDP2Value(FSDP2Model):
+    """A language model `with_value_head`; it gives the value of what stands before each token."""
+
+    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+        """See `FSDP2Model`."""
+        self.module.get_output_embeddings().is_probed = ask.is_probe
+        return (self.predictions(micro, self.row(micro))[:, 0].float(),)
+
+
+def with_value_head(model: nn.Module) -> nn.Module:
+    """The causal language model with a value head as its output embedding, in place: [.., hidden] -> [.., 1].
+
+    The head starts at 0, so that the first advantages are plain returns, and nothing random is drawn.
+    """
+    embedding = model.get_output_embeddings().weight
+    head = _ValueHead(embedding.shape[1], 1, device=embedding.device, dtype=embedding.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model.set_output_embeddings(head)
+    return model
+
+
+class _ValueHead(nn.Linear):
+    is_probed = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.is_probed:
+            return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
+        return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
+
+
+def policy_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Policy:
+    """[all] The policy or reference of a causal language model; see `FSDP2Model`."""
+    made = FSDP2Policy(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
+    return Policy(made, layout, role)
+
+
+def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Critic:
+    """[all] The critic of a model `with_value_head`; see `FSDP2Model`."""
+    return Critic(FSDP2Value(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load), layout, role)
+
+
+def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
+    """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
+    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
+    model, load, num_bytes = source(role.model, held, role.trust_remote_code, layout.world.progress)
+    if role.name == "critic":
+        head = with_value_head(model).get_output_embeddings()
+        fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
+        load = load and partial(load, fresh=fresh)
+    built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)
+    layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())
+    return built

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
+from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
 from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.attention import Packing
@@ -55,7 +55,7 @@ class FSDP2Model(ABC):
         layout: Layout,
         train: TrainConfig,
         dtype: torch.dtype,
-        optimizer: PolicyConfig | CriticConfig | None = None,
+        optimizer: TrainedModelConfig | None = None,
         load: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.

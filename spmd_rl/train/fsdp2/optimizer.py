@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from spmd_rl.config.schema import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.models import TrainedModelConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.load import local
 from spmd_rl.train.fsdp2.muon import Muon
@@ -30,7 +30,7 @@ class Optimizer:
     def __init__(
         self,
         model: nn.Module,
-        settings: PolicyConfig | CriticConfig,
+        settings: TrainedModelConfig,
         layout: Layout,
         dtype: torch.dtype,
         pipeline: Pipeline,
