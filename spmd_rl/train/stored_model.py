@@ -32,3 +32,11 @@ def stored_model(path: str, dtype: torch.dtype, remote_code: bool, on_progress: 
     if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
         model, load = build_model(folder, dtype, "cpu", remote_code), None
     return Stored(model, load, lambda: files.bytes_read)
+
+
+def materialize(model: torch.nn.Module, device: torch.device) -> None:
+    """Give the shards of a model on the meta device memory on `device`; buffers keep what was computed for them."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import Ask
 from spmd_rl.train.fsdp2.model import FSDP2Model
-from spmd_rl.train.fsdp2.row import filled_up
+from spmd_rl.train.row import aim
 from spmd_rl.train.stored_model import Source
 
 
@@ -30,12 +29,8 @@ class FSDP2Policy(FSDP2Model):
 
     def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
-        row, head = self.row(micro), self.module.get_output_embeddings()
-        head.targets = to_device(filled_up(micro.token_ids[row.targets]), self.device)
-        head.temperature, head.survivors = ask.temperature, None
-        if micro.survivors is not None:
-            lists = micro.survivors.index_select(0, row.targets)
-            head.survivors = tuple(to_device(part, self.device) for part in (lists.owners, lists.values.long()))
+        row = self.row(micro)
+        aim(self.module.get_output_embeddings(), micro, row, ask.temperature, self.device)
         return self.predictions(micro, row).unbind(-1)
 
 

@@ -4,7 +4,6 @@ Trainable parameters are float32 shards, gathered in the compute dtype layer by 
 the policy (`backend.py`) and the critic (`critic.py`) to say.
 """
 
-import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
 from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
-from spmd_rl.model.attention import Packing
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
@@ -34,13 +32,12 @@ from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.replay import Replay
 from spmd_rl.train.fsdp2.routing import Routing
-from spmd_rl.train.fsdp2.row import Row, filled_up, granule
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
-from spmd_rl.train.microbatch import rounded
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
-from spmd_rl.train.sharing import share_prefixes
+from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
+from spmd_rl.train.stored_model import materialize
 
 COMPILE_SECONDS = 3600.0
 """What compiling one shape may take without any progress."""
@@ -92,7 +89,7 @@ class FSDP2Model(ABC):
         parallelize(model, layout)  # [all]
         shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
         if load is not None:
-            shard.materialize(model, self.device)
+            materialize(model, self.device)
             load(model)
         if optimizer is not None and optimizer.dither:
             dither(model, dtype)
@@ -163,25 +160,7 @@ class FSDP2Model(ABC):
 
     def row(self, micro: Batch) -> Row:
         """What this rank computes of a micro-batch."""
-        targets, device = micro.sampled.index, self.device
-        assert bool((micro.position_ids[targets] > 0).all()), "a sequence's first token has no logprob"
-        tree, context = share_prefixes(micro), self._context
-        num_tokens = len(tree.token_ids) if int(micro.keys[0, 0]) >= 0 else 0  # a dummy has none
-        split = self._layout.size("tp") * (1 if context is None else context.granule)
-        tree = rounded(tree, math.lcm(granule(len(tree.token_ids)), split))
-        keep = tree.gather_index[targets - 1]
-        chosen = self._replay.of_row(micro, tree)
-        if context is None:
-            packing = Packing.of(tree.starts, tree.parents, device, self._dtype)
-            routed = torch.arange(len(tree.token_ids)) < num_tokens
-            return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed, chosen)
-        tokens = context.tokens(len(tree.token_ids))
-        places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]
-        own = (places >= 0).nonzero()[:, 0]
-        packing = context.packing(tree.starts, tree.parents, device, self._dtype)
-        mine = tree.token_ids[tokens], tree.position_ids[tokens]
-        chosen = None if chosen is None else chosen[tokens]
-        return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens, chosen)
+        return row_of(micro, self.device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
 
     def _run(self, row: Row, kept: Tensor | int) -> Tensor:
         """[stage] What the step's chunk of the model makes of a row; at the end of those `kept`: [1, n, ..]."""

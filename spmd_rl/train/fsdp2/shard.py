@@ -81,14 +81,6 @@ def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
     return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % num_ranks == 0), None)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the shards of a model on the meta device memory on `device`; buffers keep what was computed for them."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that transformers declares not to be split, in order. Of a model not sharded yet."""
     names = set(model._no_split_modules or ())
