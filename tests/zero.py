@@ -124,12 +124,18 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         raise UserError(f"{role.key}.name: zero trains a policy on data shards alone")
 
 
-def build(role: RoleConfig, layout: Layout, source: Any) -> Policy:
+def filled(role: RoleConfig, layout: Layout, source: Any) -> torch.nn.Module:
+    """The module with all of its weights."""
     module, load, _ = source(role.model, torch.float32, role.trust_remote_code, layout.world.progress)
     if load is not None:
         materialize(module, layout.world.device)
         load(module)
-    return Policy(Zero(module, layout, role), layout, role)
+    return module
+
+
+def build(role: RoleConfig, layout: Layout, source: Any) -> Policy:
+    """[all] See `Backend.build`."""
+    return Policy(Zero(filled(role, layout, source), layout, role), layout, role)
 
 
 BACKEND = Backend(build=build, refuse=refuse)

@@ -17,7 +17,7 @@ from tests.dist.test_train_state import save
 from tests.models import tiny
 from tests.training import SETTINGS, TEMPERATURE, global_batch, loss, relative, share_of
 
-ZEROS = {"zero": "tests.zero"}
+ZEROS = {"zero": "tests.zero", "deepspeed": "tests.zero_deepspeed"}
 EPS = 1e-3
 """It hides gradients that are rounding alone, of which AdamW would make whole steps."""
 
@@ -88,6 +88,9 @@ def test_settings_that_a_backend_lacks_are_refused_before_torch(tmp_path, monkey
     ):
         with pytest.raises(UserError, match=said):
             backend("zero").check(replace(good, train=replace(good.train, **changed)), path)
+    for together in ({"pp": 2}, {"activation_checkpointing": "full"}):
+        with pytest.raises(UserError, match="train.compile: not together with "):
+            backend("fsdp2").check(replace(good, train=TrainConfig(compile=True, **together)), path)
     muon = PolicyConfig(**asdict(good.own) | {"optimizer": "muon"})
     with pytest.raises(UserError, match="policy.optimizer: muon is unknown to train=zero; known: adamw"):
         backend("zero").check(replace(good, own=muon), path)

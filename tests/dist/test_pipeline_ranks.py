@@ -185,8 +185,3 @@ def partly_frozen(world: World, path: str, folder: str) -> dict[str, bool]:
 def test_a_stage_of_which_nothing_is_trained(tmp_path) -> None:
     for facts in run_ranks(2, partly_frozen, str(tiny("llama", tmp_path)), str(tmp_path / "policy"), timeout=150):
         assert all(facts.values()), facts
-
-
-def test_a_pipeline_is_not_compiled() -> None:
-    with pytest.raises(ValueError, match="compile: not together with pp > 1"):
-        TrainConfig(compile=True, pp=2)

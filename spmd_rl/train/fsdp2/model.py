@@ -125,7 +125,7 @@ class FSDP2Model(ABC):
         walk(work, self._layout, stage.steps(work.count, work.is_trained), forward, backward, self._compiling)
         if work.is_trained or not self._keep_gathered:
             shard.reshard(self.module)  # trained weights are about to change
-        with self._world.collective(f"{work.what}: sends") if stage.num_stages > 1 else nullcontext():
+        with self._world.collective(f"{work.what}: sends"):  # [all]
             stage.finish()
 
     @abstractmethod
