@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from spmd_rl.command_line import Parser
+from spmd_rl.command_line import Parser, program
 from spmd_rl.curve_keys import ALLOWED, CLIENT_SECRET, SERVER_PUBLIC, SERVER_SECRET, ClientKeys, HostKeys
 from spmd_rl.errors import UserError, tell
 
@@ -65,7 +65,7 @@ def _write(path: Path, line: bytes, how: int = os.O_EXCL) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 for a user's mistake."""
-    parser = Parser("python -m spmd_rl sidecar_keys", description=__doc__.partition("\n")[0])
+    parser = Parser(program("sidecar_keys"), description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--node", metavar="NAME", help="a worker node that will join")
     asked = parser.parse_args(argv)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if asked.node:
         print(
-            f"copy {place} to {asked.node}: python -m spmd_rl.sidecar --connect tcp://HOST:PORT --keys {place.name} ..."
+            f"copy {place} to {asked.node}: python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys {place.name} ..."
         )
     else:
         print(f"sidecar.keys={place}")

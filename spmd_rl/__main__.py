@@ -8,29 +8,45 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from spmd_rl.bundled import HOME
+from spmd_rl.command_line import program
 from spmd_rl.errors import tell
 
-PLAIN = ("rlvr", "agentic", "doctor", "audit", "play", "view", "compare", "simulate", "simulate.split", "sidecar")
-MODULES = {name: name for name in PLAIN} | {
+PIPELINES = {name: name for name in ("rlvr", "agentic")}
+LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
+"""Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
+OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "curve", "convert", "simulate", "docs")
+TOOLS = {
+    **LOOKS,
+    **{name: f"tools.{name}" for name in OTHERS},
+    "sidecar": "sidecar",
     "sidecar_keys": "bundled.launch.sidecar_keys",
-    "report": "track.report",
-    "curve": "track.curve",
-    "convert": "checkpoint.convert",
     "smollm2": "model.smollm2",
 }
-"""The pipelines, then the tools: what each runs of `spmd_rl`."""
+MODULES = PIPELINES | TOOLS
+"""What each name stands for in `spmd_rl`."""
 
 
 def main() -> int:
     """List what there is, or run what the command line names as `python -m` would. Returns an exit code or exits."""
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print("usage: python -m spmd_rl NAME [argument ...], or spmd-rl NAME ...; NAME --help says more\n")
-        print("\n".join(f"  {name:<16}{_about(module)}" for name, module in MODULES.items()))
+        print(f"usage: {program('NAME')} [argument ...]; NAME --help says more")
+        for heading, modules in (("pipelines", PIPELINES), ("tools", TOOLS)):
+            print(f"\n{heading}:", *(f"  {known:<14}{_about(module)}" for known, module in modules.items()), sep="\n")
         print(
             f"\nOn N ranks: torchrun --nproc-per-node N -m spmd_rl.rlvr. Rewards, environments, recipes, launch: {HOME}"
         )
         return 0
+    if name in LOOKS:
+        pipeline = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
+        if pipeline in ("-h", "--help"):
+            print(f"usage: {program(name)} {'|'.join(PIPELINES)} [key=value ...]\n\n{_about(LOOKS[name])}")
+            return 0
+        if pipeline not in PIPELINES:
+            tell(f"error: {name}: {pipeline} is no pipeline; it begins with one of {', '.join(PIPELINES)}")
+            return 2
+        sys.argv.insert(1, f"--{name.replace('_', '-')}")
+        name = pipeline
     if name not in MODULES:
         near = " or ".join(get_close_matches(name, MODULES, n=1)) or f"one of {', '.join(MODULES)}"
         tell(f"error: {name}: no pipeline or tool; did you mean {near}?")
@@ -45,7 +61,8 @@ def _about(module: str) -> str:
     """The first line of a module's docstring, without an import."""
     first, *rest = module.split(".")
     path = (HOME if first == "bundled" else Path(__file__).with_name(first)).joinpath(*rest)
-    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    files = path / "__main__.py", path / "__init__.py", path.with_suffix(".py")
+    file = next(file for file in files if file.is_file())
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 

@@ -5,12 +5,21 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from spmd_rl.errors import tell
 
 ALIKE = 0.7
 """An unknown option that is as like a known one as this was mistyped."""
+
+
+def program(name: str) -> str:
+    """Return how the user has typed the start of this program: `spmd-rl doctor`, `python -m spmd_rl.rlvr`."""
+    words = sys.orig_argv
+    if any(Path(word).name == "spmd-rl" for word in words[:3]):
+        return f"spmd-rl {name}"
+    return f"python -m spmd_rl.{name}" if f"spmd_rl.{name}" in words else f"python -m spmd_rl {name}"
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,15 +13,12 @@ its weights has everything. Nothing that is stored as a pickle is downloaded.
 import json
 import re
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from spmd_rl.errors import UserError, one_line, tell
+from spmd_rl.errors import UserError, one_line
 
 PREFIX = "hf:"
 """Says that a name is one of the hub even where it looks like a path"""
@@ -41,7 +38,6 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 DATA_FILES = (".jsonl", ".json", ".gz", ".parquet", ".csv", ".txt", ".zst")
 OTHER_FORMATS = ("*/*", "consolidated*")
 """Folders (ONNX, original checkpoints) and Mistral's second copy of the weights"""
-HEARTBEAT_SECONDS = 30.0
 POLL_SECONDS = 0.5
 
 
@@ -122,20 +118,18 @@ def fetch_weights(key: str, name: str) -> None:
         _download(key, *found, ALL_FILES)
 
 
-def _snapshot(repo: str, revision: str | None, patterns: Sequence[str], **how: bool) -> Any:
+def _snapshot(repo: str, revision: str | None, patterns: Sequence[str], cached: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
-    kept = {"allow_patterns": [*patterns], "ignore_patterns": [*OTHER_FORMATS]}
-    return snapshot_download(repo, revision=revision, **kept, **how)
+    chosen = {"allow_patterns": [*patterns], "ignore_patterns": [*OTHER_FORMATS]}
+    return Path(snapshot_download(repo, revision=revision, local_files_only=cached, **chosen))
 
 
 def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES) -> Path | None:
     """Return the snapshot in the cache, if it has all files that match."""
-    from huggingface_hub.errors import EntryNotFoundError
-
     try:
-        folder = Path(_snapshot(repo, revision, patterns, local_files_only=True))
-    except (EntryNotFoundError, FileNotFoundError):
+        folder = _snapshot(repo, revision, patterns, cached=True)
+    except FileNotFoundError:
         return None
     # The client knows what is missing only if the list of files is in the cache, too.
     if not (folder / "config.json").exists() or not any((folder / name).exists() for name in TOKENIZERS):
@@ -150,66 +144,25 @@ def _cached(repo: str, revision: str | None, patterns: Sequence[str] = ALL_FILES
 
 
 def _download(key: str, repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Complete a snapshot, with a line now and then that says that it goes on."""
-    from huggingface_hub.errors import DryRunError
+    """Complete a snapshot. UserError, in one line with the way out, for whatever the hub's client raises."""
+    from huggingface_hub import constants, errors
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with _one_line_errors(key, repo, revision), ExitStack() as stack:
-        if patterns != SMALL_FILES:
-            with suppress(DryRunError):  # the download itself says why
-                files = _snapshot(repo, revision, patterns, dry_run=True)
-                size = sum(file.file_size or 0 for file in files if file.will_download)
-                stack.enter_context(_heartbeat(f"{key}: downloading {repo}, {size / 1e9:.2f} GB"))
-        return Path(_snapshot(repo, revision, patterns))
-
-
-@contextmanager
-def _heartbeat(line: str) -> Iterator[None]:
-    """Print a line now, and again with the time passed until the work is done. The hub's own bars show on terminals."""
-    began, done = time.monotonic(), threading.Event()
-
-    def beat() -> None:
-        while not done.wait(HEARTBEAT_SECONDS):
-            tell(f"{line}: {time.monotonic() - began:.0f} s")
-
-    tell(line)
-    threading.Thread(target=beat, daemon=True).start()
     try:
-        yield
-    finally:
-        done.set()
-
-
-@contextmanager
-def _one_line_errors(key: str, repo: str, revision: str | None) -> Iterator[None]:
-    """Turn what the hub's client raises into one line with the way out."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError:
-        raise UserError(f"{key}: {repo} is gated: accept its terms on its page, then `hf auth login`") from None
-    except RevisionNotFoundError:
-        raise UserError(f"{key}: {repo} has no revision {revision}") from None
-    except RepositoryNotFoundError:
-        raise UserError(
-            f"{key}: no directory {repo}, and the hub has no such model (if it is private: `hf auth login`)"
-        ) from None
-    except (EntryNotFoundError, OfflineModeIsEnabled, http_error()) as error:
+        return _snapshot(repo, revision, patterns)
+    except errors.GatedRepoError:
+        why = f"{repo} is gated: accept its terms on its page, then `hf auth login`"
+    except errors.RevisionNotFoundError:
+        why = f"{repo} has no revision {revision}"
+    except errors.RepositoryNotFoundError:
+        why = f"no directory {repo}, and the hub has no such model (if it is private: `hf auth login`)"
+    except (errors.EntryNotFoundError, errors.OfflineModeIsEnabled, http_error()) as error:
         reason = "offline, as HF_HUB_OFFLINE asks" if constants.HF_HUB_OFFLINE else one_line(error.__cause__ or error)
-        raise UserError(
-            f"{key}: no directory {repo}, and the hub cannot be reached ({reason}): "
-            f"run `{_command(repo, revision)}` where there is a network"
-        ) from None
+        way = f"run `{_command(repo, revision)}` where there is a network"
+        why = f"no directory {repo}, and the hub cannot be reached ({reason}): {way}"
+    raise UserError(f"{key}: {why}")
 
 
 def http_error() -> type[Exception]:

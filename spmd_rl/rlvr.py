@@ -22,7 +22,7 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl.placement import place_ranks
 
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
-    with Job.open(cfg, prompts, rows, cfg.data.chat_template_kwargs) as job:  # [all]
+    with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
         if place.generate:  # a rank that does nothing else
             place.generate()
@@ -48,4 +48,4 @@ def run(cfg: RlvrConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("rlvr", RlvrConfig, run, preview="spmd_rl.dry_run:show")
+    main("rlvr", RlvrConfig, run, preview="spmd_rl.tools.dry_run:show")

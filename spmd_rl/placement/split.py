@@ -10,6 +10,7 @@ from functools import partial
 
 from spmd_rl import train
 from spmd_rl.job import Job, Place
+from spmd_rl.rollout import Services
 from spmd_rl.split import Generator, HandedOver, Lent, meet
 from spmd_rl.split.sides import Sides, TrainSide, announce
 from spmd_rl.types import Environments, Scorer
@@ -41,8 +42,8 @@ def lent(job: Job) -> Iterator[Place]:
             return
         side = sides.train
         roles, scorer, environments = _started(job, side)  # [train]
-        services = {"episode": job.episode, "environments": environments}
-        with Lent.build(cfg, job.source, scorer, job.tokenizer, side, world, **services) as rollouts:  # [all]
+        services = Services(scorer, job.tokenizer, job.episode, environments)
+        with Lent.build(cfg, job.source, services, side, world) as rollouts:  # [all]
             transports = [_served(job, side), Local(rollouts.engine, side.world)]
             publish = Publisher(roles.policy, side.world, transports, cfg.publish.probe_every)
             yield Place(None, side.world, roles, rollouts, publish, environments, _start_sender(job, sides, rollouts))

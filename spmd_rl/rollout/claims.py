@@ -28,7 +28,7 @@ class Claim(Protocol):
         ...
 
     def ahead(self, room: int) -> list[GroupSlice]:
-        """As `next`, for a step that is begun by an older policy than it could be: see `Rollouts.begin`."""
+        """As `next`, for a step that starts with an older policy than it could have: see `Rollouts.start_ahead`."""
         ...
 
 

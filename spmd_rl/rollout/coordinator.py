@@ -12,7 +12,7 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
 grow with the number of replicas, and all replicas together look `LOOKS_PER_SECOND` times a second for news.
 
-Left out: engines, prompts, scores and turns. `spmd_rl.simulate` drives this code with a store and a clock of its own.
+Left out: engines, prompts, scores and turns. `tools.simulate` drives this code with a store and a clock of its own.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Sidecars from a shell: show a host's status, or serve a host as a worker node.
+"""Shows the status of a sidecar's host, or serves a host as a worker node.
 
-    python -m spmd_rl.sidecar --status ADDRESS [--keys DIR] [--json]
-    python -m spmd_rl.sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
+    python -m spmd_rl sidecar --status ADDRESS [--keys DIR] [--json]
+    python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
 
 Local rank 0 of a node starts its host (see `launcher.py`) with one argument: the fd of a socket between them. The exit
 code is 2 for a user's mistake.
@@ -14,7 +14,7 @@ import socket
 import sys
 
 from spmd_rl import wire
-from spmd_rl.command_line import Parser, at_least
+from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.curve_keys import ClientKeys, check_connect
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import die_with_parent
@@ -66,7 +66,7 @@ def print_status(options: argparse.Namespace) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the options, of which one of `fd`, `status` and `connect` is set."""
-    parser = Parser("python -m spmd_rl.sidecar", description=__doc__.partition("\n")[0])
+    parser = Parser(program("sidecar"), description=__doc__.partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("fd", nargs="?", type=int, help=argparse.SUPPRESS)
     what.add_argument("--status", metavar="ADDRESS", help="show the pools, workers and worker nodes of that host")

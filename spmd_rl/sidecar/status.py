@@ -1,7 +1,7 @@
 """The status of a running host: its pools, workers, queues, verdicts, deaths and worker nodes. Changes nothing.
 
-python -m spmd_rl.sidecar --status tcp://10.0.0.1:5555 --keys DIR
-python -m spmd_rl.sidecar --status ipc:///tmp/spmd-rl-.../host --json
+python -m spmd_rl sidecar --status tcp://10.0.0.1:5555 --keys DIR
+python -m spmd_rl sidecar --status ipc:///tmp/spmd-rl-.../host --json
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """A worker node: a machine without ranks whose workers judge what a host elsewhere has too much of.
 
-    python -m spmd_rl.sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
+    python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
 
 The host says which rewarder a domain has and with which arguments; the command line says which classes may be imported
 here, how many workers there are and which sandbox they use. Pools and deadlines are those of a host (`pool.py`). A

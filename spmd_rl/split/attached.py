@@ -23,7 +23,7 @@ from spmd_rl.distributed.notice import Notice
 from spmd_rl.errors import tell
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout import Collected, RankReport, Sampling, review
+from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
 from spmd_rl.rollout.rounds import GroupSlice
 from spmd_rl.split.crew_exchange import CrewExchange
 from spmd_rl.split.crew_link import ADDRESS_FILE, write_address
@@ -168,13 +168,13 @@ class HandedIn(HandedOver):
         with world.phase("coordination"):
             finished = {GroupSlice(*place): unpack_groups(piece)[0] for (_, place), piece in pieces.items()}
             collected = self._collected(step, ended.reports, finished)
-        lag = collected.outcomes.answers["lag"]
+        lag = collected.table.answers["lag"]
         pace = {
             "placement/train_wait_seconds": ended.waited,
             "placement/attached": float(len(ended.reports)),
             "rollout/lag/max": float(lag.max(initial=0)),
         }
-        return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all]
+        return check_errors(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all]
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy."""

@@ -18,19 +18,16 @@ from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import check_values
-from spmd_rl.learn import Evaluation
-from spmd_rl.rollout import Rollouts
-from spmd_rl.rollout.outcomes import SliceReport
 from spmd_rl.rollout.rounds import GroupSlice
-from spmd_rl.rollout.swap import Swap
-from spmd_rl.rollout.under_way import StepUnderWay
+from spmd_rl.rollout.step_run import StepRun
+from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.crew_link import CrewCourier, Link, find
 from spmd_rl.split.crew_messages import Welcome
 from spmd_rl.split.generator import LOOK_SECONDS, Generator
 from spmd_rl.split.groups import pack
 from spmd_rl.split.sides import GenerateSide
 from spmd_rl.split.works import SliceDone, Stats
-from spmd_rl.types import Group
+from spmd_rl.types import Group, Prompt
 from spmd_rl.weights.messages import Announcement
 
 CLAIM_SECONDS = 0.05
@@ -79,54 +76,18 @@ def training_dir(cfg: PipelineConfig) -> Path:
     return Path(cfg.run.dir).parents[1] if auto else Path(cfg.placement.attach).expanduser()
 
 
-class CrewRollouts(Rollouts):
-    """Generates what is claimed from the training job, and hands in each slice as it is finished."""
-
-    def generate_claimed(self, step: int, claimed: "ClaimedStep", swap: Swap) -> None:
-        """[all] ranks of a replica: until the step has ended. swap: a policy that may come meanwhile."""
-        engine, tokens = self._engine, self._engine.prompt_tokens
-        under_way = StepUnderWay(step, claimed, claimed, swap)
-        self._reports.clear()
-        with self._world.phase("generate"), engine.awake(), under_way.driven(engine, self._engine_loop):
-            if engine.leads:
-                began = time.perf_counter()
-                claimed.stats = lambda: Stats(
-                    self._engine_loop.idle_seconds, time.perf_counter() - began, (tokens.asked, tokens.cached)
-                )
-                self._runner.run(self._until_end(under_way))
-        self._finished.clear()
-
-    def answer_claimed(self, version: int, courier: CrewCourier, evaluation: Evaluation) -> None:
-        """[all] ranks of a replica: answer held-out prompts as long as there are some that nobody has claimed."""
-        held_out, samplings = evaluation.questions(self.prompts.eval, version)
-        room, engine = max(1, self._engine.capacity.max_running // max(1, len(samplings))), self._engine
-        with self._world.phase("eval"), engine.awake(), engine.driven():
-            while engine.leads and (places := courier.claim("eval", version, version, room)[1]):
-                mine = [(index, held_out[index]) for (index,) in places]
-                groups = self._runner.run(self._answer_all(mine, dict(enumerate(samplings))))
-                for place, group in zip(places, groups, strict=True):
-                    courier.hand_in("eval", version, place, pack([group]), b"")
-
-    def _report(self, group_slice: GroupSlice, under_way: StepUnderWay) -> None:
-        group, version = self._finished.pop(group_slice), under_way.number - 1
-        report = SliceReport.of(group, group_slice.number, self._holder, version)
-        under_way.coordinator.hand_in(group_slice, group, report)
-
-
 class ClaimedStep:
-    """One step of the training job as an attached rank sees it: claims, the end, and where finished slices go."""
+    """A `rollout.step_run.StepSource`: one step of the training job as an attached rank sees it."""
 
     def __init__(self, courier: CrewCourier, step: int, version: Callable[[], int]) -> None:
         """version: what the engine of this rank holds now."""
-        self.stats = Stats
-        """How the engine has fared since it began the step."""
         self._courier, self._step, self._version = courier, step, version
         self._has_ended, self._ask_again = False, 0.0
         self.num_accepted = 0
         """Slices of this rank's that count."""
 
     def next(self, room: int) -> list[GroupSlice]:
-        """See `rollout.claims.Claim`."""
+        """See `Claim`."""
         if room <= 0 or self._has_ended or time.monotonic() < self._ask_again:
             return []
         self._has_ended, places = self._courier.claim("step", self._step, self._version(), room)
@@ -141,9 +102,10 @@ class ClaimedStep:
         news = self._courier.link.news
         return self._has_ended or news.over or news.step > self._step
 
-    def hand_in(self, group_slice: GroupSlice, group: Group, report: SliceReport) -> None:
-        """Give a finished slice away. Where it counts no more, the step has ended."""
-        content = msgspec.msgpack.encode(SliceDone(report, self.stats()))
+    def finish(self, group_slice: GroupSlice, group: Group, run: StepRun) -> None:
+        """See `StepSource`. Where a slice counts no more, the step has ended."""
+        report = SliceReport.of(group, group_slice.number, self._courier.holder, run.number - 1)
+        content = msgspec.msgpack.encode(SliceDone(report, Stats(*run.costs())))
         if self._courier.hand_in("step", self._step, tuple(group_slice), pack([group]), content):
             self.num_accepted += 1
         else:
@@ -153,7 +115,6 @@ class ClaimedStep:
 class Crew(Generator):
     """A `Generator` whose work comes from the training job that it is attached to."""
 
-    rollouts_class = CrewRollouts
     _last_step = 0
     """The last step that has ended here."""
 
@@ -166,15 +127,27 @@ class Crew(Generator):
                 self._load(task.newest)  # [all]
                 self._met = task.number
             elif task.kind == "eval":
-                self._rollouts.answer_claimed(task.number, self._courier, self._evaluation)  # [all]
+                self._answer(task.number)  # [all]
             else:
                 self._world.journal.set_step(task.number)
                 claimed = ClaimedStep(self._courier, task.number, lambda: self._receiver.version)
                 self._in_flight.begin()
-                self._rollouts.generate_claimed(task.number, claimed, self._in_flight)  # [all]
+                self._rollouts.generate_from(claimed, task.number, self._in_flight)  # [all]
                 self._in_flight.settle()  # [all] of the replica
                 self._last_step = task.number
                 self._world.journal.note("handed in", slices=claimed.num_accepted)
+
+    def _answer(self, version: int) -> None:
+        """[all] ranks of a replica: answer held-out prompts as long as there are some that nobody has claimed."""
+        held_out, samplings = self._evaluation.questions(self._rollouts.prompts.eval, version)
+        courier = self._courier
+
+        def claim(room: int) -> list[tuple[int, Prompt]]:
+            return [(index, held_out[index]) for (index,) in courier.claim("eval", version, version, room)[1]]
+
+        with self._world.phase("eval"):
+            finish = lambda group: courier.hand_in("eval", version, (group.ticket,), pack([group]), b"")  # noqa: E731
+            self._rollouts.answer_from(claim, samplings, finish)
 
     def _next(self) -> Task:
         """[all] What the first rank finds; it waits where there is nothing to do."""

@@ -17,7 +17,7 @@ from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout import Agent, Rollouts
+from spmd_rl.rollout import Agent, Rollouts, Services
 from spmd_rl.split.groups import StepPart, pack
 from spmd_rl.split.pace import is_evaluated, oldest_version, oldest_version_at
 from spmd_rl.split.sides import GenerateSide, announced
@@ -34,8 +34,6 @@ LOOK_SECONDS = 0.02
 
 class Generator:
     """Runs ahead of training by at most `placement.max_staleness` steps."""
-
-    rollouts_class = Rollouts
 
     def __init__(self, cfg: PipelineConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
         """store: that of all ranks."""
@@ -69,11 +67,9 @@ class Generator:
                 scorer, environments = stack.enter_context(host)
                 engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, side.together)  # [all]
             episode = Agent(envs) if envs and not cfg.rollout.target else None
-            services = {"episode": episode, "environments": environments if envs else None, "handover": side.handover}
-            rollouts = cls.rollouts_class(  # [all]
-                cfg, engine, prompts, scorer, tokenizer, side.together, **services, holder=side.courier.holder
-            )
-            stack.enter_context(closing(rollouts))
+            services = Services(scorer, tokenizer, episode, environments if envs else None)
+            parts = cfg.generation, engine, prompts, services, side.together, side.courier.holder, side.handover
+            rollouts = stack.enter_context(closing(Rollouts(*parts)))  # [all]
             rollouts.check()
             generator = stack.enter_context(closing(cls(cfg, engine, rollouts, side, world.store)))
             yield generator
@@ -106,13 +102,9 @@ class Generator:
         order = {"step": step, "per_step": self._cfg.rollout.prompts_per_step}
         bound = {"max_staleness": settings.max_staleness, "start": self._start}
         self._in_flight.begin(partial(oldest_version_at, **order, **bound))
-        generated = self._rollouts.generate(step, self._in_flight)  # [all]
-        finished = sorted(
-            (group_slice, group)
-            for group_slice, group in generated.finished.items()
-            if group_slice not in generated.result.carried
-        )
-        self._deliver("step", step, pack(StepPart(generated.report, finished, waited, self._in_flight.seconds)))
+        collected, report = self._rollouts.generate(step, self._in_flight)  # [all]
+        slices = sorted(collected.slices.items())
+        self._deliver("step", step, pack(StepPart(report, slices, waited, self._in_flight.seconds)))
         self._in_flight.settle()  # [all] of the replica
 
     def _follow(self, at_least: int) -> None:

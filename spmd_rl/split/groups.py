@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from spmd_rl.rollout import RankReport
+from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.rollout.rounds import GroupSlice
-from spmd_rl.rollout.tape import Begun
 from spmd_rl.types import Group
 
 
@@ -38,11 +38,11 @@ def _decode_array(kind: type, value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _steps = msgspec.msgpack.Decoder(StepPart, dec_hook=_decode_array)
 _groups = msgspec.msgpack.Decoder(list[Group], dec_hook=_decode_array)
-_begun = msgspec.msgpack.Decoder(Begun, dec_hook=_decode_array)
+_partial = msgspec.msgpack.Decoder(PartialRollouts, dec_hook=_decode_array)
 
 
-def pack(value: StepPart | list[Group] | Begun) -> bytes:
-    """Encode for `unpack_step`, `unpack_groups` or `unpack_begun`."""
+def pack(value: StepPart | list[Group] | PartialRollouts) -> bytes:
+    """Encode for `unpack_step`, `unpack_groups` or `unpack_partial`."""
     return _encoder.encode(value)
 
 
@@ -56,6 +56,6 @@ def unpack_groups(payload: bytes | memoryview) -> list[Group]:
     return _groups.decode(payload)
 
 
-def unpack_begun(payload: bytes | memoryview) -> Begun:
+def unpack_partial(payload: bytes | memoryview) -> PartialRollouts:
     """Return what `pack` was given. msgspec.MsgspecError for any other bytes."""
-    return _begun.decode(payload)
+    return _partial.decode(payload)

@@ -12,7 +12,7 @@ from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout import Collected, RankReport, Sampling, StepResult, review
+from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
 from spmd_rl.rollout.coordinator import coordinate
 from spmd_rl.rollout.prompt_lengths import drop_overlong
 from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
@@ -43,7 +43,7 @@ class Arrived:
 
     def pace(self, collected: Collected, swap: str, world: World) -> Mapping[str, float]:
         """[all] that train: how the two sides keep up with each other; means over the ranks of a side."""
-        lag = collected.outcomes.answers["lag"]
+        lag = collected.table.answers["lag"]
         pace = {
             "placement/train_wait_seconds": world.reduce("generate: wait", {"s": self.seconds}, "mean")["s"],  # [all]
             "placement/generate_wait_seconds": fmean(one.waited for one in self.told),
@@ -104,15 +104,15 @@ class HandedOver:
         with world.phase("coordination"):
             collected = self._collected(step, [one.report for one in arrived.told], arrived.finished)
         collected = replace(collected, pace=arrived.pace(collected, self._cfg.placement.swap, world))  # [all]
-        return review(collected, self._cfg.reward, self._cfg.rollout, world)  # [all]
+        return check_errors(collected, self._cfg.reward, self._cfg.rollout, world)  # [all]
 
     def _collected(self, step: int, reports: list[RankReport], finished: Mapping[GroupSlice, Group]) -> Collected:
         """What the reports of all generating ranks make of a step, of which this rank has what is `finished`."""
         settings = self._cfg.rollout
         coordinator = coordinate(self._world.store, f"step{step}", plan_round(self._cursor, settings))
-        result = StepResult.of(settings, coordinator, reports)
-        self._cursor = self._cursor.after(result.used)
-        return result.collected(step, finished)
+        collected = Collected.of(step, settings, coordinator, reports, finished)
+        self._cursor = self._cursor.after(collected.table.tickets.tolist())
+        return collected
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Wait for the answers to held-out prompts by the newest version of the policy.

@@ -15,11 +15,10 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
 from spmd_rl.engine import build as build_engine
-from spmd_rl.model.tokenizer import Tokenizer
-from spmd_rl.rollout import Collected, Rollouts, Sampling, review
+from spmd_rl.rollout import Collected, Rollouts, Sampling, Services, check_errors
 from spmd_rl.split.handed_over import take_step
 from spmd_rl.split.sides import TrainSide
-from spmd_rl.types import Group, Prompt, Scorer
+from spmd_rl.types import Group, Prompt
 
 
 class Lent:
@@ -41,18 +40,16 @@ class Lent:
         cls,
         cfg: PipelineConfig,
         prompts: Prompts | EnvTasks,
-        scorer: Scorer,
-        tokenizer: Tokenizer,
+        services: Services,
         side: TrainSide,
         world: World,
-        **services: Any,
     ) -> Iterator["Lent"]:
-        """[all] `world`: all ranks of the job, which also leave this together. services: what else `Rollouts` takes."""
+        """[all] `world`: all ranks of the job, which also leave this together."""
         with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
             engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
-        parts, lent = (cfg, engine, prompts, scorer, tokenizer), {"holder": side.world.rank, "leaves": True}
-        together = Rollouts(*parts, world, **services, **lent, handover=side.handover)  # [all]
-        with closing(together), closing(Rollouts(*parts, side.world, **services)) as held_out:  # [all] that train
+        parts = cfg.generation, engine, prompts, services
+        together = Rollouts(*parts, world, side.world.rank, side.handover)  # [all]
+        with closing(together), closing(Rollouts(*parts, side.world)) as held_out:  # [all] that train
             together.check()
             yield cls(cfg, engine, together, held_out, side)
             world.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
@@ -77,10 +74,12 @@ class Lent:
 
     def collect(self, step: int) -> Collected:
         """[all] Generate with the others until the step has ended; what of it lies on this rank."""
-        generated = self._rollouts.generate(step)  # [all] of the job
+        collected, _ = self._rollouts.generate(step)  # [all] of the job
         world = self._side.world
         arrived = take_step(step, self._side.exchange, self._side.senders, world)  # [all] that train
         with world.phase("coordination"):
-            collected = generated.result.collected(step, {**generated.finished, **arrived.finished})
+            collected = collected.with_slices(arrived.finished)
         pace = arrived.pace(collected, self._cfg.placement.swap, world)  # [all] that train
-        return review(replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world)  # [all] that train
+        return check_errors(
+            replace(collected, pace=pace), self._cfg.reward, self._cfg.rollout, world
+        )  # [all] that train

@@ -13,15 +13,12 @@ import torch.distributed as dist
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.collected import RankReport
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
-from spmd_rl.rollout.filters import reject_reason
-from spmd_rl.rollout.outcomes import AnswerRow, SliceReport, answer_rows
 from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.shared_step import settle
+from spmd_rl.rollout.table import SliceReport
 
 Place = tuple[int, ...]
 """Which piece of a work: (ticket, slice), (prompt,), or () of a probe."""
-
-
-_rows = msgspec.msgpack.Decoder(list[AnswerRow]).decode
 
 
 class Stats(msgspec.Struct, array_like=True):
@@ -143,17 +140,12 @@ class StepWork(_Pieces):
     def done(self, member: int, place: Place, content: bytes) -> None:
         """See `Work`."""
         done = msgspec.msgpack.decode(content, type=SliceDone)
-        report, settings = done.report, self._settings
+        report = done.report
         report.ticket, report.number = place
         self._accept(member, place)
         self._reports.setdefault(member, []).append(report)
         self._stats[member] = done.stats
-        position = self.coordinator.round.order.position(report.ticket)
-        pooled = self.coordinator.pool(position, report.number, msgspec.msgpack.encode(report.answers))
-        if pooled is not None:
-            rows = answer_rows(row for answers in pooled for row in _rows(answers))
-            report.reject_reason = reject_reason(rows, settings.min_answers, settings.filter)
-            self.coordinator.resolve(position, report.reject_reason is None)
+        settle(self.coordinator, report, self._settings)
 
     def reports(self) -> list[RankReport]:
         """Return what the step's members would have told each other at its end."""

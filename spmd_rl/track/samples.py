@@ -2,7 +2,7 @@
 
 `samples/eval-000010.jsonl` has the held-out answers of an evaluation in the same form. An agent's trajectory is one
 line with all its turns and what the environment returned after each; where its turns do not continue each other, it is
-several lines (segments), of which the last bears the verdict that counts. `python -m spmd_rl.view` shows them.
+several lines (segments), of which the last bears the verdict that counts. `python -m spmd_rl view` shows them.
 
 Each rank writes its own samples into a hidden part file, and rank 0 merges the parts once every rank has written. Each
 of these files appears whole or not at all: what a killed run left is merged by the next start (`recover`) or removed.

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.simulate import POLICIES, Scene
-from spmd_rl.simulate.placements import Comparison, Outcome
-from spmd_rl.simulate.two_sides import Costs
+from spmd_rl.tools.simulate import POLICIES, Scene
 from tests.bench import split_side, work
+from tests.bench.virtual.comparison import Comparison, Outcome
+from tests.bench.virtual.two_sides import Costs
 from tests.models import tiny
 
 RANKS, PROMPTS, ANSWERS = 4, 48, 4

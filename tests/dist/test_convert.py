@@ -1,4 +1,4 @@
-"""`spmd_rl.checkpoint.convert`: checkpoints of every layout to Hugging Face and back, and what is refused."""
+"""`spmd_rl.tools.convert`: checkpoints of every layout to Hugging Face and back, and what is refused."""
 
 import json
 import os
@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from spmd_rl.checkpoint import Checkpointer, HfExport, manifest
-from spmd_rl.checkpoint.convert import main
 from spmd_rl.checkpoint.export import write_hf
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
+from spmd_rl.tools.convert import main
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_load import status
 from tests.dist.test_train_state import digest, updates

@@ -29,15 +29,15 @@ from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout as RankLayout
 from spmd_rl.distributed import World, solo
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.losses import bind_loss
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.base import Ask
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Verdict, concat
 from tests.agents import SEGMENTS
 from tests.dist.harness import run_ranks
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 from tests.models import tiny
 from tests.training import fsdp2_policy
 from tests.unit.algo.cases import KEYS
@@ -133,8 +133,8 @@ def harvest(world: World, arrangement: Arrangement) -> Collected:
     for g in everything:
         here = tuple(s for s in g.samples if arrangement.holder(s, world.size) == world.rank)
         mine += [replace(g, samples=here)] if here else []
-    outcomes = outcomes_of(everything, lambda s: arrangement.holder(s, world.size))
-    return Collected(1, tuple(mine), (), outcomes, 0.0, 0, 0)
+    table = table_of(everything, lambda s: arrangement.holder(s, world.size))
+    return Collected(1, tuple(mine), (), table, 0.0, 0, 0)
 
 
 def prepared(world: World, arrangement: Arrangement, settings: AlgorithmConfig) -> Batch:

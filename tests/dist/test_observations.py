@@ -6,8 +6,8 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.losses import bind_loss
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.train.sharing import share_prefixes
 from tests.agents import Step, collected, group, trajectory

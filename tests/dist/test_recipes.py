@@ -20,7 +20,7 @@ from spmd_rl.rollout.collected import Collected
 from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 from tests.models import tiny
 from tests.unit.test_config_load import DOORS
 
@@ -86,9 +86,9 @@ def harvest(world: World, step: int, greedy: bool) -> Collected:
     groups = [group(6 * step + i, generator) for i in range(6)]
     if not greedy:
         groups = [Group(g.prompt, g.ticket, g.samples[:4]) for g in groups]
-    outcomes = outcomes_of(groups, lambda s: s.ticket % world.size, step)
+    table = table_of(groups, lambda s: s.ticket % world.size, step)
     mine = tuple(g for g in groups if g.ticket % world.size == world.rank)
-    return Collected(step, mine, (), outcomes, 0.0, 0, 0)
+    return Collected(step, mine, (), table, 0.0, 0, 0)
 
 
 def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str, float]]:

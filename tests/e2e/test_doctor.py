@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import runpy, sys
-from spmd_rl.doctor import checks
-from spmd_rl.doctor.checks import Check
+from spmd_rl.tools.doctor import checks
+from spmd_rl.tools.doctor.checks import Check
 toy = Check("toy", "tests.unit.doctor_toys:rank_one_dies", "ranks", 60)
 checks.CHECKS = (toy, *(check for check in checks.CHECKS if check.name == "training step"))
-runpy.run_module("spmd_rl.doctor", run_name="__main__", alter_sys=True)
+runpy.run_module("spmd_rl.tools.doctor", run_name="__main__", alter_sys=True)
 """
 
 
@@ -27,7 +27,7 @@ def doctor(*words: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_everything_works_on_two_ranks(tmp_path: Path) -> None:
     names = "versions,open,run,sidecar,devices,dtype,process,shared,collectives,training,offload,checkpoint,native"
-    done = doctor("-m", "spmd_rl.doctor", f"run.dir={tmp_path}/run", "--only", names)
+    done = doctor("-m", "spmd_rl", "doctor", f"run.dir={tmp_path}/run", "--only", names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "18 ok, 1 skipped" in done.stdout and not list(tmp_path.iterdir())
 

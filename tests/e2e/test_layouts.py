@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spmd_rl.checkpoint.convert import main
+from spmd_rl.tools.convert import main
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.engines import VLLM_SIZES, needs_vllm
 from tests.models import EXPERTS

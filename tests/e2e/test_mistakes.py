@@ -276,9 +276,8 @@ def test_debug_on_two_ranks_is_refused(toy: Toy) -> None:
 
 
 def test_a_reward_in_one_file_of_the_users_own(toy: Toy, tmp_path: Path) -> None:
-    """README's example, as it stands there."""
-    readme = (ROOT / "README.md").read_text()
-    source = readme.split("<!-- my_reward.py -->")[1].split("```python\n")[1].split("```")[0]
+    """The example of docs/EXTENDING.md, as it stands there."""
+    source = (ROOT / "docs/EXTENDING.md").read_text().split("# my_reward.py\n")[1].split("```")[0]
     (tmp_path / "my_reward.py").write_text(source)
     settings = ("steps=1", "reward.toy.target=my_reward:ShortAnswer", "rollout.filter.zero_variance=false")
     run = toy.run(*settings, ranks=0, name="own_reward", env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})

@@ -12,7 +12,7 @@ import torch
 from spmd_rl import weights
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.engine.native import NativeEngine, empty_module
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.model.fingerprint import fingerprint

@@ -18,11 +18,15 @@ from rewards.general import GeneralReward
 from rewards.ifeval import IfevalReward
 from rewards.math_verify import MathReward
 from rewards.reasoning_gym import ReasoningGymReward
-from spmd_rl import audit, wire
+from spmd_rl import wire
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import RunFailed
-from spmd_rl.reward_audit import (
+from spmd_rl.sandbox.forkserver import ForkServer
+from spmd_rl.sidecar.worker import judge
+from spmd_rl.targets import build_target
+from spmd_rl.tools import audit
+from spmd_rl.tools.reward_audit import (
     ASKED,
     EMPTY,
     GOLD,
@@ -33,10 +37,7 @@ from spmd_rl.reward_audit import (
     paid_cheats,
     unjudged,
 )
-from spmd_rl.reward_audit import audit as audited
-from spmd_rl.sandbox.forkserver import ForkServer
-from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target
+from spmd_rl.tools.reward_audit import audit as audited
 from spmd_rl.types import SUSPECT, AnswerInfo, Message, Prompt, Verdict
 from tests.unit.test_dry_run import line, place  # noqa: F401 - a fixture
 
@@ -240,7 +241,7 @@ def test_rows_whose_tests_check_nothing_are_told():
 )
 def test_the_command_line(place, given, code, words):  # noqa: F811
     (place / "audited.py").write_text("class Pays:\n    def score(self, prompt, answer, info):\n        return 1.0\n")
-    command = [sys.executable, "-m", "spmd_rl.audit", *given, *line(place), "reward.math.target=audited:Pays"]
+    command = [sys.executable, "-m", "spmd_rl", "audit", *given, *line(place), "reward.math.target=audited:Pays"]
     env = {**os.environ, "PYTHONPATH": f"{place}:{os.getcwd()}"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == code and words in done.stderr, done

@@ -3,14 +3,12 @@
 import pytest
 
 from launch import sidecar_keys
-from spmd_rl import compare
-from spmd_rl.checkpoint import convert
 from spmd_rl.command_line import Parser, at_least
-from spmd_rl.doctor import __main__ as doctor
 from spmd_rl.errors import one_line, printable, tell
-from spmd_rl.simulate import __main__ as simulate
-from spmd_rl.track import curve, report
-from spmd_rl.view import __main__ as view
+from spmd_rl.tools import compare, convert, curve, report
+from spmd_rl.tools.doctor import __main__ as doctor
+from spmd_rl.tools.simulate import __main__ as simulate
+from spmd_rl.tools.view import __main__ as view
 
 
 @pytest.mark.parametrize(
@@ -33,6 +31,7 @@ from spmd_rl.view import __main__ as view
         (doctor.main, ["--wait", "nan"], "--wait: must be at least 0, not 'nan'"),
         (doctor.main, ["--onyl", "x"], "--onyl: unknown option; did you mean --only?"),
         (simulate.main, ["--replica", "8"], "--replica: unknown option; did you mean --replicas?"),
+        (simulate.main, ["--median", "-1"], "--median: must be at least 1, not '-1'"),
         (sidecar_keys.main, ["a", "--nodes", "x"], "--nodes: unknown option; did you mean --node?"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spmd_rl.compare import differences, lanes, main
+from spmd_rl.tools.compare import differences, lanes, main
 from spmd_rl.track.run_reader import RunData, read_run
 from tests.synthetic import make_run
 

@@ -6,14 +6,14 @@ import pytest
 
 from spmd_rl.config.docs import Entry, entries
 from spmd_rl.config.load import build, compose
-from spmd_rl.config.markdown import markdown
 from spmd_rl.config.schema import PIPELINES
+from spmd_rl.tools.docs import markdown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_config_md_is_current():
-    """Mend with: python -m spmd_rl.config.markdown > docs/CONFIG.md"""
+    """Mend with: python -m spmd_rl docs > docs/CONFIG.md"""
     assert (DOCS / "CONFIG.md").read_text() == markdown()
 
 

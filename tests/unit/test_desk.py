@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.rollout.outcomes import SliceReport, gather_outcomes
 from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.table import SliceReport, build_table
 from spmd_rl.split.desk import Desk
 from spmd_rl.split.works import SliceDone, Stats
 
@@ -89,7 +89,7 @@ class History:
                 tickets = {report.ticket for report in finished}
                 cursor_then = self.desk.horizon.cursor if self.desk.horizon.step == step + 1 else None
                 mine = self.used(round, reports)
-                gather_outcomes(finished, mine, round.slices)  # whole, and none twice
+                build_table(finished, mine, round.slices)  # whole, and none twice
                 assert mine <= tickets
                 cursor = cursor.after(mine)
                 assert cursor_then in (None, cursor)

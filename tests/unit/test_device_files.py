@@ -6,9 +6,9 @@ import torch
 from spmd_rl import device_files
 from spmd_rl.device_files import HIDING, device_file, driver
 from spmd_rl.distributed.membership import membership
-from spmd_rl.doctor import devices
-from spmd_rl.doctor.checks import Failed
 from spmd_rl.errors import UserError
+from spmd_rl.tools.doctor import devices
+from spmd_rl.tools.doctor.checks import Failed
 
 DRIVERS = {
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024": " (driver 535.183.01)",

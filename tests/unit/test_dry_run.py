@@ -10,8 +10,8 @@ import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
-from spmd_rl.dry_run import show
 from spmd_rl.errors import UserError
+from spmd_rl.tools.dry_run import show
 from tests.models import tiny
 from tests.patience import patient
 
@@ -50,7 +50,7 @@ class BadGold:
     def gold(self, prompt): return prompt.extra["nothing"]
     def score(self, prompt, answer, info): return 1.0
 """
-README = (Path(__file__).parents[2] / "README.md").read_text()
+EXTENDING = (Path(__file__).parents[2] / "docs/EXTENDING.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +148,10 @@ def test_a_reward_that_pays_an_obedient_answer_passes(place: Path, capsys, monke
 
 
 @pytest.mark.parametrize("name", ["score", "ShortAnswer"])
-def test_the_readmes_reward_works_with_what_it_is_run_with(place: Path, capsys, monkeypatch, name: str) -> None:
-    (place / "readme_reward.py").write_text(
-        README.split("<!-- my_reward.py -->")[1].split("```python\n")[1].split("```")[0]
-    )
+def test_the_documented_reward_works_with_what_it_is_run_with(place: Path, capsys, monkeypatch, name: str) -> None:
+    (place / "documented_reward.py").write_text(EXTENDING.split("# my_reward.py\n")[1].split("```")[0])
     shipped = "data.format={question}\nThink step by step, then put the final answer in \\boxed{}."
-    previewed(place, monkeypatch, f"readme_reward:{name}", shipped)
+    previewed(place, monkeypatch, f"documented_reward:{name}", shipped)
     assert "boxed{0}', as the prompt asks: " + ("1 (ok)" if name == "score" else "0.") in capsys.readouterr().out
 
 

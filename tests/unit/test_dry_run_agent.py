@@ -6,8 +6,8 @@ import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.dry_run_agent import show
 from spmd_rl.errors import UserError
+from spmd_rl.tools.dry_run_agent import show
 from tests.models import tiny
 
 DOCS = (Path(__file__).parents[2] / "docs/ENVIRONMENTS.md").read_text()

@@ -99,7 +99,7 @@ def test_slurm_reads_its_own_lines() -> None:
         assert f"#SBATCH {line}" in lines
 
 
-@pytest.mark.parametrize("module", ["spmd_rl.agentic", "spmd_rl.rlvr", "spmd_rl.doctor"])
+@pytest.mark.parametrize("module", ["spmd_rl.agentic", "spmd_rl.rlvr", "spmd_rl"])
 def test_the_first_word_is_the_module(tmp_path: Path, module: str) -> None:
     assert submitted(tmp_path, module, "a=b c")[-3:] == ["-m", module, "a=b c"]
 

@@ -10,9 +10,9 @@ from spmd_rl.config.checks import check_plan
 from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.size import ModelSize
-from spmd_rl.plan import show
-from spmd_rl.plan.book import Book
-from spmd_rl.plan.rank import Trace, trace
+from spmd_rl.tools.plan import show
+from spmd_rl.tools.plan.book import Book
+from spmd_rl.tools.plan.rank import Trace, trace
 from tests.models import EXPERTS, tiny
 
 LAYOUTS = [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from envs.frozen_lake import FrozenLake
-from spmd_rl import play
+from spmd_rl.tools import play
 from tests.models import tiny
 
 LAKE = ["env.lake.target=envs.frozen_lake:FrozenLake", "env.lake.args.is_slippery=false"]

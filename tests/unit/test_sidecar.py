@@ -295,14 +295,14 @@ def test_nothing_here_imports_torch():
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True)
 
 
-def test_a_host_starts_within_a_second(node):
+def test_a_host_starts_soon(node):
     best = 9.0
     for _ in range(2):
         start = time.perf_counter()
         with sidecar.connect(rewards("Moody"), node):
             best = min(best, time.perf_counter() - start)
     print(f"\n{best:.2f} s until a worker is ready")
-    assert best < 2.0
+    assert best < patient(2)
 
 
 # -- placement --------------------------------------------------------------------------------------------------------

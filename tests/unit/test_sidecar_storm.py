@@ -102,4 +102,4 @@ def test_a_squall(node, tmp_path, keyed):
 def test_a_storm_of_five_minutes(node, tmp_path, keyed):
     figures = weather(node, tmp_path, keyed, 300.0)
     assert figures["verdicts"] > 1000 and figures["growth_mb"] < 64
-    assert figures["hosts"] == 1 and figures["longest_seconds"] < 20
+    assert figures["hosts"] == 1 and figures["longest_seconds"] < patient(20)

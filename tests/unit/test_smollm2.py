@@ -15,7 +15,7 @@ from spmd_rl.types import Message
 MODEL = smollm2.default_dir()
 WHEEL = Path(os.environ.get("SPMD_RL_SMOLLM2_WHEEL", "/nowhere"))
 DATA = Path(__file__).parents[3] / "shared" / "data"
-needs_model = pytest.mark.skipif(not smollm2.is_complete(MODEL), reason="run: python -m spmd_rl.model.smollm2")
+needs_model = pytest.mark.skipif(not smollm2.is_complete(MODEL), reason="run: python -m spmd_rl smollm2")
 needs_wheel = pytest.mark.skipif(not WHEEL.is_file(), reason="SPMD_RL_SMOLLM2_WHEEL names no wheel")
 
 

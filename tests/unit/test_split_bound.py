@@ -16,16 +16,15 @@ import xxhash
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.distributed import World, solo
-from spmd_rl.rollout import Rollouts
 from spmd_rl.rollout.rounds import Cursor, plan_round
-from spmd_rl.simulate import Lengths, Scene, Speed, long_tail
-from spmd_rl.simulate.two_sides import Costs, Generation, Split, Trained
 from spmd_rl.split import Generator, HandedOver, generator
 from spmd_rl.split.sides import NEWEST, GenerateSide, TrainSide
+from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
 from spmd_rl.types import Verdict
 from spmd_rl.weights import in_flight
 from spmd_rl.weights.messages import Announcement
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.bench.virtual.two_sides import Costs, Generation, Split, Trained
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer, make_rollouts
 
 MODES = ({}, {"accept": "first_finished"}, {"tail": "defer"}, {"claim": "static"})
 
@@ -261,7 +260,7 @@ def live(draw: random.Random, cfg: RlvrConfig, saved: tuple[int, dict] | None, s
         start, tickets = saved or job.saved
         del steps[start:]
         engine = Engine(lambda request: 1 + request.seed % 9, max_running=draw.randint(2, 8))
-        rollouts = Rollouts(cfg, engine, FakePrompts(7), Scorer(lambda p, a: True), FakeTokenizer(), world, holder=0)
+        rollouts = make_rollouts(cfg, engine, FakePrompts(7), Scorer(lambda p, a: True), world, holder=0)
         try:
             job.begin(start, tickets, steps)
             side = GenerateSide(world, job, lambda: Second(job), world)
@@ -295,7 +294,7 @@ def test_generator_and_handed_over_keep_the_bound(monkeypatch) -> None:
 
 def assert_steps(steps: list, cfg: RlvrConfig, lags: set[int]) -> None:
     """Tickets and versions of what counts; `lags` gets what there was."""
-    used = [ticket for step in steps for ticket in sorted({*step.outcomes.answers["ticket"].tolist()})]
+    used = [ticket for step in steps for ticket in sorted({*step.table.answers["ticket"].tolist()})]
     assert len(used) == len(set(used)), "a ticket is used twice"
     if cfg.rollout.tail == "none" and cfg.rollout.accept == "in_order":
         assert used == list(range(len(used))), "a ticket is lost"

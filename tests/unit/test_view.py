@@ -17,13 +17,13 @@ import yaml
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.errors import UserError
 from spmd_rl.learn import sample_log
+from spmd_rl.tools.view import __main__ as command
+from spmd_rl.tools.view.runs import Runs
+from spmd_rl.tools.view.server import Server
+from spmd_rl.tools.view.trajectories import rows, whole
 from spmd_rl.track.samples import SampleLog, SampleRow, StepRow
 from spmd_rl.track.tokens import TokenTexts
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Turn, Verdict
-from spmd_rl.view import __main__ as command
-from spmd_rl.view.runs import Runs
-from spmd_rl.view.server import Server
-from spmd_rl.view.trajectories import rows, whole
 from tests import agents
 from tests.agent_run import bytes_tokenizer, encoder, make_agent_run, write_step
 from tests.synthetic import make_run
@@ -342,7 +342,7 @@ def test_mistakes_are_one_line(root: Path, capsys, arguments: list[str], why: st
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, spmd_rl.view.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, spmd_rl.tools.view.__main__; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

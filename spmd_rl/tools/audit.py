@@ -1,0 +1,98 @@
+"""Audits the rewards of a run: what gold answers, empty ones and known cheats score, before a policy finds out.
+
+    python -m spmd_rl audit [rows=4] +experiment=demo key=value ...
+
+It takes the run's own command line (`rlvr --help` lists its settings), writes nothing and loads no weights. The exit
+code is 1 if a cheat is paid, if rows cannot be judged (the reward raises an error, a right answer gets no score, or
+the tests of a row check nothing), or if the right answer is not paid as the prompt asks for it.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spmd_rl import sidecar
+from spmd_rl.command_line import program
+from spmd_rl.config.main import main
+from spmd_rl.config.phases import phase
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.data import Prompts
+from spmd_rl.data.prompts import with_line_breaks
+from spmd_rl.errors import RunFailed, UserError, printable
+from spmd_rl.tools.reward_audit import ASKED, GOLD, audit, build_rewarder, describe, paid_cheats, unjudged, unpaid
+
+ROWS = 4
+"""Rows of each domain"""
+NAMED = 3
+"""Rows that cannot be judged which the last line names."""
+
+
+def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
+    """Print a table for each domain.
+
+    RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
+    """
+    loaded = Prompts.load(cfg.data, cfg.steps > 0)
+    prompts, template = loaded.train or loaded.eval, with_line_breaks(cfg.data.format)
+    sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    paid, failed, unheeded, not_asked = [], [], [], []
+    for domain in sorted({prompt.domain for prompt in prompts}):
+        own, reward = [prompt for prompt in prompts if prompt.domain == domain], cfg.reward.domains[domain]
+        rewarder = build_rewarder(domain, reward)
+        console.print(Text(f"\n{printable(domain)}: {reward.target}, {min(rows, len(own))} rows", "bold"))
+        if isinstance(rewarder, str):
+            console.print(printable(f"  The rewarder {rewarder}.", lines=False))
+            not_asked.append(domain)
+            continue
+        with phase(f"asking reward.{domain}"):
+            kinds = audit(rewarder, own, rows, template, reward.timeout)
+        table = Table(box=None, show_header=False, padding=(0, 2))
+        for name, text in describe(kinds):
+            table.add_row(Text(name), Text(printable(text), "bold yellow" if "!" in text else ""))
+        console.print(table)
+        if GOLD not in kinds:
+            console.print("  Neither the rows nor the reward know a gold answer.")
+        elif ASKED not in kinds:
+            console.print("  The prompts name no form for the answer: the bare one stands for what a model writes.")
+        paid += [f"{domain}: {name}" for name in paid_cheats(kinds)]
+        failed += [f"{domain}, {told}" for told in unjudged(kinds)]
+        unheeded += [f"{domain}, {told}" for told in unpaid(kinds)]
+    problems = [f"answers are paid that solve nothing: {'; '.join(paid)}"] if paid else []
+    if failed:
+        more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+        problems.append(
+            f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be judged: {'; '.join(failed[:NAMED])}{more}"
+        )
+    if unheeded:
+        problems.append(unheeded[0] + f" (and {len(unheeded) - 1} more)" * (len(unheeded) > 1))
+    if problems:
+        raise RunFailed(". ".join(problems))
+    without = f" Domains that were not asked: {', '.join(not_asked)}." if not_asked else ""
+    console.print(f"\nNo known cheat is paid.{without} Held-out rows were not asked; rows=N asks more of the others.")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command line. UserError, by way of `main`, for a number of rows that is none."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return print(f"usage: {program('audit')} [rows=N] [key=value ...]\n\n{__doc__}", end="")
+    given = [word for word in argv if word.startswith("rows=")]
+    rest = [word for word in argv if word not in given]
+    return main(
+        "rlvr", RlvrConfig, show, ["--dry-run", *rest], preview=partial(_show, rows=[*given, f"rows={ROWS}"][0])
+    )
+
+
+def _show(cfg: RlvrConfig, rows: str) -> None:
+    number = rows.partition("=")[2]
+    if not number.isdecimal() or not int(number):
+        raise UserError(f"{rows}: must be a positive number")
+    show(cfg, int(number))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

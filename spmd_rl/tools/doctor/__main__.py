@@ -1,0 +1,142 @@
+"""Checks what works on this machine, or on the ranks of torchrun, and says how to mend what does not.
+
+Settings of a run (key=value) may follow: the doctor then checks that run's directory, ports, model size and sandboxes.
+Exit code 0 if nothing failed, 1 if something did, 2 for a setting that is none.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NoReturn
+
+from spmd_rl.command_line import Parser, at_least, program
+from spmd_rl.config.load import load
+from spmd_rl.config.phases import phase
+from spmd_rl.config.ranks import local_rank, rank
+from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.errors import UserError, tell
+from spmd_rl.tools.doctor.checks import CHECKS, Check, Failed, Options, Result
+from spmd_rl.tools.doctor.ranks import Ranks, names
+from spmd_rl.tools.doctor.runner import run_checks
+from spmd_rl.tools.doctor.table import merge, show
+
+ARRIVE_SECONDS = 40.0
+NODE_SECONDS = 120.0
+"""The time until the first rank of each node is through with its own checks."""
+LEAVE_SECONDS = 30.0
+DIED = "look at what that rank printed above; out of memory: `dmesg`, fewer ranks a node"
+
+
+class Terminated(Exception):
+    """torchrun, or a person, ends this process: another rank may have died."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line on this rank, and return the exit code."""
+    parser = Parser(program("doctor"), description=__doc__.splitlines()[0])
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run, as for spmd_rl.rlvr")
+    seconds = {"type": at_least(0, float), "default": ARRIVE_SECONDS, "metavar": "SECONDS"}
+    parser.add_argument("--wait", **seconds, help="for ranks to arrive (%(default)g)")
+    parser.add_argument(
+        "--only", default="", metavar="CHECK,...", help="the checks whose names begin so: --only devices,dtype,vllm"
+    )
+    asked = parser.parse_intermixed_args(arguments)
+    try:
+        cfg = load("rlvr", RlvrConfig, asked.settings)
+    except UserError as error:
+        if rank() == 0:
+            tell(f"error: {error}")
+        return 2
+    if not (todo := chosen(asked.only)):
+        parser.error(f"--only: no check begins with {asked.only}; there are {', '.join(c.name for c in CHECKS)}")
+    signal.signal(signal.SIGTERM, _terminate)
+    folder = tempfile.mkdtemp(prefix="spmd-rl-doctor-")
+    options = Options(
+        run_dir=cfg.run.dir,
+        folder=folder,
+        model=cfg.policy.model,
+        keep=cfg.checkpoint.keep,
+        bind=cfg.sidecar.bind,
+        keys=cfg.sidecar.keys,
+        sandboxes=tuple(reward.sandbox for reward in cfg.reward.domains.values()),
+    )
+    try:
+        failed = examine(options, asked.wait, todo)
+    except KeyboardInterrupt:
+        return 130
+    if not failed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(failed)
+
+
+def chosen(beginnings: str) -> list[Check]:
+    """Return the checks whose names begin with one of these, separated by commas; all for an empty string."""
+    return [check for check in CHECKS if check.name.startswith(tuple(beginnings.split(",")))]
+
+
+def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> bool:
+    """Run checks and print the table on one rank. Returns whether any failed, on any rank."""
+    results: list[Result] = []
+    ranks = Ranks(rank())
+    try:
+        began = time.perf_counter()
+        all_here = True
+        try:
+            with phase("waiting for the ranks"):
+                ranks = Ranks.join(wait_seconds)
+                arrived = ranks.arrive(wait_seconds)
+            results.append(Result("ranks", "ok", arrived, "", time.perf_counter() - began))
+        except Failed as failed:
+            all_here = False
+            seconds = time.perf_counter() - began
+            results.append(Result("ranks", "failed", failed.detail, failed.cure, seconds))
+        verdicts: dict[str, str] = {}
+        for process in dict.fromkeys(check.process for check in todo):
+            checks = [check for check in todo if check.process == process]
+            with phase(f"checking {process}", ranks.reports):
+                if process == "node":
+                    found = run_checks(checks, options, Ranks(), verdicts) if local_rank() == 0 else []
+                    if all_here:
+                        ranks.gather("node", True, NODE_SECONDS)
+                elif all_here:
+                    found = run_checks(checks, options, ranks, verdicts)
+                else:
+                    found = [Result(check.name, "skipped", "not all ranks are here") for check in checks]
+            results += found
+            verdicts |= {result.name: result.verdict for result in found}
+    except Terminated:
+        gone = ranks.gone()
+        detail = f"{names(gone)} died" if gone else "this process was asked to end (SIGTERM)"
+        results = [r for r in results if r.name != "ranks"] + [Result("ranks", "failed", detail, DIED)]
+        return _finish(ranks, {ranks.rank: results}, options.folder)
+    patience = LEAVE_SECONDS if all_here else 1.0
+    everyone = ranks.gather("results", [asdict(result) for result in results], patience)
+    by_rank = {rank: [Result(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
+    failed = _finish(ranks, by_rank if ranks.size > 1 else {ranks.rank: results}, options.folder)
+    ranks.gather("leave", True, patience)  # the first rank may hold the store
+    return failed
+
+
+def _finish(ranks: Ranks, by_rank: dict[int, list[Result]], folder: str) -> bool:
+    """Print the table, if it is for this rank to do. Returns whether anything failed."""
+    merged = merge(by_rank, ranks.hosts)
+    failed = any(result.verdict == "failed" for result in merged)
+    if ranks.reports:
+        show(merged)
+        if failed:
+            print(f"logs: {folder}")
+        sys.stdout.flush()
+    return failed
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""What the checks of one child share: world, tiny model, policy and engines, each made when it is first asked for."""
+
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spmd_rl import engine, train, weights
+from spmd_rl.config.ranks import local_rank, world_size
+from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RolloutConfig, RunConfig, TrainConfig
+from spmd_rl.distributed import World
+from spmd_rl.tools.doctor.checks import Options
+from spmd_rl.tools.doctor.machine import scratch
+
+MODEL = LlamaConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+"""A shape that all kernels take: two million weights."""
+
+
+class Bench:
+    """What the checks that need torch work with, on one rank."""
+
+    def __init__(self, options: Options, stack: ExitStack) -> None:
+        """`stack` holds what must be closed in the end."""
+        self.options = options
+        self._stack = stack
+        self._engines: dict[str, Any] = {}
+        self._publishers: dict[str, weights.Publisher] = {}
+        self.answers: dict[str, list[list[int]]] = {}
+        """What each engine has answered last."""
+        self.version = 0
+        self.folder = Path(options.folder)
+
+    @cached_property
+    def cfg(self) -> RlvrConfig:
+        """The settings of a run of the tiny model."""
+        dtype = "bfloat16" if torch.accelerator.is_available() else "float32"
+        return RlvrConfig(
+            run=RunConfig(name="doctor", dir=str(self.folder)),
+            policy=PolicyConfig(model=str(self._write_model()), dtype=dtype, lr=1e-3),
+            train=TrainConfig(offload=True),
+            engine=EngineConfig(max_running=8, kv_tokens=8192),
+            rollout=RolloutConfig(max_prompt_tokens=64, max_new_tokens=64),
+        )
+
+    def _write_model(self) -> Path:
+        """Write the model, the same on every rank; this rank's own copy."""
+        path = self.folder / "model"
+        if not path.exists():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                LlamaForCausalLM(MODEL).save_pretrained(path)
+        return path
+
+    @cached_property
+    def world(self) -> World:
+        """[all] The world of all ranks."""
+        return self._stack.enter_context(World.open(self.folder, self.cfg.journal.stall_seconds))  # [all]
+
+    @cached_property
+    def shared(self) -> Path:
+        """[all] A directory beside the run directory that rank 0 has made; it is gone in the end."""
+        made = None
+        if self.world.rank == 0:
+            made = str(self._stack.enter_context(scratch(Path(self.options.run_dir))))
+        return Path(self.world.broadcast("doctor: shared directory", made))  # [all]
+
+    @cached_property
+    def policy(self) -> train.base.TrainBackend:
+        """[all] The tiny model as it is trained."""
+        return train.build_role(self.cfg.role("policy"), self.world)  # [all]
+
+    def engine(self, name: str) -> Any:
+        """[all] The engine of that name, started on first use."""
+        if name not in self._engines:
+            cfg = self.cfg
+            cfg.engine.name = name
+            self._engines[name] = engine.build(cfg.engine, cfg.policy, cfg.train.offload, self.world)  # [all]
+        return self._engines[name]
+
+    def publish(self, name: str) -> dict[str, float]:
+        """[all] Publish the policy's weights to an engine, with a probe; return the metrics."""
+        if name not in self._publishers:
+            self._publishers[name] = weights.build(self.policy, self.engine(name), self.world)
+        self.version += 1
+        return self._publishers[name](version=self.version)  # [all]
+
+    def finish(self, name: str) -> None:
+        """[all] Wait until all ranks are through with a check, if there is a world by then."""
+        if "world" in self.__dict__:
+            self.world.barrier(f"doctor: {name}")  # [all]
+
+    def leave_if_others_wait(self, name: str) -> None:
+        """Raise where the other ranks may be in the middle of the check that has failed here: they end with us."""
+        if world_size() > 1:
+            raise RuntimeError(f"the check '{name}' failed")
+
+    def close(self) -> None:
+        """Free the engines; only after a good end, since an engine's own groups may wait for other ranks."""
+        for made in self._engines.values():
+            made.close()
+
+    @property
+    def measures(self) -> bool:
+        """Whether this rank measures what its node is measured by."""
+        return local_rank() == 0

@@ -1,0 +1,138 @@
+"""Devices, the speed of bfloat16, the shared directory and the collectives, as the ranks meet them."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.config.ranks import local_rank, world_size
+from spmd_rl.distributed import shared_group
+from spmd_rl.distributed.membership import unusable_device
+from spmd_rl.tools.doctor.bench import Bench
+from spmd_rl.tools.doctor.checks import Failed, Skipped, gib
+
+BUSY = 0.5
+"""A device with less free memory than this share is somebody else's."""
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+"""What /proc/cpuinfo says of a processor that multiplies bfloat16 (x86-64; Arm)."""
+SMALL, LARGE = 8, {"cpu": 4 << 20, "device": 64 << 20}
+"""Bytes of the all-reduces that measure latency and bandwidth."""
+
+
+def devices(bench: Bench) -> str:
+    """Find this rank's device and its free memory."""
+    if not torch.accelerator.is_available():
+        if fault := unusable_device():
+            raise Failed(*fault)
+        return f"no accelerator; {torch.get_num_threads()} CPU threads a rank (OMP_NUM_THREADS)"
+    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
+    if local_rank() >= count:
+        cure = f"--nproc-per-node {count}, or more devices in CUDA_VISIBLE_DEVICES"
+        raise Failed(f"local rank {local_rank()} has no device: this node shows {count}", cure)
+    torch.accelerator.set_device_index(local_rank())
+    module = torch.get_device_module(kind)
+    free, total = module.mem_get_info(local_rank())
+    if free < BUSY * total:
+        cure = "end that process (nvidia-smi shows it), or leave the device out: CUDA_VISIBLE_DEVICES"
+        raise Failed(f"{kind}:{local_rank()}: {gib(free)} of {gib(total)} are free; another process has the rest", cure)
+    name = module.get_device_name(local_rank())
+    return f"{count} x {name}, {gib(free)} of {gib(total)} free on {kind}:{local_rank()}"
+
+
+def dtype(bench: Bench) -> str:
+    """Measure matrix products in bfloat16 against float32."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    flags = _cpu_flags() if device.type == "cpu" else []
+    if not bench.measures:
+        return "measured on the first rank of each node"
+    size = 1024 if device.type == "cpu" else 8192
+    seconds = {}
+    for kind in (torch.float32, torch.bfloat16):
+        matrix = torch.randn(size, size, device=device).to(kind)
+        seconds[kind] = _best(lambda m=matrix: m @ m, device, 5)
+    ratio = seconds[torch.float32] / seconds[torch.bfloat16]
+    hardware = f" ({', '.join(flags) or 'no bf16 instructions'})" if device.type == "cpu" else ""
+    choice = "bfloat16" if ratio > 1 else "float32"
+    rate = 2 * size**3 / seconds[torch.bfloat16] / 1e12
+    return f"bfloat16 at {ratio:.1f} x float32's speed, {rate:.2g} TFLOP/s{hardware}: take policy.dtype={choice}"
+
+
+def _cpu_flags() -> list[str]:
+    info = Path("/proc/cpuinfo")
+    words = set(info.read_text().split()) if info.exists() else set()
+    return [flag for flag in BF16_FLAGS if flag in words]
+
+
+def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the least seconds that `work` takes, after one run to warm up."""
+    found = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        found.append(time.perf_counter() - began)
+    return min(found[1:])
+
+
+def process_group(bench: Bench) -> str:
+    """[all] Form the process groups of all ranks."""
+    world = bench.world  # [all]
+    backends = dist.get_backend_config() if dist.is_initialized() else "none"
+    return f"{world.size} rank{'s' * (world.size > 1)}, {backends}"
+
+
+def shared_directory(bench: Bench) -> str:
+    """[all] See on all ranks a file that rank 0 has written where the run directory will be."""
+    path = bench.shared / "seen"
+    if bench.world.rank == 0:
+        path.write_text("seen")
+    bench.world.barrier("doctor: written")  # [all]
+    seen = bench.world.gather("doctor: seen", path.exists())  # [all]
+    if blind := [rank for rank, sees in enumerate(seen) if not sees]:
+        cure = "run.dir=PATH on a disk that all nodes mount (NFS, Lustre), under the same path everywhere"
+        raise Failed(f"ranks {blind} do not see what rank 0 writes in {path.parent.parent}", cure)
+    return f"{path.parent.parent}: all {len(seen)} ranks see it"
+
+
+def host_collectives(bench: Bench) -> str:
+    """[all] Measure the all-reduce of the group that carries metadata and samples: `shm` on one node, else gloo."""
+    world = bench.world  # [all]
+    if world.size == 1:
+        raise Skipped("one rank; start it with torchrun")
+    group = world.process_group("doctor")  # [all]
+    measured = [f"gloo {_all_reduce(bench, torch.device('cpu'), group)}"]
+    if world.local_size == world.size:
+        group = world.process_group("doctor shm", shared_group.NAME)  # [all]
+        measured.append(f"shared memory {_all_reduce(bench, torch.device('cpu'), group)}")
+    return "; ".join(measured)
+
+
+def library_collectives(bench: Bench) -> str:
+    """[all] Measure the all-reduce of the devices' own library, such as NCCL, over all ranks and nodes."""
+    device = bench.world.device
+    if world_size() == 1:
+        raise Skipped("one rank; start it with torchrun")
+    if device.type == "cpu":
+        raise Skipped("there are no devices")
+    name = dist.get_default_backend_for_device(device)
+    return f"{name} over {bench.world.size} ranks {_all_reduce(bench, device, None)}"
+
+
+def _all_reduce(bench: Bench, device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """[all] Return latency and bandwidth of an all-reduce. Raises `Failed` where the sum is wrong."""
+    seconds = {}
+    size = LARGE["cpu" if device.type == "cpu" else "device"]
+    for num_bytes in (SMALL, size):
+        tensor = torch.ones(num_bytes // 4, device=device)
+        dist.all_reduce(tensor, group=group)  # [all]
+        if not torch.all(tensor == bench.world.size):
+            raise Failed(
+                f"the sum of {bench.world.size} ranks' ones is {tensor[0].item():g}",
+                "test the network (NCCL_DEBUG=INFO)",
+            )
+        tensor.zero_()
+        seconds[num_bytes] = _best(lambda t=tensor: dist.all_reduce(t, group=group), device, 5)  # [all]
+    return f"{1e6 * seconds[SMALL]:.0f} us, {size / seconds[size] / 1e9:.2g} GB/s"

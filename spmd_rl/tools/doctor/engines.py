@@ -1,0 +1,85 @@
+"""Each engine from its start to its sleep: weights published with a probe, answers generated, memory given back."""
+
+import importlib.util
+import time
+from array import array
+from functools import partial
+
+from spmd_rl.config.packages import unsupported
+from spmd_rl.tools.doctor.bench import Bench
+from spmd_rl.tools.doctor.checks import REPORT, VLLM, Failed, Skipped
+from spmd_rl.types import Request
+
+REQUESTS, PROMPT, NEW_TOKENS = 8, 32, 32
+
+
+def start(name: str, bench: Bench) -> str:
+    """[all] Start an engine with the tiny model."""
+    if name == "vllm":
+        _check_vllm()
+    began = time.perf_counter()
+    capacity = bench.engine(name).capacity  # [all]
+    return f"started in {time.perf_counter() - began:.1f} s, {capacity.max_running} requests at once"
+
+
+def _check_vllm() -> None:
+    """Raise `Skipped` where vLLM is not installed, and `Failed` for a version that is not supported."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Skipped(f"vLLM is not installed ({VLLM})")
+    if found := unsupported("vllm"):
+        raise Failed(f"vLLM {found[0]} is not supported", f"pip install '{found[1]}'; or engine=native")
+
+
+def publish(name: str, bench: Bench) -> str:
+    """[all] Publish weights; their bytes are compared, and a probe compares logprobs with the trainer's."""
+    metrics = bench.publish(name)  # [all]
+    difference, seconds = metrics["publish/probe_abs_diff"], metrics["publish/seconds"]
+    return f"probe: logprobs within {difference:.1e} of the trainer's; {seconds:.2f} s"
+
+
+def generate(name: str, bench: Bench) -> str:
+    """[all] Generate greedy answers to a few prompts."""
+    engine = bench.engine(name)
+    began = time.perf_counter()
+    with engine.awake():
+        answers = _answers(engine)
+    seconds = time.perf_counter() - began
+    bench.answers[name] = answers
+    tokens = sum(map(len, answers))
+    if len(answers) != REQUESTS or not all(answers):
+        raise Failed(f"{len(answers)} of {REQUESTS} requests were answered, {tokens} tokens", REPORT)
+    return f"{tokens} tokens of {REQUESTS} requests, {tokens / seconds:.0f} tokens/s"
+
+
+def _answers(engine) -> list[list[int]]:
+    """Return the token ids of each answer, in the order of the requests."""
+    for number in range(REQUESTS):
+        prompt = array("i", [3 + (13 * i + 17 * number) % 500 for i in range(PROMPT)])
+        engine.add(Request(f"doctor-{number}", prompt, NEW_TOKENS, 0.0, seed=0, order=(0, number, 0)))
+    found = {}
+    while engine.num_unfinished:
+        found |= {completion.id: completion.token_ids.tolist() for completion in engine.step()}
+    return [found[name] for name in sorted(found)]
+
+
+def sleep(name: str, bench: Bench) -> str:
+    """[all] Let the engine give its memory back, wake it, publish again: its answers must be the same."""
+    engine, began = bench.engine(name), time.perf_counter()
+    for _ in range(2):
+        with engine.awake():
+            pass
+    seconds = (time.perf_counter() - began) / 2
+    bench.publish(name)  # [all]
+    with engine.awake():
+        answers = _answers(engine)
+    # In bfloat16 two tokens may be equally likely to the last bit.
+    if bench.cfg.policy.dtype == "float32" and answers != bench.answers.get(name, answers):
+        raise Failed("answers differ after sleep, wake and publish of the same weights", REPORT)
+    where = ", nothing moves on the CPU" if bench.world.device.type == "cpu" else ""
+    return f"{1000 * seconds:.0f} ms there and back{where}"
+
+
+start_native, start_vllm = partial(start, "native"), partial(start, "vllm")
+publish_native, publish_vllm = partial(publish, "native"), partial(publish, "vllm")
+generate_native, generate_vllm = partial(generate, "native"), partial(generate, "vllm")
+sleep_native, sleep_vllm = partial(sleep, "native"), partial(sleep, "vllm")

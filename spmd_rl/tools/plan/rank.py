@@ -1,0 +1,243 @@
+"""`trace`: what one rank of a run holds and is sent in each phase, found by running its own code without its tensors.
+
+    found = trace(cfg, rank=0, size=256)
+    found.phases["update"].peak.total
+
+The roles are those of a run, built by the same function over a `PlannedWorld`; what they compute is pretended
+(`pretend.py`) and counted (`book.py`). What an engine holds is reckoned (`engine.py`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.backends import backend
+from spmd_rl.config.batch_arithmetic import tokens_per_turn
+from spmd_rl.config.phases import phase as progress
+from spmd_rl.config.schema import RlConfig
+from spmd_rl.devices import cpu_as
+from spmd_rl.distributed.dtype import choose_dtype
+from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
+from spmd_rl.learn.losses import bind_loss, bind_value_loss
+from spmd_rl.learn.token_advantages import needs_old_logprobs
+from spmd_rl.model.build import shape_on_meta
+from spmd_rl.tools.plan.batch import full_batch, num_microbatches
+from spmd_rl.tools.plan.book import Book, Peak
+from spmd_rl.tools.plan.pretend import Pretend
+from spmd_rl.tools.plan.world import PlannedWorld, planned_world
+from spmd_rl.train import build_role
+from spmd_rl.train.stored_model import Stored
+
+ACCUMULATED = "update: results"
+"""The meeting after the last backward pass of an update."""
+SUMS = "update: names of averages"
+"""What the last stage of a pipeline tells the others."""
+WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a role's part in a phase of a step needs."""
+
+    role: str
+    peak: Peak
+    """without other roles that are off the device then"""
+    travelled: Counter[str]
+    """bytes that come to this rank in a step, by kind of collective"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Of one rank."""
+
+    rank: int
+    places: dict[str, int]
+    """where it stands along the axes of the policy's layout"""
+    held: dict[str, int]
+    """bytes, by role and what it holds for good"""
+    phases: dict[str, list[Phase]]
+    size: Any
+    """`ModelSize` of the policy"""
+    config: Any
+    """its text model's configuration"""
+    microbatches: int
+    """of each data shard in an update"""
+    longest: int
+    """tokens of the longest sample"""
+
+
+def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
+    """What rank `rank` of `size` holds. UserError if the layout is impossible.
+
+    At most as many micro-batches are run as can be in flight, and one more, on which gradients are added up.
+    """
+    offload, cfg = cfg.train.offload and cfg.plan.device != "cpu", planned(cfg)
+    with ExitStack() as stack:
+        world = stack.enter_context(planned_world(rank, size))
+        stack.enter_context(cpu_as(cfg.plan.device) if cfg.plan.device != "cpu" else nullcontext())
+        pretend, book = Pretend(), Book()
+        world.told[SUMS] = ["loss", "num_tokens"]
+        world.on_meeting = partial(_met, book, pretend)
+        run = _Run(cfg, offload, world, book, pretend)
+        stack.enter_context(pretend)
+        stack.enter_context(book)
+        return run.traced()
+
+
+def planned(cfg: RlConfig) -> RlConfig:
+    """Settings for a plan: every tensor stays where it is, and nothing is drawn at random."""
+    policy = cfg.policy
+    if policy.dtype == "auto":
+        dtype = "bfloat16" if cfg.plan.device != "cpu" else choose_dtype(torch.device("cpu"))[0]
+        policy = replace(policy, dtype=dtype)
+    others = {
+        name: replace(own, train=replace(own.train, offload=False))
+        for name, own in (("reference", cfg.reference), ("critic", replace(cfg.critic, dither=False)))
+    }
+    return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
+
+
+def _met(book: Book, pretend: Pretend, name: str) -> None:
+    book.meeting(name)
+    pretend.meeting = name
+
+
+class _Run:
+    """The roles of a run, and what they do in a step."""
+
+    def __init__(self, cfg: RlConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
+        """offload: weights and moments are off the device where nothing reads them."""
+        self._offload, self._cfg, self._world, self._book, self._pretend = offload, cfg, world, book, pretend
+        self._models: dict[str, nn.Module] = {}
+        self._phases: dict[str, list[Phase]] = {}
+        self._roles: dict[str, Any] = {}
+
+    def traced(self) -> Trace:
+        cfg = self._cfg
+        for role in cfg.roles:
+            if not backend(role.train.name).has_plan:
+                raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
+            with progress(f"rank {self._world.rank}: building the {role.name}"):
+                self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
+            self._tag(role.name)
+        policy = self._roles["policy"]
+        rollout, train = cfg.rollout, cfg.train
+        shards = policy.layout.data.size
+        most = num_microbatches(rollout, train.updates_per_step, shards, train.tokens_per_microbatch)
+        vocabulary = self._models["policy"].config.get_text_config().vocab_size
+        self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
+        for name, role in self._roles.items():
+            if name == "policy" and cfg.train.updates_per_step == 1 and not needs_old_logprobs(cfg.algorithm):
+                continue  # the update itself computes these numbers
+            batch, *counts = self._batch(name, vocabulary)
+            compute = role.values if name == "critic" else partial(role.logprobs, temperature=1.0)
+            self._run("prepare", name, partial(compute, batch), *counts)
+        for name in ("critic", "policy"):
+            if name in self._roles:
+                self._update(name, vocabulary)
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+        places = {axis: policy.layout.rank(axis) for axis in axes}
+        held = Counter[str]()
+        for entry in self._book.entries:
+            held[entry.tag] += entry.num_bytes * (entry.died > self._book.now and bool(entry.tag))
+        longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
+        config = self._models["policy"].config.get_text_config()
+        return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
+
+    def _model(self, name: str, path: str, dtype: torch.dtype, remote_code: bool, _: Callable[[], object]) -> Stored:
+        self._models[name] = model = _plain(shape_on_meta(model_folder(path), dtype, remote_code))
+        return Stored(model, lambda *_, **__: None, lambda: 0)
+
+    def _tag(self, name: str) -> None:
+        self._book.tag(f"{name} {WEIGHTS}", self._models[name].parameters())
+        moments = self._roles[name].model.state_dict().get("optimizer", {})
+        self._book.tag(f"{name} {OPTIMIZER}", moments.values())
+
+    def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
+        """A batch for a role, how many micro-batches it has, and how many those of a step have."""
+        cfg, layout = self._cfg, self._roles[name].layout
+        train, rollout, updates = cfg.role(name).train, cfg.rollout, cfg.train.updates_per_step
+        longest, budget = tokens_per_turn(rollout, rollout.max_prompt_tokens), train.tokens_per_microbatch
+        count = num_microbatches(rollout, updates, layout.data.size, budget)
+        traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
+        return full_batch(cfg.algorithm, longest, traced, budget, vocabulary), traced, count * updates
+
+    def _update(self, name: str, vocabulary: int) -> None:
+        role, settings = self._roles[name], self._cfg.algorithm
+        batch, *counts = self._batch(name, vocabulary)
+
+        def met(meeting: str) -> None:
+            if meeting == ACCUMULATED:
+                grads = (p.grad for p in self._models[name].parameters())
+                self._book.tag(f"{name} {GRADIENTS}", (grad for grad in grads if grad is not None))
+            _met(self._book, self._pretend, meeting)
+
+        self._world.on_meeting = met
+        if name == "policy":
+            self._run("update", name, lambda: role.update(batch, bind_loss(settings), 1.0), *counts)
+        else:
+            self._run("update", name, lambda: role.update(batch, bind_value_loss(settings)), *counts)
+        self._world.on_meeting = partial(_met, self._book, self._pretend)
+
+    def _run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
+        """Do a role's part of a phase. traced, count: micro-batches that it runs, and that it would run in a step."""
+        self._pretend.travelled.clear()
+        self._pretend.meeting = phase
+        window = f"{phase} {name}"
+        for what in ("update", "logprobs", "values"):  # the leader of a data shard says it
+            self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
+        with progress(f"rank {self._world.rank}: {phase} of the {name}"), self._book.window(window):
+            work()
+        travelled = Counter[str]()
+        for (meeting, kind), num_bytes in self._pretend.travelled.items():
+            travelled[kind] += num_bytes * _times(meeting, count)
+        found = Phase(name, self._peak(phase, name, window), travelled)
+        self._phases.setdefault(phase, []).append(found)
+
+    def _peak(self, phase: str, name: str, window: str) -> Peak:
+        """The peak of a window; where weights are off the device while others work, without those."""
+        if not self._offload:
+            return self._book.peak(self._book.span(window))
+        off = [f"{other} {what}" for other in self._roles for what in (WEIGHTS, OPTIMIZER) if other != name]
+        before, after = self._book.split(window, ACCUMULATED)
+        found = [self._book.peak(before, [*off, f"{name} {OPTIMIZER}"])]
+        if after[1] > after[0]:
+            found.append(self._book.peak(after, off))
+        return max(found, key=lambda peak: peak.total)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Make a model's parameters plain tensors on the meta device, in place: FSDP cuts these much sooner than fake ones.
+
+    Ties stay.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if p not in made:
+                fresh = torch.empty(p.shape, dtype=p.dtype, device="meta")
+                made[p] = nn.Parameter(fresh, requires_grad=p.requires_grad)
+            module.register_parameter(name, made[p])
+    return model
+
+
+def _times(meeting: str, count: int) -> int:
+    """How often a meeting of the trace happens in a run of `count` micro-batches: the first ones stand for the rest."""
+    _, found, place = meeting.partition("micro-batch ")
+    if not found:
+        return 1
+    number, traced = map(int, place.split("/"))
+    return 1 + max(0, count - traced) if number == 1 else 1
+
+
+def _emptied(items: Iterator[Any]) -> None:
+    for _ in items:
+        pass

@@ -1,0 +1,147 @@
+"""The plan of a rank as tables: what it holds in each phase, what comes to it in a step, and where it stands."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spmd_rl.config.placement import Placement, ranks_do
+from spmd_rl.config.ranks import LayoutSizes
+from spmd_rl.config.schema import PlanConfig, RlConfig, TrainConfig
+from spmd_rl.tools.plan.engine import NOTHING, EngineBytes, beside_training
+from spmd_rl.tools.plan.rank import GRADIENTS, OPTIMIZER, WEIGHTS, Phase, Trace
+
+COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "temporary", "engine", "KV cache")
+GENERATE, SAVE = "generate, evaluate", "save"
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A phase on one rank."""
+
+    phase: str
+    columns: dict[str, int]
+    """bytes, by `COLUMNS`"""
+    largest: str = ""
+    """the largest tensor that comes and goes, and when"""
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.columns.values())
+
+
+def rows(cfg: RlConfig, found: Trace) -> list[Row]:
+    """The phases of a step in their order, each with what is on the device when the most is: of a rank that trains."""
+    engine, sleeps, made = beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan), []
+    for phase in ("publish", GENERATE, "prepare", "update", SAVE):
+        parts = [_columns(part) for part in found.phases.get(phase, ())]
+        if phase == GENERATE:
+            parts = [] if engine is NOTHING else [({} if sleeps else _held(found), "")]
+        elif phase == SAVE:
+            only = "policy" if sleeps else ""
+            parts = [(_held(found, only), "")]
+        if not parts:
+            continue
+        columns, largest = max(parts, key=lambda part: sum(part[0].values()))
+        asleep = sleeps and phase not in ("publish", GENERATE)
+        made.append(Row(phase, columns | ({} if asleep else _of_engine(engine, phase, sleeps)), largest))
+    return made
+
+
+def engine_rows(engine: EngineBytes, sleeps: bool) -> list[Row]:
+    """The phases of a rank that does nothing but generate."""
+    return [Row(phase, _of_engine(engine, phase, sleeps)) for phase in ("publish", GENERATE)]
+
+
+def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
+    """Whether what computes nothing is off the device."""
+    return train.offload and plan.device != "cpu"
+
+
+def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
+    """With an engine that sleeps, weights are published before its cache is there."""
+    kv = 0 if sleeps and phase == "publish" else engine.kv
+    working = engine.working if phase == GENERATE else 0
+    return {"engine": engine.weights, "KV cache": kv} | ({"temporary": working} if working else {})
+
+
+def _held(found: Trace, only: str = "") -> dict[str, int]:
+    columns = Counter[str]()
+    for tag, num_bytes in found.held.items():
+        if tag.startswith(only):
+            columns[tag.rpartition(" ")[2]] += num_bytes
+    return dict(columns)
+
+
+def _columns(part: Phase) -> tuple[dict[str, int], str]:
+    columns = Counter[str]()
+    for tag, num_bytes in part.peak.by_tag.items():
+        kind = tag.rpartition(" ")[2] if tag.endswith((f" {WEIGHTS}", OPTIMIZER, GRADIENTS)) else tag
+        columns["gathered" if tag.startswith("gathered") else kind] += num_bytes
+    size, made_by = part.peak.largest
+    return dict(columns), f"{size / GB:.2f} GB by {made_by.partition('::')[2]} in {part.peak.meeting or part.role}"
+
+
+def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Sequence[Trace]) -> None:
+    """Print which ranks stand along which axis, and which generate."""
+    if found:
+        _show_axes(console, cfg, placement.train, found[0])
+    where = f"{ranks_do(placement.generate, 'generate')}: " if cfg.placement.is_split else ""
+    count = f"{len(placement.generate) // cfg.engine.tp} " if placement.generate else ""
+    console.print(f"  engine        {where}{count}replicas of {cfg.engine.name} x tp {cfg.engine.tp}")
+
+
+def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Trace) -> None:
+    sizes = LayoutSizes.of("train", len(ranks), **cfg.train.axes)
+    used = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp}
+    used |= {"tp": sizes.tp}
+    product = " x ".join(f"{axis} {size}" for axis, size in used.items() if size > 1) or "one rank"
+    who = ranks_do(ranks, "train") if cfg.placement.is_split else f"{len(ranks)} ranks"
+    console.print(Text(f"{who} = {product}", "bold"))
+    stride = 1
+    for axis, size in reversed(used.items()):
+        if size > 1:
+            others = ", ".join(str(ranks[i * stride]) for i in range(min(size, 4))) + (", ..." if size > 4 else "")
+            console.print(f"  {axis:13} groups of {size}: ranks {others}")
+        stride *= size
+    console.print(f"  weights       a copy on {sizes.fsdp * sizes.tp * sizes.pp} ranks, sharded over {sizes.fsdp}")
+    if sizes.ep > 1:
+        console.print(f"  experts       1/{sizes.ep} on a rank (ep), sharded over {sizes.expert_fsdp}")
+    shards = sizes.dp_replicate * sizes.dp_shard
+    console.print(f"  data          {shards} shards, at most {found.microbatches} micro-batches each an update")
+
+
+def show_rank(console: Console, found: Trace, table: Sequence[Row], measured: Mapping[str, int]) -> None:
+    """Print what a rank holds and what comes to it. measured: bytes by phase, of a run that there has been."""
+    place = ", ".join(f"{axis} {at}" for axis, at in found.places.items())
+    show_table(console, f"Rank {found.rank} ({place})", table, measured)
+    for row in table:
+        if row.largest:
+            console.print(f"  largest in {row.phase}: {row.largest}")
+    for phase, parts in found.phases.items():
+        for part in parts:
+            told = ", ".join(f"{kind} {size / GB:.2f}" for kind, size in sorted(part.travelled.items()) if size)
+            if told:
+                console.print(f"  GB to this rank a step, {phase} of the {part.role}: {told}")
+
+
+def show_table(console: Console, who: str, table: Sequence[Row], measured: Mapping[str, int]) -> None:
+    """Print what a rank holds in each phase."""
+    console.print()
+    console.print(Text(f"{who}, GB at the peak of each phase", "bold"))
+    grid = Table(box=None, pad_edge=False, padding=(0, 1))
+    grid.add_column("phase")
+    used = [column for column in COLUMNS if any(row.columns.get(column, 0) >= GB / 200 for row in table)]
+    for name in (*used, "total", *["measured"] * bool(measured)):
+        grid.add_column(name, justify="right")
+    for row in table:
+        cells = [f"{row.columns.get(column, 0) / GB:.2f}" for column in used]
+        seen = measured.get(row.phase.partition(",")[0])
+        more = [f"{seen / GB:.2f}" if seen else "-"] if measured else []
+        grid.add_row(row.phase, *cells, f"{row.total / GB:.2f}", *more)
+    console.print(grid)

@@ -1,0 +1,147 @@
+"""Serves the page and its data: HTTP on the loopback address, for this machine's user alone.
+
+Who may read: only whoever knows the address, which holds a random key, and only under a name of this machine (`Host`),
+so that no page of another site can read through a name that points here. What a model wrote is data: the page puts it
+into text nodes, and its content security policy allows no script but its own, and no other server.
+"""
+
+import hmac
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+import yaml
+
+from spmd_rl.errors import UserError, one_line, tell
+from spmd_rl.tools.view.runs import Runs, files, overview
+from spmd_rl.tools.view.trajectories import listed, rows, whole
+from spmd_rl.track.html_page import PALETTE
+from spmd_rl.track.tokens import TokenTexts
+
+HOSTS = {"127.0.0.1", "localhost"}
+FOLDER = Path(__file__).parent
+SCRIPTS = ("dom.js", "trajectory.js", "page.js")
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+Query = Mapping[str, str]
+
+
+class Data:
+    """What the page asks for, by name. A missing or unknown argument raises KeyError or ValueError."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self.answers: dict[str, Callable[[Query], Any]] = {
+            "runs": lambda query: self._runs.summaries(),
+            "run": self._run,
+            "series": self._series,
+            "step": self._step,
+            "trajectories": self._trajectories,
+        }
+
+    def _run(self, query: Query) -> dict[str, Any]:
+        run = self._runs.read(query["run"])
+        return overview(query["run"], run) | {"no_tokenizer": TokenTexts(run.setting("policy.model")).missing}
+
+    def _series(self, query: Query) -> list[Any]:
+        return self._runs.read(query["run"]).series(query["key"])
+
+    def _step(self, query: Query) -> list[dict[str, Any]]:
+        return [listed(row) for row in rows(self._path(query))]
+
+    def _trajectories(self, query: Query) -> list[dict[str, Any]]:
+        """All trajectories of a ticket, or that of one `answer`."""
+        path, ticket = self._path(query), int(query["ticket"])
+        answer = int(query["answer"]) if "answer" in query else None
+        texts = TokenTexts(self._runs.read(query["run"]).setting("policy.model"))
+        found = [row for row in rows(path) if row.ticket == ticket and answer in (None, row.answer)]
+        return [texts.add(whole(path, row)) for row in found]
+
+    def _path(self, query: Query) -> Path:
+        found = files(self._runs.read(query["run"]), query["kind"])
+        return found[int(query["step"])]
+
+
+def page(nonce: str) -> str:
+    """The page: its style and its scripts in one document, each with the nonce that its policy asks for."""
+    texts = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
+    style, script = PALETTE + texts["page.css"], "\n".join(texts[name] for name in SCRIPTS)
+    return texts["page.html"].replace("NONCE", nonce).replace("/* STYLE */", style).replace("/* SCRIPT */", script)
+
+
+class Server(ThreadingHTTPServer):
+    """The server; `url` is the address of the page. OSError where the port is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Runs, port: int = 0) -> None:
+        """port: 0 for any free one."""
+        super().__init__(("127.0.0.1", port), Handler)
+        self.key = secrets.token_urlsafe(16)
+        self.data = Data(runs)
+        self.url = f"http://127.0.0.1:{self.server_port}/{self.key}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing where a browser has gone away; else one line."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, ConnectionError):
+            tell(f"view: {one_line(error)}")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request. Only GET is known."""
+
+    server: Server
+    server_version, sys_version = "spmd_rl", ""
+
+    def do_GET(self) -> None:
+        """Answer with the page, with JSON, or with an error as JSON."""
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        address = urlsplit(self.path)
+        key, _, rest = address.path.removeprefix("/").partition("/")
+        if host not in HOSTS or not hmac.compare_digest(key.encode(), self.server.key.encode()):
+            return self._send(403, {"error": "not the address that was printed"})
+        if not rest:
+            return self._page()
+        answer = self.server.data.answers.get(rest.removeprefix("api/"))
+        if answer is None:
+            return self._send(404, {"error": "no such thing"})
+        try:
+            return self._send(200, answer(dict(parse_qsl(address.query))))
+        except KeyError as error:
+            return self._send(404, {"error": f"not there: {error.args[0]}"})
+        except (OSError, UserError, ValueError, msgspec.MsgspecError, yaml.YAMLError) as error:
+            return self._send(500, {"error": one_line(error)})
+
+    def _page(self) -> None:
+        nonce = secrets.token_urlsafe(16)
+        policy = (
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self._write(200, "text/html", page(nonce).encode(), {"Content-Security-Policy": policy})
+
+    def _send(self, status: int, content: Any) -> None:
+        self._write(status, "application/json", msgspec.json.encode(content), {})
+
+    def _write(self, status: int, kind: str, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        for name, value in {**HEADERS, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""

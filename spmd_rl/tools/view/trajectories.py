@@ -1,0 +1,203 @@
+"""Reads a file of the sample log: one short line on each trajectory, and a trajectory whole.
+
+A trajectory is a line of the file, or several: its segments (`Sample.last`), of which the last bears the verdict. The
+file is searched once for what the list shows; whole lines are then read from where they stand.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spmd_rl.tools.view.runs import stamp
+
+STOP = "stop/"
+"""A part of a verdict named `stop/<reason>` says why an episode ended."""
+SEGMENT = ("answer", "advantage", "kept", "reject_reason", "turns")
+"""Fields of a line that may differ between the segments of a trajectory."""
+PREVIEW = 160
+"""Characters of a prompt and of an answer in the list."""
+
+
+class _Step(msgspec.Struct):
+    action: str | None = None
+
+
+class _Turn(msgspec.Struct):
+    text: str
+    token_ids: msgspec.Raw
+    versions: msgspec.Raw
+    finish_reason: str
+    step: _Step | None = None
+
+
+class _Verdict(msgspec.Struct):
+    status: str
+    score: float | None = None
+    parts: Mapping[str, float] = {}
+
+
+class _Line(msgspec.Struct):
+    """What the list needs of a line; the long lists in it are skipped unread."""
+
+    ticket: int
+    answer: int
+    domain: str
+    turns: list[_Turn]
+    verdict: _Verdict
+    kept: bool
+    messages: list[dict[str, Any]] = []
+    advantage: float | None = None
+    reject_reason: str | None = None
+    greedy: bool = False
+    unit: int | None = None
+    last: bool = True
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One trajectory in the list."""
+
+    ticket: int
+    answer: int
+    """Of its first segment."""
+    domain: str
+    status: str
+    score: float | None
+    """None where the verdict has none."""
+    end: str
+    """Why it ended: the environment's or the episode's reason, or that of its last turn."""
+    turns: int
+    tokens: int
+    """That the policy sampled."""
+    segments: int
+    advantage: float | None
+    """Of the whole; of several, for each turn, the mean over its tokens."""
+    kept: bool
+    reject_reason: str | None
+    greedy: bool
+    version: int | None
+    """The latest policy version that sampled a token."""
+    prompt: str
+    text: str
+    """The beginnings of the prompt's last message, and of the last answer; of an agent, its actions."""
+    offsets: tuple[int, ...]
+    """Where the lines of its segments begin in the file."""
+
+
+def rows(path: Path) -> Sequence[Row]:
+    """All trajectories of a file, in (ticket, answer) order. OSError; ValueError for a file that is none."""
+    return _rows(path, stamp(path))
+
+
+@lru_cache(8)
+def _rows(path: Path, _: object) -> Sequence[Row]:
+    decode = msgspec.json.Decoder(_Line).decode
+    lines: list[tuple[int, _Line]] = []
+    offset = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                lines.append((offset, decode(line)))
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path.name}:{number}: {error}") from None
+            offset += len(line)
+    return sorted([_row(segments) for segments in _trajectories(lines)], key=lambda row: (row.ticket, row.answer))
+
+
+def _trajectories(lines: Sequence[tuple[int, _Line]]) -> Iterator[list[tuple[int, _Line]]]:
+    """Put the segments of each trajectory together. Samples of one unit that are all `last` stay apart: a pair."""
+    begun: dict[tuple[int, int], list[tuple[int, _Line]]] = defaultdict(list)
+    for offset, line in lines:  # in (ticket, answer) order, in which segments of one unit follow each other
+        key = (line.ticket, line.answer if line.unit is None else line.unit)
+        begun[key].append((offset, line))
+        if line.last:
+            yield begun.pop(key)
+    yield from begun.values()
+
+
+def _row(segments: Sequence[tuple[int, _Line]]) -> Row:
+    first, last = segments[0][1], segments[-1][1]
+    turns = [turn for _, line in segments for turn in line.turns]
+    versions = [int(latest) for turn in turns if (latest := _last(turn.versions))]
+    kept = all(line.kept for _, line in segments)
+    return Row(
+        ticket=first.ticket,
+        answer=first.answer,
+        domain=first.domain,
+        status=last.verdict.status,
+        score=last.verdict.score if last.verdict.status in ("ok", "wrong_format") else None,
+        end=_end(last.verdict.parts, turns),
+        turns=len(turns),
+        tokens=sum(_length(turn.token_ids) for turn in turns),
+        segments=len(segments),
+        advantage=_advantage(segments),
+        kept=kept,
+        reject_reason=next((line.reject_reason for _, line in segments if not line.kept), None),
+        greedy=last.greedy,
+        version=max(versions, default=None),
+        prompt=_prompt(first),
+        text=_answer(turns),
+        offsets=tuple(offset for offset, _ in segments),
+    )
+
+
+def _last(numbers: msgspec.Raw) -> bytes:
+    """The last number of a JSON list, as text; an empty one for an empty list."""
+    return bytes(numbers).strip(b"[] ").rpartition(b",")[2]
+
+
+def _length(numbers: msgspec.Raw) -> int:
+    """The length of a JSON list of numbers."""
+    text = bytes(numbers)
+    return text.count(b",") + (len(text.strip(b"[] ")) > 0)
+
+
+def _end(parts: Mapping[str, float], turns: Sequence[_Turn]) -> str:
+    named = [key.removeprefix(STOP) for key, value in parts.items() if key.startswith(STOP) and value]
+    return ", ".join(named) or (turns[-1].finish_reason if turns else "")
+
+
+def _advantage(segments: Sequence[tuple[int, _Line]]) -> float | None:
+    known = [line for _, line in segments if line.advantage is not None]
+    tokens = [sum(_length(turn.token_ids) for turn in line.turns) for line in known]
+    total = sum(line.advantage * count for line, count in zip(known, tokens, strict=True) if line.advantage is not None)
+    return total / sum(tokens) if sum(tokens) else None
+
+
+def _prompt(line: _Line) -> str:
+    """The last message of the prompt; a task of an environment has none."""
+    content = line.messages[-1].get("content") if line.messages else ""
+    return _begin(
+        content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content or [])
+    )
+
+
+def _answer(turns: Sequence[_Turn]) -> str:
+    if any(turn.step for turn in turns):
+        return _begin(" \u00b7 ".join((turn.step.action or "-")[:PREVIEW] for turn in turns if turn.step))
+    return _begin(turns[-1].text) if turns else ""
+
+
+def _begin(text: str) -> str:
+    return " ".join(text[: 2 * PREVIEW].split())[:PREVIEW]
+
+
+def whole(path: Path, row: Row) -> dict[str, Any]:
+    """A trajectory with everything that the log has of it: its row, its task, its verdict, and the `segments`, each
+    with its `turns` as in `SampleRow`."""
+    lines = []
+    with open(path, "rb") as file:
+        for offset in row.offsets:
+            file.seek(offset)
+            lines.append(msgspec.json.decode(file.readline()))
+    task = {key: lines[0].get(key) for key in ("id", "messages", "ground_truth")}
+    segments = [{key: line.get(key) for key in SEGMENT} for line in lines]
+    return listed(row) | task | {"verdict": lines[-1]["verdict"], "segments": segments}
+
+
+def listed(row: Row) -> dict[str, Any]:
+    """A row as the list shows it, without `offsets`."""
+    return {name: getattr(row, name) for name in Row.__struct_fields__ if name != "offsets"}
