@@ -121,8 +121,8 @@ def test_foreign_checkpoints_and_too_many_stages_are_refused(tmp_path) -> None:
     path, other = tiny("llama", tmp_path / "a"), tiny("llama", tmp_path / "b", num_hidden_layers=3)
     for told in run_ranks(4, refusals, str(path), str(other), str(tmp_path), timeout=200):
         (too_deep, too_flat, too_many) = told
-        assert "does not fit this model: only the checkpoint has model.model.layers.2." in too_deep
-        assert "does not fit this model: only this model has model.model.layers.2." in too_flat
+        assert "does not fit this model: only the checkpoint has model/model.layers.2." in too_deep
+        assert "does not fit this model: only this model has model/model.layers.2." in too_flat
         assert too_many == "train.pp: 4 stages cannot share 3 layers; at most 3"
 
 
