@@ -1,4 +1,4 @@
-"""ZeRO-1 as a backend: every rank has all weights, and the optimizer's state of some. Of plain torch, or DeepSpeed's.
+"""ZeRO-1 as a backend: every rank has all weights, and the optimizer's state of some.
 
     monkeypatch.setitem(BACKENDS, "zero", "tests.zero")
 

@@ -17,7 +17,7 @@ from tests.dist.test_train_state import save
 from tests.models import tiny
 from tests.training import SETTINGS, TEMPERATURE, global_batch, loss, relative, share_of
 
-ZEROS = {"zero": "tests.zero", "deepspeed": "tests.zero_deepspeed"}
+ZEROS = {"zero": "tests.zero"}
 EPS = 1e-3
 """It hides gradients that are rounding alone, of which AdamW would make whole steps."""
 
@@ -69,8 +69,6 @@ def compared(world: World, path: str, other: str, folder: str, name: str) -> dic
 
 @pytest.mark.parametrize("name", ZEROS)
 def test_one_more_backend_learns_the_same_and_reads_the_same_state(name: str, tmp_path) -> None:
-    if name == "deepspeed":
-        pytest.importorskip("deepspeed")
     path, other = (str(tiny("llama", tmp_path / str(seed), seed=seed)) for seed in (0, 1))
     for found in run_ranks(2, compared, path, other, str(tmp_path), name, timeout=200):
         worst = max(found, key=found.get)
