@@ -7,7 +7,7 @@ from random import Random
 
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Turn, Verdict
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 
 SEGMENTS = 1 << 16
 """What the numbers of a trajectory's segments lie apart."""
@@ -84,4 +84,4 @@ def group(ticket: int, trajectories: Sequence[Sequence[Sample]], domain: str = "
 def collected(groups: Sequence[Group], rank_of=lambda sample: 0, rank: int = 0) -> Collected:
     """A step as `rank` sees it, which holds the samples that `rank_of` says."""
     held = [Group(g.prompt, g.ticket, tuple(s for s in g.samples if rank_of(s) == rank)) for g in groups]
-    return Collected(1, tuple(g for g in held if g.samples), (), outcomes_of(groups, rank_of), 0.0, 0, 0)
+    return Collected(1, tuple(g for g in held if g.samples), (), table_of(groups, rank_of), 0.0, 0, 0)

@@ -1,23 +1,51 @@
-"""Small fakes: an engine of chosen lengths, a scorer with chosen delays, a tokenizer of bytes, chosen outcomes."""
+"""Small fakes: an engine of chosen lengths, a scorer with chosen delays, a tokenizer of bytes, chosen samples."""
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from spmd_rl.engine.base import Capacity, PromptTokens
 from spmd_rl.model.bridge import Bridge
-from spmd_rl.rollout.outcomes import Outcomes, SliceReport, answer_row, gather_outcomes, step_rows
+from spmd_rl.rollout import Rollouts, Services
+from spmd_rl.rollout.table import SampleTable, SliceReport, answer_row, build_table, step_rows
 from spmd_rl.types import AnswerInfo, Completion, Group, Message, Prompt, Request, Sample, Verdict
 
 
-def outcomes_of(groups: Iterable[Group], rank_of: Callable[[Sample], int], version: int = 0) -> Outcomes:
+def table_of(groups: Iterable[Group], rank_of: Callable[[Sample], int], version: int = 0) -> SampleTable:
     """What the ranks that hold these samples report of them; every group trains."""
     reports = []
     for g in groups:
         rows = [answer_row(sample, rank_of(sample), version) for sample in g.samples]
         reports.append(SliceReport(g.ticket, 0, g.prompt.domain, rows, steps=step_rows(g.samples)))
-    return gather_outcomes(reports, {report.ticket for report in reports}, 1)
+    return build_table(reports, {report.ticket for report in reports}, 1)
+
+
+class Ticket(NamedTuple):
+    """One ticket of a step's table."""
+
+    ticket: int
+    domain: str
+    reject_reason: str | None
+    answers: np.ndarray
+    detail: str
+
+
+def tickets_of(table: SampleTable) -> Iterator[Ticket]:
+    """The tickets of a step, in order."""
+    columns = zip(table.tickets.tolist(), table.domains.tolist(), pairwise(table.bounds.tolist()), strict=True)
+    for ticket, domain, (begin, end) in columns:
+        rest = table.answers[begin:end], table.details.get(ticket, "")
+        yield Ticket(ticket, table.names[domain], table.reasons.get(ticket), *rest)
+
+
+def make_rollouts(cfg, engine, prompts, scorer, world, episode=None, **parts) -> Rollouts:
+    """[all] `Rollouts` with a tokenizer of bytes."""
+    return Rollouts(cfg.generation, engine, prompts, Services(scorer, FakeTokenizer(), episode), world, **parts)
 
 
 class FakeTokenizer:

@@ -3,10 +3,10 @@
 import numpy as np
 
 from spmd_rl.batch import Batch
+from spmd_rl.learn.advantages import Samples
+from spmd_rl.learn.losses import nll, update
 from spmd_rl.learn.prepare import Plan, plan_supervised
-from spmd_rl.learn.redistribute import redistribute
-from spmd_rl.learn.scores import Samples
-from spmd_rl.learn.update import nll, update
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.base import Metrics, TrainBackend
 
 

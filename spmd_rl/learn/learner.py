@@ -10,15 +10,12 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.errors import RunFailed, tell
-from spmd_rl.learn import mismatch, prepare, repetition, token_advantages
-from spmd_rl.learn.binding import bind
-from spmd_rl.learn.logprobs import RoleShards, fill_in
-from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn import prepare, token_advantages
+from spmd_rl.learn.advantages import Samples, repetition_penalties
+from spmd_rl.learn.custom import bind
+from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
-from spmd_rl.learn.scores import Samples
-from spmd_rl.learn.update import mean_over, update
-from spmd_rl.learn.value_loss import bind_value_loss
+from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
 
@@ -49,9 +46,9 @@ class Learner:
             loss_agg_length=algorithm.loss_agg_length or limit,
             overlong_tokens=algorithm.overlong_tokens or -(-limit // 4),
         )
-        self._watch = mismatch.Watch(algorithm.bounds, world)
+        self._monitor = MismatchMonitor(algorithm.bounds, world)
         self._oldest = 0.0  # age of a token of the step, in versions
-        self._watched = False
+        self._monitored = False
         self.plan: prepare.Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
         self._num_empty_steps = 0
@@ -83,7 +80,7 @@ class Learner:
         with self._world.phase("prepare"):
             penalties = None
             if settings.repetition_coef:
-                penalties = repetition.penalties(collected, settings, self._world)  # [all]
+                penalties = repetition_penalties(collected, settings, self._world)  # [all]
             with self._world.phase("coordination"):
                 self.plan, self._scores = prepare.plan(
                     collected,
@@ -96,14 +93,14 @@ class Learner:
                     greedy_answer=rollout.answers_per_prompt if settings.uses_greedy else None,
                     penalties=penalties,
                 )
-            self._watch_signal()
+            self._check_signal()
             batches = redistribute(  # [all]
                 collected, self.plan, self._num_updates, data, self._world, rollout.truncates, self._replayed
             )
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
             needs_old = proximal and (self._num_updates > 1 or self.plan.stale)
-            needs_old = needs_old or self._watch.stops or token_advantages.needs_old_logprobs(settings)
+            needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
                     fill_in(  # [all]
@@ -116,10 +113,10 @@ class Learner:
                         temperature=rollout.temperature,
                         world=self._world,
                     )
-            self._oldest, self._watched = float(collected.outcomes.answers["lag"].max(initial=0)), needs_old
+            self._oldest, self._monitored = float(collected.table.answers["lag"].max(initial=0)), needs_old
             if needs_old:
-                found = mismatch.measure(batches, settings.correction.level, data)  # [all]
-                self._watch.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
+                found = measure_mismatch(batches, settings.correction.level, data)  # [all]
+                self._monitor.check(self.plan.step, found | {"rollout/lag/max": self._oldest})
             kl_reward_coef = settings.kl_reward_coef * self._kl_factor
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
@@ -129,7 +126,7 @@ class Learner:
                 self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, trains)
         return batches
 
-    def _watch_signal(self) -> None:
+    def _check_signal(self) -> None:
         """Warn where steps in a row have nothing to learn from. RunFailed, on all ranks, if the settings ask for it."""
         plan = self.plan
         assert plan is not None
@@ -157,8 +154,8 @@ class Learner:
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
-            if not self._watched:
-                self._watch.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
+            if not self._monitored:
+                self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
         return metrics | self._prepared | self._own_metrics(metrics)
 
     def _own_metrics(self, mean: Metrics) -> Metrics:

@@ -4,9 +4,8 @@ import numpy as np
 import torch
 
 from spmd_rl.config.schema import DeviceSpecConfig
-from spmd_rl.learn.balance import begins
-from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.scores import Samples
+from spmd_rl.learn.advantages import Samples
+from spmd_rl.learn.prepare import Plan, begins
 from spmd_rl.track.roofline import Devices, Pass, TokenCounts, find_device_spec, roofline
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -29,7 +28,7 @@ class Roofline:
         """
         if self._spec is None:
             return {}
-        answers = collected.outcomes.answers
+        answers = collected.table.answers
         width = 1 + answers["answer"].max(initial=0)
         used = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
         passes = [Pass(self._policy.size, int(needs_old), trains)]

@@ -2,8 +2,9 @@
 
     finish(batches, plan, settings, kl_reward_coef, policy.layout.data, seed)  # [all]
 
-A token-level estimator, or a KL penalty in the reward, needs logprobs or values, which only the trainer has; whitening
-needs sums over all data shards. Three numbers travel; never tokens.
+A token-level estimator, or a KL penalty in the reward, needs logprobs or values, which only the trainer has; whitening,
+and the choice of the tokens that clip-cov and kl-cov treat apart, need sums and counts over all data shards. These
+travel; never tokens.
 """
 
 from collections.abc import Sequence
@@ -12,19 +13,18 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from spmd_rl.algo import KL_ESTIMATORS, TOKEN_ADVANTAGES
+from spmd_rl.algo import KL_ESTIMATORS, TOKEN_ADVANTAGES, selection
 from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.moments import Moments, merged, whiten
 from spmd_rl.algo.shaping import clip
 from spmd_rl.algo.values import explained_variance
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
-from spmd_rl.learn.binding import bind
-from spmd_rl.learn.own import token_advantage
-from spmd_rl.learn.policy_loss import by_trajectory
+from spmd_rl.learn.custom import bind, token_advantage
+from spmd_rl.learn.losses import by_trajectory
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.token_selection import SHARES, mark
 
 
 def needs_old_logprobs(settings: AlgorithmConfig) -> bool:
@@ -113,3 +113,39 @@ def moments_of(batches: Sequence[Batch], columns: Sequence[Tensor], data: DataSh
     mine = Moments.of(torch.cat([c[batch.loss_mask] for batch, c in zip(batches, columns, strict=True)]))
     records = data.gather("prepare: moments", astuple(mine))  # [all]
     return merged(Moments(*record) for record in records)
+
+
+SHARES = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}
+"""Losses that mark tokens, and the key of their share."""
+
+
+def mark(batch: Batch, settings: AlgorithmConfig, total: int, data: DataShard, seed: tuple[int, ...]) -> None:
+    """[all] Choose tokens of the mini-batch by the covariance of logprob and advantage: `Batch.marked`.
+
+    total: sampled tokens of the global mini-batch. data: this rank's shard of the policy's. seed: the step's.
+    """
+    mask = batch.loss_mask
+    assert batch.old_logprobs is not None
+    logprobs, advantages, ids = batch.old_logprobs[mask], batch.advantages[mask], token_numbers(batch, seed)
+    sums = {"logprobs": float(logprobs.double().sum()), "advantages": float(advantages.double().sum())}
+    sums = data.reduce("prepare: means for the covariance", sums)  # [all]
+    mean_logprob, mean_advantage = (sums[name] / max(1, total) for name in ("logprobs", "advantages"))
+
+    def count_above(thresholds: Tensor) -> Tensor:
+        """[all] How many keys of all shards lie above each threshold."""
+        mine = selection.counts_above(keys, thresholds).tolist()
+        return torch.tensor(data.gather("prepare: tokens above", mine)).sum(0)
+
+    keys = selection.covariance(logprobs, advantages, mean_logprob, mean_advantage)
+    if settings.loss == "clip_cov":
+        keys = bind(selection.clip_cov_keys, settings)(keys, ids)
+    share = getattr(settings, SHARES[settings.loss])
+    limit = selection.threshold(count_above, selection.num_marked(total, share))  # [all]
+    batch.marked = torch.zeros_like(mask).masked_scatter(mask, keys > limit)
+
+
+def token_numbers(batch: Batch, seed: tuple[int, ...]) -> Tensor:
+    """A number to draw by for each sampled token, from its sample and its position alone. int64 [N]."""
+    firsts = [counter_seed("marked", *seed, *key) - 2**63 for key in batch.keys.tolist()]
+    starts = torch.tensor(firsts, dtype=torch.int64).repeat_interleave(batch.starts.diff())
+    return (starts + batch.position_ids)[batch.loss_mask]

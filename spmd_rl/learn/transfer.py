@@ -1,14 +1,16 @@
 """Packed samples move between ranks: to those that train them, to those of another role, and columns back.
 
-    batch = transfer("prepare: samples", packed, route, world)                   # [all] whole samples
-    columns = send("prepare: values", batch, ["values"], back, world)            # [all] some of their columns
+    batches = redistribute(collected, plan, num_updates, policy.layout.data, world)  # [all] once a step
+    batch = transfer("prepare: samples", packed, route, world)                       # [all] whole samples
+    columns = send("prepare: values", batch, ["values"], back, world)                # [all] some of their columns
 
 A route says who sends which sample where; all ranks know it, so sizes need no message. Tensors of all columns of one
-kind travel together in one all-to-all. No rank ever holds more than what it sends and what it receives.
+kind travel together in one all-to-all. No rank ever holds more than what it sends and what it receives. A sample itself
+stays on the rank that generated it, for the sample log.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,8 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.batch import Batch, Column, Entries, Ragged, bounds_of, positions, run_indices
+from spmd_rl.batch import Batch, Column, Entries, Ragged, bounds_of, pack, positions, run_indices
 from spmd_rl.distributed import DataShard, World
+from spmd_rl.learn.advantages import Samples
+from spmd_rl.learn.prepare import Plan
+from spmd_rl.train.base import CriticBackend, Role, TrainBackend
 
 Columns = dict[str, tuple[Column, Entries]]
 
@@ -38,6 +43,11 @@ class Route:
     """int64 [n]: data shard that receives it, on every rank of its block"""
     data: DataShard
     """this rank's among the receiving shards"""
+
+    @classmethod
+    def of(cls, plan: Plan, data: DataShard) -> "Route":
+        """From the ranks that generated the samples of a plan to the data shards that it names."""
+        return cls(plan.keys, plan.units, plan.lengths, plan.src_rank, plan.data_rank, data)
 
     def select(self, rows: np.ndarray) -> "Route":
         """Of these samples alone."""
@@ -159,3 +169,117 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
         key: part.clone(memory_format=torch.contiguous_format).flatten().view(column.dtype).reshape(-1, *column.shape)
         for (key, (column, _)), part in zip(columns.items(), parts, strict=True)
     }
+
+
+def redistribute(
+    collected: Samples,
+    plan: Plan,
+    num_updates: int,
+    data: DataShard,
+    world: World,
+    truncated: bool = False,
+    replayed: bool = False,
+) -> list[Batch]:
+    """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
+
+    data: this rank's shard of the policy's. truncated, replayed: whether the batches have `survivors` and `experts`.
+    RunFailed, on all ranks alike, unless they have the same plan.
+    """
+    samples = {sample.key: sample for group in collected.groups for sample in group.samples}
+    keys = map(tuple, plan.keys[plan.src_rank == world.rank].tolist())
+    own = [samples[key] for key in keys if key in samples]
+    packed = pack(own, version=collected.step - 1, truncated=truncated, replayed=replayed)
+    packed.advantages = packed.weights = None  # every rank has them, in the plan
+    with world.phase("coordination"):
+        batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]
+    mine = plan.data_rank == data.rank
+    runs = mine.repeat(plan.num_runs)
+    batch.advantages = _at_sampled(plan.advantages[runs].astype(np.float32), plan.run_lengths[runs], batch)
+    batch.weights = _at_sampled(plan.weights[mine].astype(np.float32), plan.num_sampled[mine], batch)
+    if len(plan.turns) != plan.num_answers:  # on all ranks alike
+        batch.turns = _at_sampled(plan.turns[runs], plan.run_lengths[runs], batch)
+        batch.trajectories = torch.from_numpy(plan.trajectories[mine])
+    if num_updates == 1:
+        return [batch]
+    numbers = plan.minibatches[mine]
+    return [batch.select(np.flatnonzero(numbers == number)) for number in range(num_updates)]
+
+
+def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor:
+    """The value of each run of sampled tokens of these lengths, sample by sample, 0 elsewhere. [T]"""
+    at_sampled = torch.from_numpy(values.repeat(lengths))
+    return torch.zeros(batch.num_tokens, dtype=at_sampled.dtype).masked_scatter(batch.loss_mask, at_sampled)
+
+
+def fill_in(
+    batches: Sequence[Batch],
+    plan: Plan,
+    policy: TrainBackend,
+    reference: TrainBackend | None,
+    critic: CriticBackend | None,
+    *,
+    needs_old: bool,
+    temperature: float,
+    world: World,
+) -> None:
+    """[all] Set `ref_logprobs` and `values` where there is a reference or a critic, and `old_logprobs` if needed.
+
+    batches: this rank's mini-batches. temperature: logits are divided by it.
+    """
+
+    def logprobs_of(role: TrainBackend) -> Callable[[Batch], Tensor]:
+        return lambda batch: role.logprobs(batch, temperature)[0]
+
+    columns: list[tuple[str, Role, Callable[[Batch], Tensor]]] = []
+    if needs_old:
+        columns.append(("old_logprobs", policy, logprobs_of(policy)))
+    if reference:
+        columns.append(("ref_logprobs", reference, logprobs_of(reference)))
+    if critic:
+        columns.append(("values", critic, critic.values))
+    for column, role, compute in columns:
+        with role.awake():
+            RoleShards(policy, role, plan, world).fill_in(column, batches, compute)  # [all]
+
+
+class RoleShards:
+    """The way of mini-batches between the policy's data shards and a role's; none where they are the same."""
+
+    def __init__(self, policy: Role, role: Role, plan: Plan, world: World) -> None:
+        here, there = policy.layout.data, role.layout.data
+        self._same, self._minibatches, self._world = _ranks(here) == _ranks(there), plan.minibatches, world
+        if not self._same:
+            other = plan.elsewhere(there, role.hidden_size)
+            self._there = replace(Route.of(other, there), src_rank=_leaders(here)[plan.data_rank])
+            self._back = replace(Route.of(plan, here), src_rank=_leaders(there)[other.data_rank])
+
+    def share(self, name: str, batches: Sequence[Batch]) -> list[Batch]:
+        """[all] The role's share of each mini-batch, with all columns; the batches are the policy's."""
+        if self._same:
+            return list(batches)
+        return [
+            transfer(name, batch, self._there.select(self._minibatches == number), self._world)  # [all]
+            for number, batch in enumerate(batches)
+        ]
+
+    def fill_in(self, column: str, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> None:
+        """[all] Set a per-token column, float32 [T], that the role computes for its share of each mini-batch."""
+        name = f"prepare: {column}"
+        shares = self.share(name, batches)  # [all]
+        for share in shares:
+            setattr(share, column, compute(share))  # [all]
+        if self._same:
+            return
+        for number, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+            route = self._back.select(self._minibatches == number)
+            setattr(batch, column, send(name, share, [column], route, self._world)[column])  # [all]
+
+
+def _ranks(data: DataShard) -> list[tuple[int, ...]]:
+    """Of each shard."""
+    return [data.ranks_of(shard) for shard in range(data.size)]
+
+
+def _leaders(data: DataShard) -> np.ndarray:
+    """The rank that counts for each shard, int64 [shards]."""
+    return np.array([ranks[0] for ranks in _ranks(data)], np.int64)

@@ -88,7 +88,7 @@ async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str
 
 
 class _Story:
-    """What the policy has been told so far, and how to tell it what comes next."""
+    """The conversation so far, and what the policy is asked next."""
 
     def __init__(self, ctx: Context, env: EnvConfig, start: EnvReply) -> None:
         self._ctx, self._env, self._start = ctx, env, start

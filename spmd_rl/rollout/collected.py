@@ -1,16 +1,15 @@
-"""What came of one step's collection: this rank's groups, and what is known alike of everyone's (`outcomes.py`).
+"""What came of one step: three types, in the order in which a step's result passes through them.
 
-At the end of a step every rank gathers the same `RankReport`s and finds from them the same `StepResult`; samples stay
-where they are.
+RankReport   what one rank reports to all others at the end of the step: its slices' metadata, and what they cost
+SampleTable  the metadata of all samples of the tickets that the step uses, made from all reports; equal on all ranks
+Collected    the step as one rank sees it: the table, and this rank's own samples, which never leave it here
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
-from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,8 +19,8 @@ from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import ADVICE
-from spmd_rl.rollout.outcomes import Outcomes, SliceReport, gather_outcomes, last_segments
 from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.table import SampleTable, SliceReport, build_table, last_segments
 from spmd_rl.types import Group
 
 MAX_TEXT = 20_000
@@ -33,7 +32,7 @@ class RankReport(msgspec.Struct, array_like=True):
 
     finished: list[SliceReport]
     running: list[GroupSlice]
-    """Slices begun and not finished; empty unless they go on in the next step."""
+    """Slices that started here and are not finished; empty unless they go on in the next step."""
     counted: list[int]
     """See `Coordinator.counted`."""
     end: str
@@ -45,10 +44,6 @@ class RankReport(msgspec.Struct, array_like=True):
     num_aborted: int
     prompt_tokens: tuple[int, int] = (0, 0)
     """Of its requests: how many were asked for, and how many of these its engine had in its cache."""
-    left: list[GroupSlice] = []
-    """Slices begun and not finished which anybody may go on with; see `rollout.tape`."""
-    leaves: bool = False
-    """Whether it has other work between two steps, and may have come later than the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,41 +56,95 @@ class Collected:
     some of its samples here and others elsewhere."""
     dropped: tuple[tuple[Group, str], ...]
     """This rank's finished groups that do not train, each with the reason."""
-    outcomes: Outcomes
+    table: SampleTable
     """Every rank's resolved tickets of the step; equal on all ranks."""
     bubble: float
     """The mean idle share of generation over the replicas."""
     num_aborted: int
     """Requests given up because the step had ended, over all ranks."""
     num_carried: int
-    """Answers begun that go on in the next step, over all ranks."""
+    """Answers that go on in the next step, over all ranks."""
     cached: float | None = None
     """The share of the prompt tokens that the engines had in their caches; None without any."""
     pace: Mapping[str, float] = field(default_factory=dict)
     """Metrics of how training and generation keep up with each other, where they do not take turns."""
     failure: RunFailed | None = None
     """Why the run ends with this step, alike on all ranks: the error budget is spent."""
+    carried: frozenset[GroupSlice] = frozenset()
+    """Slices with which their replicas go on in the next step, of all ranks."""
+    slices: Mapping[GroupSlice, Group] = field(default_factory=dict)
+    """This rank's finished slices, of which `groups` and `dropped` are made."""
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        settings: RolloutConfig,
+        coordinator: Coordinator,
+        reports: Sequence[RankReport],
+        finished: Mapping[GroupSlice, Group],
+    ) -> "Collected":
+        """Return the step that the reports of all ranks describe, on the rank that holds these finished slices.
+
+        AssertionError unless the tickets that are used are whole.
+        """
+        positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.counted})
+        used = frozenset(map(coordinator.round.order.ticket, positions))
+        slices = [report for r in reports for report in r.finished]
+        running = [group_slice for r in reports for group_slice in r.running]
+        assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
+        kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
+        asked = sum(r.prompt_tokens[0] for r in reports)
+        seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
+        idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
+        collected = cls(
+            step=step,
+            groups=(),
+            dropped=(),
+            table=build_table(slices, used, coordinator.round.slices),
+            bubble=fmean(idle) / seconds,
+            num_aborted=sum(r.num_aborted for r in reports),
+            num_carried=settings.slice_size * len(running) + sum(r.num_answers for r in kept),
+            cached=sum(r.prompt_tokens[1] for r in reports) / asked if asked else None,
+            carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
+        )
+        return collected.with_slices(finished)
+
+    def with_slices(self, finished: Mapping[GroupSlice, Group]) -> "Collected":
+        """Return the same step on a rank that holds these finished slices too; those that are carried are no part."""
+        mine = {**self.slices, **{one: group for one, group in finished.items() if one not in self.carried}}
+        by_ticket: dict[int, list[Group]] = defaultdict(list)
+        for group_slice in sorted(mine):
+            by_ticket[group_slice.ticket].append(mine[group_slice])
+        reasons, used = self.table.reasons, set(self.table.tickets.tolist())
+        groups = [(_joined(some), reasons.get(t) if t in used else "surplus") for t, some in by_ticket.items()]
+        return replace(
+            self,
+            groups=tuple([group for group, reason in groups if reason is None]),
+            dropped=tuple([(group, reason) for group, reason in groups if reason is not None]),
+            slices=mine,
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return means over all scored answers of the resolved tickets, filtered ones included; equal on all ranks.
 
         Greedy baselines are left out.
         """
-        answers = self.outcomes.answers
-        domains = self.outcomes.by_domain()
+        answers = self.table.answers
+        domains = self.table.by_domain()
         sampled = ~answers["greedy"]
         last = answers["last"] & sampled
         scores = {domain: values for domain, rows in domains.items() if (values := _scores(rows))}
-        num_accepted = self.outcomes.num_accepted
+        num_accepted = self.table.num_accepted
         metrics = {
             "rollout/accepted": num_accepted,
-            "rollout/filtered": len(self.outcomes) - num_accepted,
-            "rollout/generated_per_trained": len(self.outcomes) / max(1, num_accepted),
+            "rollout/filtered": len(self.table) - num_accepted,
+            "rollout/generated_per_trained": len(self.table) / max(1, num_accepted),
             "rollout/aborted": self.num_aborted,
             "rollout/carried": self.num_carried,
             "rollout/bubble": self.bubble,
-            "rollout/error_share": self.outcomes.error_share,
-            "rollout/zero_variance": self.outcomes.zero_variance_share,
+            "rollout/error_share": self.table.error_share,
+            "rollout/zero_variance": self.table.zero_variance_share,
             "tokens": int(answers["num_tokens"][sampled].sum()),
             **self.pace,
         }
@@ -106,13 +155,13 @@ class Collected:
             metrics["rollout/response_length/mean"] = int(answers["num_answer_tokens"][sampled].sum()) / num_sampled
             metrics["rollout/truncated"] = int(np.count_nonzero(answers["truncated"] & last)) / num_sampled
             metrics["rollout/stale"] = len(np.unique(stale)) / num_sampled
-        for tag, parts in self.outcomes.parts.items():
+        for tag, parts in self.table.parts.items():
             metrics |= {f"env/{tag}/{name}": value for name, value in parts.items()}
-        if missing := sum(self.outcomes.missing.values()):
+        if missing := sum(self.table.missing.values()):
             metrics["rollout/missing_package"] = missing
-        for domain, count in self.outcomes.suspects.items():
+        for domain, count in self.table.suspects.items():
             metrics[f"reward/{domain}/suspect"] = count / int(np.count_nonzero(domains[domain]["score"] > 0))
-        for domain, count in self.outcomes.unproven.items():
+        for domain, count in self.table.unproven.items():
             metrics[f"reward/{domain}/unproven"] = count / int(np.count_nonzero(domains[domain]["last"]))
         if scores:
             metrics["critic/score/mean"] = fmean(list(chain.from_iterable(scores.values())))
@@ -125,137 +174,51 @@ def _scores(answers: np.ndarray) -> list[float]:
     return answers["score"][answers["scored"] & ~answers["greedy"]].tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What the end of a step means, equal on all ranks."""
-
-    used: frozenset[int]
-    """Tickets that no later step will see."""
-    outcomes: Outcomes
-    """Those of the used tickets."""
-    carried: frozenset[GroupSlice]
-    """Slices with which their replicas go on in the next step."""
-    num_carried: int
-    """The number of answers in these."""
-    bubble: float
-    """See `Collected.bubble`."""
-    num_aborted: int
-    cached: float | None
-    """See `Collected.cached`."""
-
-    @classmethod
-    def of(cls, settings: RolloutConfig, coordinator: Coordinator, reports: list[RankReport]) -> "StepResult":
-        """Find it from the reports of all ranks. AssertionError unless the tickets that are used are whole."""
-        positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.counted})
-        used = frozenset(map(coordinator.round.order.ticket, positions))
-        finished = [report for r in reports for report in r.finished]
-        running = [group_slice for r in reports for group_slice in r.running]
-        assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
-        kept = [r for r in finished if r.ticket not in used] if settings.partial_rollout else []
-        asked = sum(r.prompt_tokens[0] for r in reports)
-        seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
-        idle = [
-            r.idle_seconds + (0 if r.leaves else seconds - r.seconds) for r in reports if r.idle_seconds is not None
-        ]
-        return cls(
-            used=used,
-            outcomes=gather_outcomes(finished, used, coordinator.round.slices),
-            carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
-            num_carried=settings.slice_size * len(running) + sum(r.num_answers for r in kept),
-            bubble=fmean(idle) / seconds,
-            num_aborted=sum(r.num_aborted for r in reports),
-            cached=sum(r.prompt_tokens[1] for r in reports) / asked if asked else None,
-        )
-
-    def collected(self, step: int, finished: Mapping[GroupSlice, Group]) -> Collected:
-        """Return the step as the rank sees it that holds these finished slices."""
-        slices: dict[int, list[Group]] = defaultdict(list)
-        for group_slice in sorted(set(finished) - self.carried):
-            slices[group_slice.ticket].append(finished[group_slice])
-        reasons = self.outcomes.reasons
-        groups = [(_joined(some), reasons.get(t) if t in self.used else "surplus") for t, some in slices.items()]
-        return Collected(
-            step=step,
-            groups=tuple([group for group, reason in groups if reason is None]),
-            dropped=tuple([(group, reason) for group, reason in groups if reason is not None]),
-            outcomes=self.outcomes,
-            bubble=self.bubble,
-            num_aborted=self.num_aborted,
-            num_carried=self.num_carried,
-            cached=self.cached,
-        )
-
-
-class Generated(NamedTuple):
-    """What a rank knows of a step's generation once all ranks that generate have ended it."""
-
-    report: RankReport
-    """This rank's."""
-    result: StepResult
-    finished: Mapping[GroupSlice, Group]
-    """This rank's slices, those that are carried on included."""
-    pace: Mapping[str, float] = MappingProxyType({})
-    """See `Collected.pace`."""
-
-
-def left_slices(
-    before: Mapping[GroupSlice, int], reports: Sequence[RankReport], used: Collection[int]
-) -> dict[GroupSlice, int]:
-    """Return the slices that wait, begun, for somebody to go on with them after a step, and the rank that left each.
-
-    before: those before the step.
-    """
-    begun = {group_slice for r in reports for group_slice in r.running}
-    begun |= {GroupSlice(f.ticket, f.number) for r in reports for f in r.finished}
-    waiting = {one: rank for one, rank in before.items() if one not in begun and one.ticket not in used}
-    return waiting | {one: rank for rank, r in enumerate(reports) for one in r.left}
-
-
 def _joined(slices: list[Group]) -> Group:
     """Slices of one ticket, in order, as one group."""
     return Group(slices[0].prompt, slices[0].ticket, tuple(sample for some in slices for sample in some.samples))
 
 
-def review(collected: Collected, reward: RewardsConfig, rollout: RolloutConfig, world: World) -> Collected:
+def check_errors(collected: Collected, reward: RewardsConfig, rollout: RolloutConfig, world: World) -> Collected:
     """[all] Print one line for answers without a score, and one where a step has fewer groups than it wants.
 
     Returns the step, with a `failure` if the answers without a score are more than the error budget allows.
     """
     step, budget, wanted = collected.step, reward.error_budget, rollout.prompts_per_step
-    outcomes, rank = collected.outcomes, world.rank
-    if outcomes.details:
-        first = f"of step {step} got no score; the first: {next(iter(outcomes.details.values()))}"
-        if outcomes.error_share > budget:  # alike on all ranks
+    table, rank = collected.table, world.rank
+    if table.details:
+        first = f"of step {step} got no score; the first: {next(iter(table.details.values()))}"
+        if table.error_share > budget:  # alike on all ranks
             reports = world.gather("generate: answers without a score", _first_failure(collected))  # [all]
             report = min((r for r in reports if r), default=(0, 0, ""))[2]
-            line = f"reward.error_budget={budget}: {outcomes.error_share:.0%} of the answers {first}"
+            line = f"reward.error_budget={budget}: {table.error_share:.0%} of the answers {first}"
             return replace(collected, failure=RunFailed(line, report))
         if rank == 0:
-            tell(f"{outcomes.num_unscored} of {outcomes.num_answers} answers {first}")
+            tell(f"{table.num_unscored} of {table.num_answers} answers {first}")
     if rank == 0:
-        _tell_missing(step, outcomes)
-    if rank == 0 and outcomes.num_accepted < wanted:
-        _tell_few(step, outcomes, wanted)
+        _print_missing(step, table)
+    if rank == 0 and table.num_accepted < wanted:
+        _print_few(step, table, wanted)
     return collected
 
 
-def _tell_few(step: int, outcomes: Outcomes, wanted: int) -> None:
+def _print_few(step: int, table: SampleTable, wanted: int) -> None:
     """Print that a step trains on fewer prompts than it wants, why, and what helps against the most frequent reason."""
-    accepted, reasons = outcomes.num_accepted, Counter(outcomes.reasons.values()).most_common()
-    scores = outcomes.answers["score"][outcomes.answers["scored"]]
+    accepted, reasons = table.num_accepted, Counter(table.reasons.values()).most_common()
+    scores = table.answers["score"][table.answers["scored"]]
     mean = f", mean score {scores.mean():.2f}" if len(scores) else ""
     tell(
         f"step {step}: {'trains' if accepted else 'no update: it would train'} on the answers to {accepted} prompts, "
-        f"not to {wanted}; {len(outcomes)} were asked{mean}, and {len(outcomes) - accepted} are of no use "
+        f"not to {wanted}; {len(table)} were asked{mean}, and {len(table) - accepted} are of no use "
         f"({', '.join(f'{count} {reason}' for reason, count in reasons)})"
         + "".join(f": {ADVICE[reason]}" for reason, _ in reasons[:1])
     )
 
 
-def _tell_missing(step: int, outcomes: Outcomes) -> None:
+def _print_missing(step: int, table: SampleTable) -> None:
     """Print a line for each domain in which answers failed for want of a package."""
-    for domain in dict.fromkeys(domain for domain, _ in outcomes.missing):
-        counts = sorted(((n, name) for (d, name), n in outcomes.missing.items() if d == domain), reverse=True)
+    for domain in dict.fromkeys(domain for domain, _ in table.missing):
+        counts = sorted(((n, name) for (d, name), n in table.missing.items() if d == domain), reverse=True)
         named = ", ".join(f"{name} {n}" for n, name in counts[:5])
         tell(
             f"step {step}: {sum(n for n, _ in counts)} answers of {domain} failed for want of a package ({named}); "
@@ -269,7 +232,7 @@ def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
     failed = [
         (s, g)
         for g in groups
-        if g.ticket in collected.outcomes.details
+        if g.ticket in collected.table.details
         for s in g.samples
         if s.last and not s.verdict.scored
     ]
@@ -277,9 +240,9 @@ def _first_failure(collected: Collected) -> tuple[int, int, str] | None:
         return None
     sample, group = min(failed, key=lambda pair: pair[0].key)
     prompt, verdict = group.prompt, sample.verdict
-    told = [f"{message.role}: {message.content}" for message in prompt.messages]
+    messages = [f"{message.role}: {message.content}" for message in prompt.messages]
     parts = {
-        f"prompt {prompt.id}, domain {prompt.domain}": "\n".join(told),
+        f"prompt {prompt.id}, domain {prompt.domain}": "\n".join(messages),
         "ground truth": prompt.ground_truth,
         f"answer {sample.answer} of ticket {sample.ticket}": "\n".join(turn.text for turn in sample.turns),
         "verdict": f"{verdict.status}: {verdict.detail}\n{verdict.traceback}",

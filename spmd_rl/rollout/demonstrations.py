@@ -21,7 +21,7 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
-from spmd_rl.rollout.outcomes import SliceReport, gather_outcomes
+from spmd_rl.rollout.table import SliceReport, build_table
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
 FORMS = {
@@ -72,10 +72,10 @@ class Demonstrations:
             groups = asyncio.run(self._play([(step * count + number, number) for number in mine]))
         reports = [SliceReport.of(group, 0, world.rank, version=step - 1) for group in groups]
         everyone = world.gather("generate: demonstrations", reports, list[SliceReport])  # [all]
-        outcomes = gather_outcomes([report for theirs in everyone for report in theirs], range(count), 1)
-        if failed := next(iter(outcomes.details.values()), ""):
+        table = build_table([report for theirs in everyone for report in theirs], range(count), 1)
+        if failed := next(iter(table.details.values()), ""):
             raise RunFailed(f"warmup.steps: a demonstration failed: {failed}")
-        return Collected(step, tuple(groups), (), outcomes, bubble=0.0, num_aborted=0, num_carried=0)
+        return Collected(step, tuple(groups), (), table, bubble=0.0, num_aborted=0, num_carried=0)
 
     async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
         tasks = [(self._tasks.demonstration(number, self._by.seed), ticket) for number, ticket in numbers]

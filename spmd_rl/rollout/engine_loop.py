@@ -4,21 +4,44 @@ A coroutine that awaits `generate` sleeps until its request has ended; thousands
 coroutine run, admits new requests in (ticket, answer, turn) order, and computes an engine step. Verdicts arrive between
 steps, so scoring overlaps generation.
 
-Left out: what an episode is (`episode.py`) and which ones to start (`collection.py`).
+Left out: what an episode is (`episode.py`) and which ones to start (`player.py`).
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable
 from operator import attrgetter
+from typing import Protocol
 
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.rollout.swap import Swap
 from spmd_rl.types import Completion, Request
 
 IDLE_SECONDS = 0.005
 """How long an idle loop sleeps at most, before it returns to its caller."""
+
+
+class Swap(Protocol):
+    """A newer policy that a replica may take in the middle of its answers.
+
+    The first rank of the replica asks, between two steps of the engine.
+    """
+
+    keeps_cache: bool
+    """Whether answers under way go on with the keys and values that the older policy computed. If not, the engine is
+    emptied before `load`, and what they have is computed again."""
+
+    def due(self) -> bool:
+        """Return whether a newer policy is here and may be loaded; cheap, for it is asked very often."""
+        ...
+
+    def load(self) -> None:
+        """Give it to the engine."""
+        ...
+
+    def join(self, message: bytes) -> None:
+        """Do, on any other rank of the replica, what the first one does in `load`; see `Engine.joined`."""
+        ...
 
 
 class EngineLoop:
@@ -26,7 +49,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, world: World) -> None:
         self.idle_seconds = 0.0
-        """Time in which the engine had nothing to do; the caller resets it."""
+        """Time in which the engine had nothing to do, since the loop was made."""
         self._engine, self._world = engine, world
         self._new: list[Request] = []
         self._futures: dict[str, asyncio.Future[Completion]] = {}
@@ -89,10 +112,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._world.journal.idle(False)
-        self._deliver(self._engine.step())
+        self._complete(self._engine.step())
         self._world.progress()
 
-    def _deliver(self, completions: Iterable[Completion]) -> None:
+    def _complete(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
             future = self._futures.pop(completion.id)
             if not future.done():  # its coroutine was cancelled

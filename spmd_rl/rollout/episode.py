@@ -16,7 +16,7 @@
 An episode that asks for more than its budget (`rollout.max_context_tokens`, `rollout.max_turns`) ends there, as
 truncated, and its last answer is scored. An exception in it is an `error` verdict of that one sample.
 
-Left out: which episodes run and when (`collection.py`), the engine (`engine_loop.py`).
+Left out: which episodes run and when (`player.py`), the engine (`engine_loop.py`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from spmd_rl.errors import RunFailed, UserError, located, traceback_of
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
-from spmd_rl.rollout.tape import Tape
+from spmd_rl.rollout.replay_log import ReplayLog
 from spmd_rl.types import (
     AgentStep,
     AnswerInfo,
@@ -100,8 +100,8 @@ class Context:
     scorer: Scorer
     environments: Environments | None = None
     """Where `ctx.prompt` is the task of an environment, what plays it."""
-    tape: Tape = field(default_factory=Tape)
-    """What it has been given, and what it was given on another rank before it came here."""
+    log: ReplayLog = field(default_factory=ReplayLog)
+    """What the policy has answered in it, here and on another rank before it came here."""
     attempt: int = 0
     """How often the episode has begun again."""
     turns: list[Turn] = field(default_factory=list)
@@ -167,13 +167,13 @@ class Context:
         if self.turns:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
-        c = self.tape.recall(before) or await self.engine_loop.generate(self._request(before, 0, limit))
+        c = self.log.replay(before) or await self.engine_loop.generate(self._request(before, 0, limit))
         while c.finish_reason == "abort":
-            begun = c
-            self.tape.note(before, c)
+            partial = c
+            self.log.record(before, c)
             c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), limit))
-            c = _joined(begun, c)
-        self.tape.note(before, c)
+            c = _joined(partial, c)
+        self.log.record(before, c)
         text = self.tokenizer.decode(c.token_ids)
         known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
         turn = Turn(prompt_ids, *known, experts=c.experts)
@@ -230,7 +230,7 @@ class Context:
     def begin_again(self) -> None:
         """Forget all turns: the episode is played again from its beginning, with other random numbers."""
         self.attempt += 1
-        self.tape.forget()
+        self.log.clear()
         self.turns, self.segments = [], []
         self.num_turns = self.num_sampled = self.num_tokens = 0
 
@@ -252,13 +252,13 @@ class Context:
         return samples if self.segments else samples[0]
 
 
-def _joined(begun: Completion, rest: Completion) -> Completion:
+def _joined(partial: Completion, rest: Completion) -> Completion:
     """An answer that was cut short, and how it went on."""
-    columns = {name: getattr(begun, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
-    if begun.survivors and rest.survivors:
-        columns["survivors"] = begun.survivors + rest.survivors
-    if begun.experts and rest.experts:
-        columns["experts"] = begun.experts + rest.experts
+    columns = {name: getattr(partial, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
+    if partial.survivors and rest.survivors:
+        columns["survivors"] = partial.survivors + rest.survivors
+    if partial.experts and rest.experts:
+        columns["experts"] = partial.experts + rest.experts
     return replace(rest, **columns)
 
 

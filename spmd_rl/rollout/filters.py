@@ -23,7 +23,7 @@ ADVICE = {
 def reject_reason(answers: np.ndarray, min_answers: int, settings: FilterConfig) -> str | None:
     """Return why the group of these answers does not qualify, in two or three words; None if it does.
 
-    `answers`: rows of `outcomes.ANSWER`. Only scored answers have a score; greedy baselines are left out. An answer of
+    `answers`: rows of `table.ANSWER`. Only scored answers have a score; greedy baselines are left out. An answer of
     several segments counts once, with the tokens of all of them.
     """
     sampled = ~answers["greedy"]

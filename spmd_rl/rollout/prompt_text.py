@@ -1,4 +1,4 @@
-"""What an agent is told: the messages of a turn, made from the settings of its environment and what it returned."""
+"""What an agent reads: the messages of a turn, made from the settings of its environment and what it returned."""
 
 import json
 import re

@@ -131,21 +131,20 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
     from spmd_rl.distributed.solo import solo
     from spmd_rl.model.build import build_model, weights_of
     from spmd_rl.model.tokenizer import load_tokenizer
-    from spmd_rl.rollout import Agent, Rollouts, Sampling
+    from spmd_rl.rollout import Agent, Rollouts, Sampling, Services
 
     def watch(console: Console) -> None:
         rollout, policy = cfg.rollout, cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.env.chat_template_kwargs)
         with solo() as world:
-            agree_on_dtype(world, cfg)
+            agree_on_dtype(world, policy)
             generator = engine.build(cfg.engine, policy, cfg.train.offload, world)
             model = build_model(policy.model, getattr(torch, policy.dtype), world.device, policy.trust_remote_code)
             generator.load(weights_of(model).items(), 0)
             task = Prompt("0" * 32, (), tag, "", {"seed": cfg.seed, "held_out": False})
             sampling = Sampling(cfg.seed, "play", rollout.temperature, rollout.max_new_tokens, rollout.stop_strings)
-            rollouts = Rollouts(
-                cfg, generator, EnvTasks(cfg.env, 0), LocalScorer(None), tokenizer, world, Agent(cfg.env), environments
-            )
+            services = Services(LocalScorer(None), tokenizer, Agent(cfg.env), environments)
+            rollouts = Rollouts(cfg.generation, generator, EnvTasks(cfg.env, 0), services, world)
             (group,) = rollouts.answer([task], [sampling])
             rollouts.close()
             generator.close()
@@ -162,7 +161,7 @@ def run(argv: Sequence[str]) -> int:
         if not {"-h", "--help"}.isdisjoint(argv):
             print(f"usage: {program('play')} [play.policy=true] [play.env=TAG] [key=value ...]\n\n{__doc__}", end="")
             return 0
-        asked = parse("agentic", [word for word in argv if word.partition("=")[0] not in OWN])
+        asked = parse("agentic", AgenticConfig, [word for word in argv if word.partition("=")[0] not in OWN])
         cfg = load("agentic", AgenticConfig, asked.overrides, asked.config_dir, asked.config_name)
         tag = _tag(cfg, own["play.env"])
         if own["play.policy"].lower() not in ("true", "false"):
@@ -170,7 +169,7 @@ def run(argv: Sequence[str]) -> int:
         with local_environments(cfg) as environments:
             if own["play.policy"].lower() == "true":
                 check(cfg)
-                fetch_models(cfg)
+                fetch_models(cfg.roles)
                 build_policy(cfg, tag, environments)(console)
             else:
                 asyncio.run(person(cfg, tag, environments, _ask, console))

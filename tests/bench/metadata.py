@@ -24,8 +24,8 @@ from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.learn import prepare
 from spmd_rl.rollout.collected import Collected, RankReport, StepResult
 from spmd_rl.rollout.coordinator import coordinate
-from spmd_rl.rollout.outcomes import ANSWER, SliceReport
 from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.table import ANSWER, SliceReport
 from tests.bench import show
 
 TICKETS, ANSWERS = 32, 8

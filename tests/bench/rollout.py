@@ -14,11 +14,10 @@ from dataclasses import replace
 from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig, RlvrConfig, RolloutConfig
 from spmd_rl.distributed import World
-from spmd_rl.rollout import Rollouts
 from spmd_rl.tools.simulate import POLICIES, Lengths, Scene, Speed, long_tail, play
 from spmd_rl.types import Completion, Request
 from tests.dist.harness import run_ranks
-from tests.fakes import FakeEngine, FakePrompts, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, make_rollouts
 
 CAP = 75
 """tokens; the median answer has 3"""
@@ -67,14 +66,14 @@ def steps(world: World, policy: str, num_steps: int, seed: int) -> list:
     seen = []
     with sidecar.connect(cfg.reward, world.node) as scorer:
         engine = SleepingEngine(lengths(seed))
-        rollouts = Rollouts(cfg, engine, prompts, scorer, FakeTokenizer(), world)
+        rollouts = make_rollouts(cfg, engine, prompts, scorer, world)
         world.barrier("begin")
         for step in range(1, num_steps + 1):
             engine.version, began = step - 1, time.perf_counter()
             collected = rollouts.collect(step)
-            answers = collected.outcomes.accepted
+            answers = collected.table.accepted
             tokens, stale = int(answers["num_answer_tokens"].sum()), int((answers["lag"] > 0).sum())
-            row = [collected.bubble, collected.outcomes.num_accepted, tokens, stale]
+            row = [collected.bubble, collected.table.num_accepted, tokens, stale]
             seen.append([time.perf_counter() - began, *row])
         rollouts.close()
     return seen

@@ -2,7 +2,6 @@
 
 from array import array
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,13 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import RunFailed
-from spmd_rl.learn import policy_loss, prepare
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn import losses, prepare
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.collected import Collected
+from spmd_rl.train.base import Ask
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 from tests.models import tiny
 from tests.training import TEMPERATURE, backend
 from tests.unit.test_prepare import plan_of
@@ -56,7 +56,7 @@ def harvest(world: World, layout: str, groups: list[Group]) -> Collected:
     """What this rank would hold after a rollout."""
     rank_of = {g.ticket: LAYOUTS[layout](g.ticket, world.size) for g in groups}
     mine = tuple(g for g in groups if rank_of[g.ticket] == world.rank)
-    return Collected(1, mine, (), outcomes_of(groups, lambda s: rank_of[s.ticket], 9), 0.0, 0, 0)
+    return Collected(1, mine, (), table_of(groups, lambda s: rank_of[s.ticket], 9), 0.0, 0, 0)
 
 
 def moved(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUPS) -> tuple[prepare.Plan, list[Batch]]:
@@ -104,16 +104,16 @@ def test_every_sample_arrives_once_and_unchanged(size: int) -> None:
 
 def gradients(world: World, path: str) -> dict[str, float]:
     """Worst relative L2 error of each layout's gradients against those of everything on rank 0."""
-    loss = policy_loss.bind_loss(AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+    loss = losses.bind_loss(AlgorithmConfig(clip_low=0.5, clip_high=0.5))
     mine = backend(world, path, budget=60)
     wanted: list[dict[str, torch.Tensor]] = []
     errors = {}
     for name, layout, num_ranks in (("reference", "round robin", 1), *((n, n, world.size) for n in LAYOUTS)):
         for number, batch in enumerate(moved(world, layout, num_ranks)[1]):
             batch.old_logprobs = batch.rollout_logprobs
-            mine._accumulate(batch, partial(mine._forward, temperature=TEMPERATURE), loss)
-            got = {key: p.grad.full_tensor() for key, p in mine._model.named_parameters()}
-            mine._optimizer.zero_grad()
+            mine.accumulate(batch, Ask(TEMPERATURE), loss)
+            got = {key: p.grad.full_tensor() for key, p in mine.model.module.named_parameters()}
+            mine.model.step(0.0, None)
             if name == "reference":
                 wanted.append(got)
                 assert all(float(g.norm()) > 0 for g in got.values())

@@ -16,9 +16,9 @@ import torch.distributed
 from spmd_rl.config.schema import RewardConfig, RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
-from spmd_rl.rollout import Rollouts, Sampling, expected
+from spmd_rl.rollout import Sampling, expected
 from tests.dist.harness import Job, alive, family, launch, torchrun
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts
 from tests.forked import Forked, new_store
 from tests.patience import patient
 
@@ -296,7 +296,7 @@ def judged(world: World, how: str, seconds: float, timeout: float) -> None:
     expected.MARGIN_SECONDS = 0.5
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0, lambda prompt: seconds)
     engine = FakeEngine(lambda request: 3)
-    rollouts = Rollouts(cfg, engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(50), scorer, world)
     if how == "answer":
         assert rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
     else:

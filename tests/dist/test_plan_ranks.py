@@ -11,7 +11,7 @@ import pytest
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.tools.plan.batch import full_batch
 from spmd_rl.tools.plan.book import Book
 from spmd_rl.tools.plan.rank import trace
@@ -39,7 +39,7 @@ def measured(world: World, overrides: list[str], count: int) -> dict[str, Any]:
     cfg, before = settings(overrides), resident()
     with Book() as book:
         role = build_role(cfg.role("policy"), world)
-        batch = full_batch(cfg, count, TOKENS, 49152)
+        batch = full_batch(cfg.algorithm, 128, count, TOKENS, 49152)
         with book.window("publish"):
             for _ in role.weights():
                 pass

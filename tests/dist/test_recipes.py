@@ -20,7 +20,7 @@ from spmd_rl.rollout.collected import Collected
 from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 from tests.models import tiny
 from tests.unit.test_config_load import DOORS
 
@@ -86,9 +86,9 @@ def harvest(world: World, step: int, greedy: bool) -> Collected:
     groups = [group(6 * step + i, generator) for i in range(6)]
     if not greedy:
         groups = [Group(g.prompt, g.ticket, g.samples[:4]) for g in groups]
-    outcomes = outcomes_of(groups, lambda s: s.ticket % world.size, step)
+    table = table_of(groups, lambda s: s.ticket % world.size, step)
     mine = tuple(g for g in groups if g.ticket % world.size == world.rank)
-    return Collected(step, mine, (), outcomes, 0.0, 0, 0)
+    return Collected(step, mine, (), table, 0.0, 0, 0)
 
 
 def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -116,7 +116,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
         metrics[name] = learner.update(batches)
         wholes = {}
         for role in filter(None, (roles.policy, roles.critic)):
-            moments = role.state_dict()["optimizer"].items()
+            moments = role.model.state_dict()["optimizer"].items()
             wholes |= {f"{len(wholes)} {key}": m.full_tensor() for key, m in moments if key.endswith("exp_avg")}
         if world.rank == 0:
             torch.save(wholes, Path(path) / f"{name}-{world.size}.pt")
@@ -125,7 +125,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
 
 def tensors(role) -> list[torch.Tensor]:
     """The weights and moments that an update changes."""
-    parts = role.state_dict()
+    parts = role.model.state_dict()
     return [*parts["model"].values(), *(m for name, m in parts["optimizer"].items() if name != "step")]
 
 

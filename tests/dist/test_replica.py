@@ -11,10 +11,10 @@ import pytest
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.replicated import ReplicatedEngine
-from spmd_rl.rollout import Rollouts, Sampling
+from spmd_rl.rollout import Sampling
 from spmd_rl.types import Request
 from tests.dist.harness import launch, run_ranks
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of
 from tests.patience import patient
 
 STALL = 3.0
@@ -53,11 +53,11 @@ def steps(world: World, tp: int, rollout: dict) -> list:
     engine = Recording(lambda request: 30 if request.order[0] % 5 == 4 else 3)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
     replicated = ReplicatedEngine(engine, world, tp)
-    rollouts = Rollouts(settings(**rollout), replicated, FakePrompts(50), scorer, FakeTokenizer(), world)
+    rollouts = make_rollouts(settings(**rollout), replicated, FakePrompts(50), scorer, world)
     seen = []
     for step in (1, 2):
         collected = rollouts.collect(step)
-        seen.append([[o.ticket, o.answers["score"].tolist()] for o in collected.outcomes])
+        seen.append([[o.ticket, o.answers["score"].tolist()] for o in tickets_of(collected.table)])
         seen.append([g.ticket for g in collected.groups])
     groups = rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
     rollouts.close()
@@ -117,7 +117,7 @@ def test_in_the_middle_all_ranks_of_a_replica_can_make_the_same_calls() -> None:
 def differing(world: World) -> list:
     engine = FakeEngine(lambda request: 3 + world.rank)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
-    rollouts = Rollouts(settings(), ReplicatedEngine(engine, world, 2), FakePrompts(50), scorer, FakeTokenizer(), world)
+    rollouts = make_rollouts(settings(), ReplicatedEngine(engine, world, 2), FakePrompts(50), scorer, world)
     rollouts.collect(1)
     return []
 
@@ -150,7 +150,7 @@ def struck(world: World, fate: str) -> None:
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
     world.journal.set_step(1)
     engine = ReplicatedEngine(Struck(world, fate), world, 2)
-    Rollouts(cfg, engine, FakePrompts(50), scorer, FakeTokenizer(), world).collect(1)
+    make_rollouts(cfg, engine, FakePrompts(50), scorer, world).collect(1)
 
 
 @pytest.mark.parametrize("fate", ["raise", "kill", "stop"])

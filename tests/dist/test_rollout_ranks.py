@@ -6,10 +6,9 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.learn import prepare
-from spmd_rl.learn.redistribute import redistribute
-from spmd_rl.rollout import Rollouts
+from spmd_rl.learn.transfer import redistribute
 from tests.dist.harness import run_ranks
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of
 
 
 def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> list:
@@ -19,7 +18,7 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
     cfg.rollout.claim, cfg.rollout.prompts_per_step, cfg.rollout.answers_per_prompt = claim, prompts_per_step, 4
     engine = FakeEngine(lambda request: 40 if world.rank == slow_rank else 3)
     scorer = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
-    rollouts = Rollouts(cfg, engine, FakePrompts(50), scorer, FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(50), scorer, world)
     seen = []
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
@@ -28,8 +27,8 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
         )
         (batch,) = redistribute(collected, plan, 1, Layout(world).data, world)
         weight = world.reduce("weights", {"sum": float(batch.weights.double().sum())})["sum"]
-        outcomes = [[o.ticket, o.reject_reason, o.answers["score"].tolist()] for o in collected.outcomes]
-        seen.append([outcomes, [g.ticket for g in collected.groups], weight])
+        used = [[o.ticket, o.reject_reason, o.answers["score"].tolist()] for o in tickets_of(collected.table)]
+        seen.append([used, [g.ticket for g in collected.groups], weight])
     return seen
 
 

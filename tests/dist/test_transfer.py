@@ -10,13 +10,11 @@ import torch
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.learn.logprobs import RoleShards
-from spmd_rl.learn.redistribute import redistribute
-from spmd_rl.learn.transfer import Route, transfer
+from spmd_rl.learn.transfer import RoleShards, Route, redistribute, transfer
 from spmd_rl.rollout.collected import Collected
 from tests.columns import assert_same, teacher_batch
 from tests.dist.harness import run_ranks
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 from tests.unit.test_prepare import group, plan_of, sample
 
 SAMPLES = [sample(ticket, answer, 1 + 3 * ticket + answer, 1.0) for ticket in range(4) for answer in range(3)]
@@ -64,7 +62,7 @@ def asked(world: World, policy_block: int, role_block: int) -> list[list[int]]:
     """[all] A role on other shards computes a column. Returns how many samples of each mini-batch it has seen here."""
     policy, other = role(world, policy_block), role(world, role_block)
     mine = tuple(g for g in GROUPS if g.ticket % world.size == world.rank)
-    collected = Collected(1, mine, (), outcomes_of(GROUPS, lambda s: s.ticket % world.size), 0.0, 0, 0)
+    collected = Collected(1, mine, (), table_of(GROUPS, lambda s: s.ticket % world.size), 0.0, 0, 0)
     plan = plan_of(collected, AlgorithmConfig(), 2, policy.layout.data.size)
     batches = redistribute(collected, plan, 2, policy.layout.data, world)
     shards, seen = RoleShards(policy, other, plan, world), []

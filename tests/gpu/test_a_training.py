@@ -12,12 +12,12 @@ import torch
 from spmd_rl import weights
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.engine.native import NativeEngine, empty_module
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.model.logprobs import token_logprobs
-from spmd_rl.train.fsdp2.offload import Offload
+from spmd_rl.train.offload import Offload
 from tests.gpu.machine import ROOT, note, one_rank, pytestmark, random_model, samples, seconds, trainer  # noqa: F401
 from tests.models import tiny
 from tests.training import relative

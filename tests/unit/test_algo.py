@@ -10,7 +10,7 @@ from spmd_rl.algo import AGGREGATIONS, KL_ESTIMATORS, kl, masks, selection, shap
 from spmd_rl.algo.correction import CORRECTION_LEVELS, correction
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections import algorithm as schema
-from spmd_rl.learn.binding import bind, keys
+from spmd_rl.learn.custom import bind, settings_read
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_kl_is_zero_on_equals_and_near_the_truth(name: str) -> None:
 )
 def test_settings_know_the_names_and_the_keys_of_each(said, known) -> None:
     """The settings are torch-free, so they keep a copy."""
-    assert said == {name: keys(function) for name, function in known.items()}
+    assert said == {name: settings_read(function) for name, function in known.items()}
 
 
 def test_settings_know_the_other_names() -> None:
@@ -69,9 +69,9 @@ def test_every_keyword_is_a_setting() -> None:
     ]
     functions += [*algo.POLICY_TERMS.values(), *algo.POLICY_LOSSES.values()]
     known = {field.name for field in fields(AlgorithmConfig)}
-    read = {key for function in functions if callable(function) for key in keys(function)}
+    read = {key for function in functions if callable(function) for key in settings_read(function)}
     assert {"reward_scale", "value_clip", "target_kl", "clip_cov_low", "sft_coef"} <= read <= known
-    assert set(keys(correction)) == {field.name for field in fields(schema.CorrectionConfig)}
+    assert set(settings_read(correction)) == {field.name for field in fields(schema.CorrectionConfig)}
 
 
 def test_binding_fills_in_every_key() -> None:

@@ -12,8 +12,9 @@ import pytest
 from spmd_rl.config.schema import FilterConfig
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.filters import reject_reason
-from spmd_rl.rollout.outcomes import ANSWER, SliceReport, answer_row, answer_rows, gather_outcomes
+from spmd_rl.rollout.table import ANSWER, SliceReport, answer_row, answer_rows, build_table
 from spmd_rl.types import MISSING_PACKAGE, SUSPECT, UNPROVEN, Group, Message, Prompt, Sample, Turn, Verdict
+from tests.fakes import tickets_of
 
 STATUSES = ("ok", "ok", "ok", "wrong_format", "timeout", "error")
 VERSION = 3
@@ -63,13 +64,13 @@ GROUPS = [group(10**10 + ticket) for ticket in range(12)]
 def test_rows_survive_the_way_and_say_what_the_samples_say() -> None:
     reports = [SliceReport.of(g, 0, 5, VERSION) for g in GROUPS]
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(reports), type=list[SliceReport])
-    outcomes = gather_outcomes(arrived, [g.ticket for g in GROUPS], 1)
-    assert [(o.ticket, o.domain, len(o.answers), o.reject_reason) for o in outcomes] == [
+    table = build_table(arrived, [g.ticket for g in GROUPS], 1)
+    assert [(o.ticket, o.domain, len(o.answers), o.reject_reason) for o in tickets_of(table)] == [
         (g.ticket, g.prompt.domain, 6, None) for g in GROUPS
     ]
     failed = next(s.verdict for s in GROUPS[0].samples if not s.verdict.scored)
-    assert next(iter(outcomes)).detail == f"{failed.status}: {failed.detail}"
-    rows = outcomes.answers
+    assert next(tickets_of(table)).detail == f"{failed.status}: {failed.detail}"
+    rows = table.answers
     for row, s in zip(rows, [s for g in GROUPS for s in g.samples], strict=True):
         assert (row["ticket"], row["answer"], row["rank"]) == (*s.key, 5)
         assert (row["scored"], row["wrong_format"]) == (s.verdict.scored, s.verdict.status == "wrong_format")
@@ -100,17 +101,17 @@ def test_in_which_order_slices_are_reported_makes_no_difference(seed: int) -> No
     draw.shuffle(parts)
     unused = {g.ticket for g in draw.sample(GROUPS, 3)}
     used = [g for g in GROUPS if g.ticket not in unused]
-    outcomes = gather_outcomes(parts, [g.ticket for g in used], len(sizes))
-    assert len(outcomes) == len(used)
-    for g, o in zip(used, outcomes, strict=True):
+    table = build_table(parts, [g.ticket for g in used], len(sizes))
+    assert len(table) == len(used)
+    for g, o in zip(used, tickets_of(table), strict=True):
         assert (o.ticket, o.domain, o.reject_reason) == (g.ticket, g.prompt.domain, dropped.get(g.ticket))
         assert o.answers.tobytes() == rows_of(g).tobytes()
         failed = next((s.verdict for s in g.samples if not s.verdict.scored), None)
         assert o.detail == (f"{failed.status}: {failed.detail}" if failed else "")
     kept = [g for g in used if g.ticket not in dropped]
-    assert outcomes.num_accepted == len(kept)
-    assert outcomes.accepted.tobytes() == b"".join(rows_of(g).tobytes() for g in kept)
-    by_domain = outcomes.by_domain()
+    assert table.num_accepted == len(kept)
+    assert table.accepted.tobytes() == b"".join(rows_of(g).tobytes() for g in kept)
+    by_domain = table.by_domain()
     assert list(by_domain) == list(dict.fromkeys(g.prompt.domain for g in used))
     for domain, rows in by_domain.items():
         assert rows.tobytes() == b"".join(rows_of(g).tobytes() for g in used if g.prompt.domain == domain)
@@ -125,14 +126,14 @@ def test_a_ticket_must_be_whole(wrong: str) -> None:
     else:
         parts = [part for part in parts if part.ticket != GROUPS[2].ticket or (wrong == "slice lost" and part.number)]
     with pytest.raises(AssertionError, match="lost, used twice or not whole"):
-        gather_outcomes(parts, used, 2)
+        build_table(parts, used, 2)
 
 
 def collected(groups: list[Group]) -> Collected:
     reports = [SliceReport.of(g, 0, 5, VERSION) for g in groups]
     for report in reports:
         report.reject_reason = "zero variance" if report.ticket % 4 == 1 else None
-    return Collected(1, (), (), gather_outcomes(reports, [g.ticket for g in groups], 1), 0.25, 3, 4)
+    return Collected(1, (), (), build_table(reports, [g.ticket for g in groups], 1), 0.25, 3, 4)
 
 
 def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
@@ -160,7 +161,7 @@ def test_metrics_are_those_of_a_walk_over_the_samples() -> None:
         **{f"score/{domain}/mean": fmean(some) for domain, some in scores.items()},
     }
     assert all(type(value) in (int, float) for value in metrics.values()), "they go into JSON"
-    assert collected(GROUPS).outcomes.error_share == metrics["rollout/error_share"]
+    assert collected(GROUPS).table.error_share == metrics["rollout/error_share"]
 
 
 def test_a_step_without_any_ticket_has_no_means() -> None:
@@ -209,11 +210,11 @@ def test_answers_that_want_a_package_are_counted_over_all_slices() -> None:
         SliceReport.of(wanting(4, []), 0, 1, VERSION),
     ]
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reports), type=list[SliceReport])
-    outcomes = gather_outcomes(sent, [3, 4, 6], 1)
-    assert outcomes.missing == {("a", "numpy"): 2, ("a", "sympy"): 1}
-    collected = Collected(1, (), (), outcomes, 0.0, 0, 0)
+    table = build_table(sent, [3, 4, 6], 1)
+    assert table.missing == {("a", "numpy"): 2, ("a", "sympy"): 1}
+    collected = Collected(1, (), (), table, 0.0, 0, 0)
     assert collected.metrics()["rollout/missing_package"] == 3
-    none = Collected(1, (), (), gather_outcomes(sent, [4], 1), 0.0, 0, 0)
+    none = Collected(1, (), (), build_table(sent, [4], 1), 0.0, 0, 0)
     assert "rollout/missing_package" not in none.metrics()
 
 
@@ -226,6 +227,6 @@ def test_suspect_passes_are_counted_by_domain() -> None:
     groups = [passing(3, {SUSPECT: 1.0}, {UNPROVEN: 1.0}), passing(4, {}), passing(6, {SUSPECT: 1.0}, {})]
     reports = [SliceReport.of(some, 0, 0, VERSION) for some in groups]
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(reports), type=list[SliceReport])
-    metrics = Collected(1, (), (), gather_outcomes(sent, [3, 4, 6], 1), 0.0, 0, 0).metrics()
+    metrics = Collected(1, (), (), build_table(sent, [3, 4, 6], 1), 0.0, 0, 0).metrics()
     assert {name: value for name, value in metrics.items() if "suspect" in name} == {"reward/a/suspect": 0.5}
     assert metrics["reward/a/unproven"] == 0.25

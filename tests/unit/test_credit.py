@@ -13,7 +13,7 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.types import Group
 from tests.agents import SEGMENTS, Step, collected, group, trajectory
 

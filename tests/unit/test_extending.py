@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from spmd_rl.config.algorithm_targets import check_algorithm
-from spmd_rl.config.checks import check_episode
 from spmd_rl.config.load import load
-from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig, RolloutConfig
-from spmd_rl.learn.own import answer_advantage, policy_loss
+from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step
 from spmd_rl.types import AnswerInfo, Message, Prompt, Verdict
 from tests.unit.test_own_algorithm import SCORED, TOKENS
@@ -67,7 +65,6 @@ def test_the_environment(mine) -> None:
 @pytest.mark.parametrize("scores", [[1.0], [0.0, 1.0]])
 def test_the_episode(mine, scores: list[float]) -> None:
     module, asked = mine("my_episode"), []
-    check_episode(RlvrConfig(rollout=RolloutConfig(target="my_episode:second_chance")))
     verdicts = iter([Verdict("ok", score) for score in scores])
 
     async def generate(ids):
@@ -90,13 +87,13 @@ def test_the_episode(mine, scores: list[float]) -> None:
 
 
 def test_the_algorithm(mine) -> None:
-    mine("my_algorithm")
+    module = mine("my_algorithm")
     settings = AlgorithmConfig(
         advantage="my_algorithm:centred", loss="my_algorithm:soft_clip", clip_high=0.3, args={"sharpness": 2.0}
     )
     check_algorithm(settings)
-    assert answer_advantage(settings)(SCORED).tolist() == [0.5, -0.5, -0.5, 0.5]
-    loss, metrics = policy_loss(settings)(TOKENS)
+    assert module.centred(SCORED).tolist() == [0.5, -0.5, -0.5, 0.5]
+    loss, metrics = module.soft_clip(TOKENS, clip_high=0.3, sharpness=2.0)
     (gradient,) = torch.autograd.grad(loss.sum(), TOKENS.logprobs)
     assert gradient.sign().tolist() == [-1, -1, 1] and metrics["soft_clip/ratio"][2] == 1
 

@@ -15,7 +15,7 @@ from spmd_rl import batch as batches
 from spmd_rl.algo import POLICY_LOSSES
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.algorithm import CorrectionConfig
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.model import attention
 from spmd_rl.model.build import build_model
 from spmd_rl.model.logprobs import TokenHead

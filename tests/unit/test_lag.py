@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.algorithm import CorrectionConfig
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from tests.unit.test_policy_loss import batch_of
 
 V = 4

@@ -16,11 +16,10 @@ from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.learn import Evaluation, Imitation, Learner, policy_loss, sample_log
-from spmd_rl.rollout import Rollouts
+from spmd_rl.learn import Evaluation, Imitation, Learner, losses, sample_log
 from spmd_rl.train import Roles
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts
 from tests.unit.test_prepare import GROUPS, collected, group, plan_of, planned, sample
 
 
@@ -191,7 +190,7 @@ def test_kl_adds_its_gradient() -> None:
     batch = pack([sample(0, 0, 3, 1.0)])
     batch.ref_logprobs = torch.full((batch.num_tokens,), -1.0)
     logprobs = torch.tensor([-0.5, -1.0, -1.5], requires_grad=True)
-    loss, quantities = policy_loss.bind_loss(AlgorithmConfig(kl_coef=0.5, kl_estimator="k2"))(
+    loss, quantities = losses.bind_loss(AlgorithmConfig(kl_coef=0.5, kl_estimator="k2"))(
         logprobs, torch.zeros(3), batch
     )
     loss.sum().backward()
@@ -260,7 +259,7 @@ def test_evaluation_is_due_before_every_n_and_at_the_end() -> None:
     cfg.eval.every, cfg.eval.answers = 3, 2
     with solo() as world:
         even = FakeScorer(lambda prompt, answer: int(answer[0]) % 2 == 0)
-        rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(4), even, FakeTokenizer(), world)
+        rollouts = make_rollouts(cfg, FakeEngine(), FakePrompts(4), even, world)
         due = [s for s in range(8) if evaluation(cfg)(rollouts, world, s)]
         metrics = evaluation(cfg)(rollouts, world, 3)
     assert due == [0, 3, 6, 7]
@@ -281,7 +280,7 @@ def test_held_out_answers_without_a_score_are_counted_and_said(capsys: pytest.Ca
 
     cfg = RlvrConfig(steps=7)
     with solo() as world:
-        rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(4), Broken(lambda *_: 1.0), FakeTokenizer(), world)
+        rollouts = make_rollouts(cfg, FakeEngine(), FakePrompts(4), Broken(lambda *_: 1.0), world)
         metrics = evaluation(cfg)(rollouts, world, 0)
         assert (metrics["val/num_prompts"], metrics["val/error_share"], metrics["val/score/mean"]) == (1, 0.5, 1.0)
         line = "2 of 4 held-out answers of step 0 got no score; the first: no judge"

@@ -12,8 +12,7 @@ from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.config.schema import AlgorithmConfig, RlvrConfig
 from spmd_rl.config.unused import unread_algorithm_keys
 from spmd_rl.errors import UserError
-from spmd_rl.learn.binding import bind
-from spmd_rl.learn.own import answer_advantage, policy_loss, token_advantage
+from spmd_rl.learn.custom import answer_advantage, bind, policy_loss, token_advantage
 
 MINE = """
 from spmd_rl.algo.advantages.group import grpo

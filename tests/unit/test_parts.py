@@ -25,6 +25,14 @@ sys.exit(parts.run(*sys.argv[2:3], sys.argv[3:]))
 """Does the same by a clock on which it is late once the test has come to its end: no machine is too slow for that."""
 
 
+UNLIMITED = """
+import sys
+from tests import parts
+parts.LIMIT_SECONDS = 1e5
+sys.exit(parts.run(sys.argv[2], sys.argv[3:]))
+"""
+
+
 def parts(
     tmp_path: Path, *words: str, start: Sequence[str] = RUN, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -69,7 +77,7 @@ def test_a_part_that_hangs_is_ended_and_shows_where(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    done = parts(tmp_path, "run", "bad", BAD + "leaves_a_thread", TEST_PATIENCE="0.1")
+    done = parts(tmp_path, "run", "bad", BAD + "leaves_a_thread", start=("-c", UNLIMITED), TEST_PATIENCE="0.1")
     assert done.returncode == 1 and "1 passed" in done.stdout and "Timeout" in done.stderr
     total = parts(tmp_path, "sum", "bad")
     assert f"bad: exit code 1; its last test: {BAD}leaves_a_thread" in total.stdout

@@ -7,7 +7,7 @@ from spmd_rl.algo import POLICY_LOSSES
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.algorithm import CorrectionConfig
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.types import Sample
 from tests.unit.test_prepare import sample
 

@@ -15,12 +15,12 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import balance, prepare
+from spmd_rl.learn import prepare
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
-from tests.fakes import outcomes_of
+from tests.fakes import table_of
 
 
 def sample(ticket: int, answer: int, length: int, score: float | None, version: int = 0) -> Sample:
@@ -36,7 +36,7 @@ def sample(ticket: int, answer: int, length: int, score: float | None, version: 
 
 
 def collected(groups: list[Group], version: int = 0) -> Collected:
-    return Collected(1, tuple(groups), (), outcomes_of(groups, lambda s: 0, version), 0.0, 0, 0)
+    return Collected(1, tuple(groups), (), table_of(groups, lambda s: 0, version), 0.0, 0, 0)
 
 
 def group(ticket: int, rows: list[tuple[int, float | None]]) -> Group:
@@ -117,12 +117,12 @@ def test_each_minibatch_is_balanced_by_itself() -> None:
     assert tokens == [n + 3 for row in lengths for n in row]
     assert minibatches == [0] * 6 + [1] * 6
     slowest = total = 0
-    prompt = balance.workload(3, 64)  # computed once for the samples of a ticket on a rank
+    prompt = prepare.workload(3, 64)  # computed once for the samples of a ticket on a rank
     for number in range(2):
         rows = [row for row, m in enumerate(minibatches) if m == number]
         loads = [prompt * len({int(plan.keys[r][0]) for r in rows if shards[r] == rank}) for rank in range(3)]
         for row in rows:
-            loads[shards[row]] += balance.workload(tokens[row], 64) - prompt
+            loads[shards[row]] += prepare.workload(tokens[row], 64) - prompt
         assert all(loads) and max(loads) < 1.25 * sum(loads) / 3
         slowest, total = slowest + max(loads), total + sum(loads)
     assert plan.balance == pytest.approx(3 * slowest / total)
@@ -131,7 +131,7 @@ def test_each_minibatch_is_balanced_by_itself() -> None:
 
 def test_who_trains_a_sample_does_not_depend_on_who_made_it() -> None:
     made = collected(GROUPS)
-    elsewhere = replace(made, outcomes=outcomes_of(GROUPS, lambda s: s.ticket % 3))
+    elsewhere = replace(made, table=table_of(GROUPS, lambda s: s.ticket % 3))
     plans = [plan_of(c, AlgorithmConfig(), num_shards=3) for c in (made, elsewhere)]
     assert not np.array_equal(plans[0].src_rank, plans[1].src_rank)
     assert np.array_equal(plans[0].data_rank, plans[1].data_rank) and set(plans[0].data_rank.tolist()) == {0, 1, 2}

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from spmd_rl.config import RlvrConfig
 from spmd_rl.distributed import solo
-from spmd_rl.rollout import Rollouts
 from spmd_rl.types import Verdict
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of
 
 MODES = [
     {},
@@ -86,13 +85,13 @@ def one_history(mode, goal, extra, slices, slots, crashes, seed) -> None:
     for fatal in [*crashes, None]:
         with solo() as world:
             engine = Crashing(draw, fatal)
-            rollouts = Rollouts(cfg, engine, FakePrompts(7), Moody(), FakeTokenizer(), world)
+            rollouts = make_rollouts(cfg, engine, FakePrompts(7), Moody(), world)
             rollouts.load_state(saved)
             del used[saved_at:]  # what came after the checkpoint has not happened
             try:
                 for _ in range(draw.randint(1, 3)):
                     collected = rollouts.collect(len(used) + 1)
-                    used.append({o.ticket for o in collected.outcomes})
+                    used.append({o.ticket for o in tickets_of(collected.table)})
                     state = rollouts.state()
                     if draw.random() < 0.7:
                         saved, saved_at = state, len(used)

@@ -11,9 +11,9 @@ import pytest
 from spmd_rl.config import RlvrConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import RunFailed, UserError
-from spmd_rl.rollout import BudgetSpent, Context, Rollouts, Sampling, engine_loop
+from spmd_rl.rollout import BudgetSpent, Context, Sampling, engine_loop
 from spmd_rl.types import Completion, Request, Sample, Verdict
-from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer
+from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def even(prompt, answer: str) -> bool:
 
 
 def tickets(collected) -> list[int]:
-    return [o.ticket for o in collected.outcomes]
+    return [o.ticket for o in tickets_of(collected.table)]
 
 
 @pytest.mark.parametrize("claim", ["store", "static"])
 def test_steps_use_every_ticket_once_and_in_order(world: World, claim: str) -> None:
-    rollouts = Rollouts(settings(claim=claim), FakeEngine(), FakePrompts(5), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(settings(claim=claim), FakeEngine(), FakePrompts(5), FakeScorer(even), world)
     used = []
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
@@ -56,7 +56,7 @@ def test_what_is_accepted_depends_on_outcomes_alone(world: World) -> None:
         engine = FakeEngine(lambda r: 20 if r.order[0] in slow else 2)
         scorer = FakeScorer(even, lambda p: 0.02 if int(p.ground_truth) in slow else 0.0)
         cfg = settings(claim=claim, over_sample=extra)
-        rollouts = Rollouts(cfg, engine, FakePrompts(9), scorer, FakeTokenizer(), world)
+        rollouts = make_rollouts(cfg, engine, FakePrompts(9), scorer, world)
         collected = rollouts.collect(100 * extra + len(slow) + 10 * (claim == "store"))
         return [(g.ticket, [s.verdict.score for s in g.samples]) for g in collected.groups], tickets(collected)
 
@@ -69,7 +69,7 @@ def test_what_is_accepted_depends_on_outcomes_alone(world: World) -> None:
 def test_surplus_is_aborted_and_starts_again_in_the_next_step(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
     cfg = settings(over_sample=3, filter=type(settings().rollout.filter)(zero_variance=False))
-    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), world)
     first = rollouts.collect(1)
     assert tickets(first) == [0, 1, 2]
     assert first.num_aborted == 12 and len(engine.aborted) == 12
@@ -83,7 +83,7 @@ def test_a_group_beyond_the_end_is_surplus_even_if_it_would_not_train(world: Wor
     cfg = settings(over_sample=1)
     cfg.rollout.filter.zero_variance, cfg.rollout.filter.min_mean_score = False, 0.5
     scorer = FakeScorer(lambda p, a: p.ground_truth != "3")
-    rollouts = Rollouts(cfg, engine, FakePrompts(20), scorer, FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(20), scorer, world)
     collected = rollouts.collect(1)
     assert tickets(collected) == [0, 1, 2]
     assert [(g.ticket, reason) for g, reason in collected.dropped] == [(3, "surplus")]
@@ -91,12 +91,11 @@ def test_a_group_beyond_the_end_is_surplus_even_if_it_would_not_train(world: Wor
 
 
 def test_a_step_ends_at_its_ticket_limit_with_fewer_groups(world: World) -> None:
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         settings(max_prompts_per_step=5),
         FakeEngine(),
         FakePrompts(9),
         FakeScorer(lambda p, a: p.ground_truth == "1" and even(p, a)),
-        FakeTokenizer(),
         world,
     )
     collected = rollouts.collect(1)
@@ -108,14 +107,14 @@ def test_a_step_ends_at_its_ticket_limit_with_fewer_groups(world: World) -> None
 
 def test_requests_are_admitted_in_ticket_answer_order(world: World) -> None:
     engine = FakeEngine()
-    Rollouts(settings(), engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world).collect(1)
+    make_rollouts(settings(), engine, FakePrompts(9), FakeScorer(even), world).collect(1)
     assert engine.added[:12] == [(t, a, 0) for t in range(3) for a in range(4)]
 
 
 def test_slots_bound_what_runs(world: World) -> None:
     engine = FakeEngine(max_running=8)
     cfg = settings(prompts_per_step=6)
-    Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world).collect(1)
+    make_rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), world).collect(1)
     assert engine.most_running <= 8
 
 
@@ -128,9 +127,9 @@ def test_a_verdict_that_is_no_score_leaves_the_baseline_and_spends_the_budget(wo
 
     cfg = settings()
     cfg.reward.error_budget = 0.9
-    make = lambda: Rollouts(cfg, FakeEngine(), FakePrompts(9), Failing(even), FakeTokenizer(), world)  # noqa: E731
+    make = lambda: make_rollouts(cfg, FakeEngine(), FakePrompts(9), Failing(even), world)  # noqa: E731
     collected = make().collect(1)
-    assert 0 < collected.outcomes.error_share < 0.5
+    assert 0 < collected.table.error_share < 0.5
     assert 0 not in [g.ticket for g in collected.groups], "only failed scores are left: no variance"
     cfg.reward.error_budget = 0.01
     failure = make().collect(2).failure
@@ -146,7 +145,7 @@ def test_a_rollout_of_several_turns_needs_no_change_here(world: World) -> None:
             turn = await ctx.generate(ctx.reply(ctx.prompt.messages))
         return ctx.sample(await ctx.score(turn.text))
 
-    rollouts = Rollouts(settings(), FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, three_turns)
+    rollouts = make_rollouts(settings(), FakeEngine(), FakePrompts(9), FakeScorer(even), world, three_turns)
     sample = rollouts.collect(1).groups[0].samples[0]
     assert [len(turn.token_ids) for turn in sample.turns] == [3, 3, 3]
     assert [len(turn.prompt_ids) for turn in sample.turns] == 3 * [len("problem 0")]
@@ -156,11 +155,11 @@ def test_prompts_that_are_too_long_are_named(world: World) -> None:
     cfg = settings(max_prompt_tokens=5)
     cfg.data.overlong = "error"
     with pytest.raises(UserError, match=r"rollout.max_prompt_tokens=5: prompt 0000\w+ has 9 tokens, and 3 other"):
-        Rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world)
+        make_rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), world)
 
 
 def test_answers_to_held_out_prompts(world: World) -> None:
-    rollouts = Rollouts(settings(), FakeEngine(), FakePrompts(3), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(settings(), FakeEngine(), FakePrompts(3), FakeScorer(even), world)
     groups = rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)] * 2 + [Sampling(0, "eval", 0.0, 8)])
     assert [len(g.samples) for g in groups] == [3, 3]
 
@@ -173,9 +172,9 @@ def scores(collected) -> dict:
 def test_slices_of_a_group_give_the_same_samples(world: World, per_ticket: int) -> None:
     def steps(per_ticket: int | None, name: int) -> list:
         cfg = settings(answers_per_claim=per_ticket)
-        rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
+        rollouts = make_rollouts(cfg, FakeEngine(), FakePrompts(9), FakeScorer(even), world)
         harvests = [rollouts.collect(name + step) for step in (1, 2)]
-        return [(scores(c), [(o.ticket, o.reject_reason) for o in c.outcomes]) for c in harvests]
+        return [(scores(c), [(o.ticket, o.reject_reason) for o in tickets_of(c.table)]) for c in harvests]
 
     assert steps(per_ticket, 10 * per_ticket) == steps(None, 0)
 
@@ -184,7 +183,7 @@ def test_of_the_first_to_finish_the_slow_are_left_behind_and_come_first_in_the_n
     engine = FakeEngine(lambda r: 50 if r.order[0] in (0, 2) else 2)
     cfg = settings(accept="first_finished", over_sample=2)
     cfg.rollout.filter.zero_variance = False
-    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), world)
     assert tickets(rollouts.collect(1)) == [1, 3, 4]
     assert rollouts.state()["skipped"] == [0, 2] and rollouts.state()["next_ticket"] == 5
     engine.length = lambda r: 2
@@ -196,7 +195,7 @@ def test_deferred_tickets_are_trained_on_once_by_the_policy_of_a_long_round(worl
     engine = FakeEngine(lambda r: 40 if r.order[0] % 4 == 0 else 2)
     cfg = settings(tail="defer", over_sample=1)
     cfg.rollout.filter.zero_variance = False
-    rollouts = Rollouts(cfg, engine, FakePrompts(100), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(100), FakeScorer(even), world)
     steps = []
     for step in range(1, 9):
         engine.version = step - 1
@@ -216,7 +215,7 @@ def test_what_is_carried_goes_on_with_the_new_policy_and_keeps_its_tokens(world:
     cfg.rollout.filter.zero_variance = False
     prompts = FakePrompts(90)
     prompts.train = prompts.train[10:]  # all texts have one length
-    rollouts = Rollouts(cfg, engine, prompts, FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, prompts, FakeScorer(even), world)
     engine.version = 0
     first = rollouts.collect(1)
     assert tickets(first) == [0, 1, 2] and first.num_carried == 8 and first.num_aborted == 0
@@ -234,7 +233,7 @@ def test_carried_groups_that_had_finished_are_used_and_not_generated_again(world
     engine = FakeEngine(lambda r: 9 if r.order[0] == 1 else 2)
     cfg = settings(over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
-    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), world)
     assert tickets(rollouts.collect(1)) == [0, 1, 2]
     engine.added.clear()
     assert tickets(rollouts.collect(2)) == [3, 4, 5]
@@ -245,7 +244,7 @@ def test_a_held_out_evaluation_leaves_carried_requests_alone(world: World) -> No
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
     cfg = settings(over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
-    rollouts = Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), world)
     rollouts.collect(1)
     engine.added.clear()
     rollouts.answer(rollouts.prompts.eval, [Sampling(0, "eval", 1.0, 8)])
@@ -259,7 +258,7 @@ def test_a_resume_starts_carried_tickets_again(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
     cfg = settings(over_sample=2, partial_rollout=True)
     cfg.rollout.filter.zero_variance = False
-    make = lambda: Rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), FakeTokenizer(), world)  # noqa: E731
+    make = lambda: make_rollouts(cfg, engine, FakePrompts(20), FakeScorer(even), world)  # noqa: E731
     one = make()
     one.collect(1)
     other = make()
@@ -269,12 +268,11 @@ def test_a_resume_starts_carried_tickets_again(world: World) -> None:
 
 
 def test_a_step_in_which_nothing_qualifies_says_so_and_ends(world: World, capsys) -> None:
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
         settings(max_prompts_per_step=5),
         FakeEngine(),
         FakePrompts(9),
         FakeScorer(lambda p, a: True),
-        FakeTokenizer(),
         world,
     )
     assert rollouts.collect(1).groups == ()
@@ -292,9 +290,9 @@ def test_length_filters(world: World, filter: dict, reason: str) -> None:
     cfg = settings(max_new_tokens=5)
     for key, value in ({"zero_variance": False} | filter).items():
         setattr(cfg.rollout.filter, key, value)
-    rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), world)
     collected = rollouts.collect(1)
-    assert [(o.ticket, o.reject_reason) for o in collected.outcomes if o.reject_reason] == [(1, reason)]
+    assert collected.table.reasons == {1: reason}
 
 
 def test_length_bias(world: World) -> None:
@@ -305,7 +303,7 @@ def test_length_bias(world: World) -> None:
         cfg = settings(accept=accept, over_sample=7, prompts_per_step=7)
         cfg.rollout.filter.zero_variance = False
         scorer = FakeScorer(lambda p, a: int(p.ground_truth) % 7 < 3)
-        rollouts = Rollouts(cfg, engine, FakePrompts(70), scorer, FakeTokenizer(), world)
+        rollouts = make_rollouts(cfg, engine, FakePrompts(70), scorer, world)
         offset = 100 * (accept == "first_finished")
         harvests = [rollouts.collect(offset + step) for step in (1, 2, 3)]
         assert [len(c.groups) for c in harvests] == [7, 7, 7]
@@ -321,12 +319,12 @@ def test_remax_draws_one_greedy_answer_that_is_no_member_of_the_group(world: Wor
     engine = FakeEngine(lambda r: asked.append((r.order[:2], r.temperature)) or 3)
     cfg = settings(answers_per_claim=2)
     cfg.algorithm.advantage = "remax"
-    collected = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world).collect(1)
+    collected = make_rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), world).collect(1)
     assert {temperature for (_, answer), temperature in asked if answer == 4} == {0.0}
     assert {temperature for (_, answer), temperature in asked if answer < 4} == {1.0}
-    for o in collected.outcomes:
+    for o in tickets_of(collected.table):
         assert o.answers[["answer", "greedy"]].tolist() == [(n, n == 4) for n in range(5)]
-    sampled = [score for o in collected.outcomes for score in o.answers["score"][~o.answers["greedy"]]]
+    sampled = [score for o in tickets_of(collected.table) for score in o.answers["score"][~o.answers["greedy"]]]
     assert collected.metrics()["critic/score/mean"] == pytest.approx(sum(sampled) / len(sampled))
     for group in collected.groups:
         assert len({s.verdict.score for s in group.samples if not s.greedy}) == 2, "the baseline is no variance"
@@ -347,7 +345,9 @@ def test_a_mistake_in_an_episode_is_a_verdict_of_that_sample_alone(world: World)
     cfg.rollout.filter.zero_variance = False
     cfg.reward.error_budget = 1.0
     collected = collect_with(failing, cfg, world)
-    assert [(o.ticket, o.reject_reason) for o in collected.outcomes if o.reject_reason] == [(1, "too few scored")]
+    assert [(o.ticket, o.reject_reason) for o in tickets_of(collected.table) if o.reject_reason] == [
+        (1, "too few scored")
+    ]
     verdicts = {s.key: s.verdict for g in [*collected.groups, *(g for g, _ in collected.dropped)] for s in g.samples}
     assert {key for key, verdict in verdicts.items() if verdict.status == "ok"} == {
         (t, a) for t in (0, 2, 3) for a in (0, 1)
@@ -365,7 +365,7 @@ def test_a_mistake_in_an_episode_is_a_verdict_of_that_sample_alone(world: World)
 
 def collect_with(episode, cfg: RlvrConfig, world: World, step: int = 1, **engine):
     engine = FakeEngine(lambda r: 3, **engine)
-    rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world, episode)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), world, episode)
     return rollouts.collect(step)
 
 
@@ -406,8 +406,8 @@ def test_an_episode_that_has_no_room_at_all_is_an_error_of_its_sample(world: Wor
     cfg = settings(max_context_tokens=9, max_prompts_per_step=3)
     cfg.reward.error_budget = 1.0
     collected = collect_with(None, cfg, world)
-    assert collected.groups == () and len(collected.outcomes) == 3
-    assert collected.outcomes.details[0].endswith(": BudgetSpent: 9 tokens leave no room to answer")
+    assert collected.groups == () and len(collected.table) == 3
+    assert collected.table.details[0].endswith(": BudgetSpent: 9 tokens leave no room to answer")
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_an_episode_that_has_no_room_at_all_is_an_error_of_its_sample(world: Wor
 )
 def test_a_context_that_cannot_be_is_told_at_the_start(world: World, rollout: dict, line: str) -> None:
     cfg = settings(**rollout)
-    rollouts = Rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, FakeEngine(), FakePrompts(2), FakeScorer(even), world)
     with pytest.raises(UserError, match=line):
         rollouts.check()
 
@@ -430,7 +430,7 @@ def test_a_carried_turn_keeps_the_limit_it_began_with(world: World) -> None:
     engine = FakeEngine(lambda r: 50 if r.order[0] >= 3 else 2)
     cfg = settings(over_sample=2, partial_rollout=True, max_context_tokens=16)
     cfg.rollout.filter.zero_variance = False
-    rollouts = Rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), FakeTokenizer(), world)
+    rollouts = make_rollouts(cfg, engine, FakePrompts(9), FakeScorer(even), world)
     assert rollouts.collect(1).num_carried == 8
     turns = [s.turns[0] for g in rollouts.collect(2).groups for s in g.samples if g.ticket in (3, 4)]
     assert {(len(turn.token_ids), turn.finish_reason) for turn in turns} == {(7, "length")}
@@ -438,7 +438,7 @@ def test_a_carried_turn_keeps_the_limit_it_began_with(world: World) -> None:
 
 def test_time_without_anything_to_compute_is_told_as_waiting(world: World) -> None:
     scorer = FakeScorer(even, lambda p: 0.05)
-    Rollouts(settings(), FakeEngine(), FakePrompts(5), scorer, FakeTokenizer(), world).collect(1)
+    make_rollouts(settings(), FakeEngine(), FakePrompts(5), scorer, world).collect(1)
     events = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
     since = {"kind": [], "kind_done": []}
     for event in events:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spmd_rl.algo import POLICY_LOSSES
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.train.microbatch import plan

@@ -20,10 +20,10 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import prepare, sample_log, token_advantages
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.redistribute import redistribute
-from spmd_rl.rollout.outcomes import answer_row, answer_rows
+from spmd_rl.learn.transfer import redistribute
+from spmd_rl.rollout.table import answer_row, answer_rows
 from spmd_rl.types import Group
 from tests.agents import Step, collected, group, trajectory
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from spmd_rl.config.schema import FilterConfig
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.filters import reject_reason
-from spmd_rl.rollout.outcomes import SliceReport, answer_row, answer_rows, gather_outcomes, step_rows
+from spmd_rl.rollout.table import SliceReport, answer_row, answer_rows, build_table, step_rows
 from spmd_rl.types import Group, Sample
 from tests.agents import SEGMENTS, Step, group, trajectory
 
@@ -79,7 +79,7 @@ def random_groups(seed: int, cut: bool) -> list[Group]:
 def gathered(groups: list[Group]) -> Collected:
     sent = msgspec.msgpack.encode([SliceReport.of(g, 0, 5, 0) for g in groups])
     reports = msgspec.msgpack.decode(sent, type=list[SliceReport])
-    return Collected(1, (), (), gather_outcomes(reports, [g.ticket for g in groups], 1), 0.0, 0, 0)
+    return Collected(1, (), (), build_table(reports, [g.ticket for g in groups], 1), 0.0, 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -89,11 +89,11 @@ def test_every_statistic_counts_trajectories_and_never_segments(seed: int) -> No
     metrics = [gathered(groups).metrics() for groups in (whole, cut)]
     tokens = [m.pop("tokens") for m in metrics]
     assert metrics[0] == metrics[1] and tokens[0] < tokens[1], "segments repeat their history"
-    outcomes = [gathered(groups).outcomes for groups in (whole, cut)]
+    tables = [gathered(groups).table for groups in (whole, cut)]
     for name in ("num_answers", "num_unscored", "error_share", "zero_variance_share", "details"):
-        assert getattr(outcomes[0], name) == getattr(outcomes[1], name), name
-    assert [len(rows) for rows in outcomes[0].by_domain().values()] == [10, 10]
-    assert [len(rows) for rows in outcomes[1].by_domain().values()] == [10, 10]
+        assert getattr(tables[0], name) == getattr(tables[1], name), name
+    assert [len(rows) for rows in tables[0].by_domain().values()] == [10, 10]
+    assert [len(rows) for rows in tables[1].by_domain().values()] == [10, 10]
     for a, b in zip(whole, cut, strict=True):
         assert SliceReport.of(b, 0, 0, 0).num_answers == 5
         rows = [answer_rows(answer_row(s, 0, 0) for s in g.samples) for g in (a, b)]
@@ -110,7 +110,7 @@ def test_every_statistic_counts_trajectories_and_never_segments(seed: int) -> No
 
 def test_steps_survive_the_way() -> None:
     groups = random_groups(0, True)
-    steps = gathered(groups).outcomes.steps
+    steps = gathered(groups).table.steps
     wanted = [row for g in groups for row in step_rows(g.samples)]
     assert steps.tolist() == wanted and len(steps) == 4 * 5 * 4
 

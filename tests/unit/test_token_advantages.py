@@ -10,7 +10,7 @@ from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import token_advantages
-from spmd_rl.learn.token_selection import mark, token_numbers
+from spmd_rl.learn.token_advantages import mark, token_numbers
 from tests.unit.test_prepare import GROUPS, planned, sample
 
 PLAN = planned(GROUPS)

@@ -13,8 +13,8 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.policy_loss import bind_loss
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.losses import bind_loss
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.microbatch import plan
 from spmd_rl.train.sharing import share_prefixes
 from spmd_rl.types import Group

@@ -14,10 +14,10 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import prepare, repetition, sample_log, token_advantages
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn import advantages, prepare, sample_log, token_advantages
+from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.redistribute import redistribute
+from spmd_rl.learn.transfer import redistribute
 from spmd_rl.types import Group
 from tests.agents import SEGMENTS, Step, collected, group, trajectory
 from tests.unit.algo.cases import KEYS
@@ -44,7 +44,7 @@ def plan_of(some: list[Group], num_updates: int = 1, **keys) -> Plan:
     told = None
     if settings.repetition_coef:
         with solo() as world:
-            told = repetition.penalties(c, settings, world)
+            told = advantages.repetition_penalties(c, settings, world)
     return prepare.plan(c, settings, Moments(), num_updates=num_updates, penalties=told, **SIZES)[0]
 
 

@@ -18,21 +18,23 @@ import torch
 from torch import nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.phases import phase as progress
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
+from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
-from spmd_rl.learn.policy_loss import bind_loss
+from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
-from spmd_rl.learn.value_loss import bind_value_loss
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.tools.plan.batch import full_batch, num_microbatches
 from spmd_rl.tools.plan.book import Book, Peak
 from spmd_rl.tools.plan.pretend import Pretend
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
-from spmd_rl.train import Stored, build_role
+from spmd_rl.train import build_role
+from spmd_rl.train.stored_model import Stored
 
 ACCUMULATED = "update: results"
 """The meeting after the last backward pass of an update."""
@@ -72,7 +74,7 @@ class Trace:
     """tokens of the longest sample"""
 
 
-def trace(cfg: PipelineConfig, rank: int, size: int) -> Trace:
+def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
     """What rank `rank` of `size` holds. UserError if the layout is impossible.
 
     At most as many micro-batches are run as can be in flight, and one more, on which gradients are added up.
@@ -90,7 +92,7 @@ def trace(cfg: PipelineConfig, rank: int, size: int) -> Trace:
         return run.traced()
 
 
-def planned(cfg: PipelineConfig) -> PipelineConfig:
+def planned(cfg: RlConfig) -> RlConfig:
     """Settings for a plan: every tensor stays where it is, and nothing is drawn at random."""
     policy = cfg.policy
     if policy.dtype == "auto":
@@ -111,7 +113,7 @@ def _met(book: Book, pretend: Pretend, name: str) -> None:
 class _Run:
     """The roles of a run, and what they do in a step."""
 
-    def __init__(self, cfg: PipelineConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
+    def __init__(self, cfg: RlConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
         """offload: weights and moments are off the device where nothing reads them."""
         self._offload, self._cfg, self._world, self._book, self._pretend = offload, cfg, world, book, pretend
         self._models: dict[str, nn.Module] = {}
@@ -121,13 +123,17 @@ class _Run:
     def traced(self) -> Trace:
         cfg = self._cfg
         for role in cfg.roles:
+            if not backend(role.train.name).has_plan:
+                raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
             self._tag(role.name)
         policy = self._roles["policy"]
-        most = num_microbatches(cfg, policy.layout.data.size, cfg.train.tokens_per_microbatch)
+        rollout, train = cfg.rollout, cfg.train
+        shards = policy.layout.data.size
+        most = num_microbatches(rollout, train.updates_per_step, shards, train.tokens_per_microbatch)
         vocabulary = self._models["policy"].config.get_text_config().vocab_size
-        self._run("publish", "policy", lambda: _emptied(policy.whole_parameters()))
+        self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
         for name, role in self._roles.items():
             if name == "policy" and cfg.train.updates_per_step == 1 and not needs_old_logprobs(cfg.algorithm):
                 continue  # the update itself computes these numbers
@@ -142,7 +148,7 @@ class _Run:
         held = Counter[str]()
         for entry in self._book.entries:
             held[entry.tag] += entry.num_bytes * (entry.died > self._book.now and bool(entry.tag))
-        longest = tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
+        longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
         config = self._models["policy"].config.get_text_config()
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
@@ -152,20 +158,17 @@ class _Run:
 
     def _tag(self, name: str) -> None:
         self._book.tag(f"{name} {WEIGHTS}", self._models[name].parameters())
-        moments = self._roles[name].state_dict().get("optimizer", {})
+        moments = self._roles[name].model.state_dict().get("optimizer", {})
         self._book.tag(f"{name} {OPTIMIZER}", moments.values())
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
         """A batch for a role, how many micro-batches it has, and how many those of a step have."""
         cfg, layout = self._cfg, self._roles[name].layout
-        train = cfg.role(name).train
-        count = num_microbatches(cfg, layout.data.size, train.tokens_per_microbatch)
+        train, rollout, updates = cfg.role(name).train, cfg.rollout, cfg.train.updates_per_step
+        longest, budget = tokens_per_turn(rollout, rollout.max_prompt_tokens), train.tokens_per_microbatch
+        count = num_microbatches(rollout, updates, layout.data.size, budget)
         traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
-        return (
-            full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary),
-            traced,
-            count * cfg.train.updates_per_step,
-        )
+        return full_batch(cfg.algorithm, longest, traced, budget, vocabulary), traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm

@@ -1,0 +1,344 @@
+"""From the verdicts of a step to the advantages of its answers, or of each turn of an agent.
+
+    scores -> penalties, norms, clips -> estimator -> which sampled tokens an advantage reaches -> masks and weights
+
+Every rank holds the same metadata (rows of `table.ANSWER`) and finds the same. A verdict that is not a score takes its
+answer out altogether, out of its group's baseline too. An answer, or trajectory, may have several samples: the segments
+that `Sample.last` ends. An estimator of answers gives one number to an answer, which reaches the sampled tokens of all
+its turns and segments. One of steps gives a number to each turn of an agent, which reaches the tokens of that turn
+alone; for one of tokens, that number is the reward at the turn's last token. So a trajectory is trained once, not once
+for each of its turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.algo import masks, shaping
+from spmd_rl.algo.groups import group_mean
+from spmd_rl.algo.inputs import Scored
+from spmd_rl.algo.moments import Moments
+from spmd_rl.algo.shaping import clip, repetition_penalty
+from spmd_rl.batch import as_tensor
+from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.distributed import World
+from spmd_rl.learn.custom import answer_advantage, bind, token_advantage
+from spmd_rl.rollout.table import SampleTable, last_segments, trajectories_of
+from spmd_rl.types import Group, concat
+
+
+class Samples(Protocol):
+    """What a step learns from, whoever made it; `rollout.Collected`, for one."""
+
+    step: int
+    groups: Sequence[Group]
+    """This rank's."""
+    table: SampleTable
+    """Equal on all ranks."""
+
+
+Key = tuple[int, int]
+"""(ticket, answer)"""
+NOTHING_SAMPLED, BASELINE, NO_BASELINE = 1, 2, 3
+EXCLUDED = {
+    NOTHING_SAMPLED: "nothing sampled",
+    BASELINE: "greedy baseline",
+    NO_BASELINE: "no greedy score",
+}
+"""Why a scored answer is not among those that may train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The n scored answers of a step that may train, in (ticket, answer) order; each holds a sampled token."""
+
+    answers: np.ndarray
+    """`ANSWER` [n]: of each its last sample, which bears its verdict"""
+    groups: Tensor
+    """int64 [n]: ticket"""
+    domains: Tensor
+    """int64 [n]: equal numbers mark a domain"""
+    scores: Tensor
+    """float64 [n], as judged"""
+    lengths: Tensor
+    """int64 [n], sampled tokens of all its samples"""
+    greedy: Tensor | None
+    """float64 [n]: score of the group's greedy answer; None where there is none"""
+    samples: np.ndarray
+    """`ANSWER` [m]: the samples of these answers that hold a sampled token, in (ticket, answer) order"""
+    owners: np.ndarray
+    """int64 [m]: the answer that each sample belongs to"""
+    steps: np.ndarray
+    """`STEP` [k]: the agent's turns in these samples, by sample and turn"""
+    places: np.ndarray
+    """int64 [k]: the sample that holds each turn"""
+    excluded: tuple[tuple[Key, str], ...]
+    """samples of scored answers of these groups that are not among these, each with the reason"""
+    num_excluded: int
+    """scored answers that may not train"""
+
+    @classmethod
+    def of(cls, collected: Samples, greedy_answer: int | None = None) -> "Metadata":
+        """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
+        table = collected.table
+        samples, steps = table.accepted, table.steps
+        if len(steps) or not samples["last"].all():
+            samples = samples[np.lexsort((samples["answer"], samples["ticket"]))]
+        ends = last_segments(samples)
+        lengths = np.bincount(ends, samples["num_answer_tokens"], len(samples)).astype(np.int64)
+        judged = samples["last"] & samples["scored"]
+        reasons = np.where(judged & (lengths == 0), NOTHING_SAMPLED, 0)
+        if greedy_answer is not None:
+            _exclude_baselines(samples, judged & (reasons == 0), greedy_answer, reasons)
+        rows = np.flatnonzero(judged & (reasons == 0))
+        numbers = np.full(len(samples), -1)
+        numbers[rows] = np.arange(len(rows))
+        owners = numbers[ends]
+        trains = (owners >= 0) & (samples["num_answer_tokens"] > 0)
+        why = np.where((owners >= 0) & ~trains, NOTHING_SAMPLED, reasons[ends])
+        answers = samples[rows]
+        greedy = None if greedy_answer is None else _baselines(samples, reasons, answers)
+        steps, places = _steps_of(samples[trains], steps)
+        return cls(
+            answers=answers,
+            groups=as_tensor(answers["ticket"]),
+            domains=as_tensor(table.domains[table.tickets.searchsorted(answers["ticket"])]),
+            scores=as_tensor(answers["score"], np.float64),
+            lengths=as_tensor(lengths[rows]),
+            greedy=None if greedy is None else as_tensor(greedy, np.float64),
+            samples=samples[trains],
+            owners=owners[trains],
+            steps=steps,
+            places=places,
+            excluded=tuple(zip(keys(samples[why > 0]), [EXCLUDED[w] for w in why[why > 0].tolist()], strict=True)),
+            num_excluded=int(np.count_nonzero(reasons)),
+        )
+
+
+def keys(answers: np.ndarray) -> list[Key]:
+    """Of rows of `ANSWER`."""
+    return list(zip(answers["ticket"].tolist(), answers["answer"].tolist(), strict=True))
+
+
+def _exclude_baselines(samples: np.ndarray, judged: np.ndarray, greedy_answer: int, reasons: np.ndarray) -> None:
+    """Set the reasons of the baselines, and of the answers without one, among the `judged` rows (bool [m])."""
+    is_baseline = judged & (samples["unit"] == greedy_answer)
+    has_baseline = np.isin(samples["ticket"], samples["ticket"][is_baseline])
+    reasons[judged & ~has_baseline] = NO_BASELINE
+    reasons[is_baseline] = BASELINE
+
+
+def _baselines(samples: np.ndarray, reasons: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """The score of each answer's baseline."""
+    baselines = samples[reasons == BASELINE]
+    order = baselines["ticket"].argsort()
+    return baselines["score"][order[np.searchsorted(baselines["ticket"], answers["ticket"], sorter=order)]]
+
+
+def _steps_of(samples: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of `STEP` of these samples, sorted by sample and turn, and the place of each one's sample."""
+    if not len(steps):
+        return steps, np.empty(0, np.int64)
+    width = 1 + max(int(rows["answer"].max(initial=0)) for rows in (samples, steps))
+    held, wanted = (rows["ticket"] * width + rows["answer"] for rows in (samples, steps))
+    chosen = np.flatnonzero(np.isin(wanted, held))
+    places = held.searchsorted(wanted[chosen])
+    order = np.lexsort((steps["step"][chosen], places))
+    return steps[chosen[order]], places[order]
+
+
+def adjusted(data: Metadata, settings: AlgorithmConfig, max_tokens: int, penalties: Tensor | None = None) -> Tensor:
+    """Scores, scaled and with penalties. float64 [n]. Parameters as in `shape`."""
+    scores = bind(shaping.scale_shift, settings)(data.scores)
+    if settings.format_penalty:
+        wrong = as_tensor(data.answers["wrong_format"], np.bool_)
+        scores = scores + bind(shaping.format_penalty, settings)(wrong)
+    if settings.overlong_coef:
+        scores = scores + bind(shaping.overlong_penalty, settings)(data.lengths, max_tokens)
+    return scores if penalties is None else scores + penalties
+
+
+def normalised(
+    values: Tensor, groups: Tensor, domains: Tensor, settings: AlgorithmConfig, running: Moments
+) -> tuple[Tensor, Moments]:
+    """Values normalised and clipped, and the moments of all of the run, these included. float64 [n]."""
+    if "running" in (settings.norm_mean_type, settings.norm_std_type):
+        running = running.merge(Moments.of(values))
+    if settings.normalises:
+        values = bind(shaping.normalise, settings)(values, groups, running, domains)
+    if settings.reward_clip is not None:
+        values = shaping.clip(values, settings.reward_clip)
+    return values, running
+
+
+def shape(
+    data: Metadata, settings: AlgorithmConfig, running: Moments, max_tokens: int, penalties: Tensor | None = None
+) -> tuple[Scored, Moments]:
+    """Scores with penalties, normalised and clipped; and the moments of all scores of the run, these included.
+
+    max_tokens: the limit of an answer. penalties: float64 [n], what else is added to the scores.
+    """
+    scores = adjusted(data, settings, max_tokens, penalties)
+    scores, running = normalised(scores, data.groups, data.domains, settings, running)
+    # penalties are the answers' own: a baseline may be any function of the prompt
+    greedy = None if data.greedy is None else bind(shaping.scale_shift, settings)(data.greedy)
+    return Scored(scores, data.groups, data.lengths, greedy), running
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of sampled tokens that are credited as one, of m samples, end to end: r of them."""
+
+    turns: np.ndarray
+    """int64 [r]: equal numbers get one advantage: one for each answer, or for each turn of an agent"""
+    lengths: np.ndarray
+    """int64 [r]: sampled tokens"""
+    counts: np.ndarray
+    """int64 [m]: runs of each sample"""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The advantages of a step."""
+
+    advantages: np.ndarray
+    """float64 [q]: of each turn that `runs` names; before a token-level estimator, its reward"""
+    runs: Runs
+    scores: Tensor
+    """float64 [n]: the shaped scores of answers"""
+    running: Moments
+    """the moments of the run's scores, these included"""
+
+
+def credit(
+    data: Metadata, settings: AlgorithmConfig, running: Moments, max_tokens: int, penalties: Tensor | None = None
+) -> Credit:
+    """Advantages of the answers, or of their turns where the estimator tells these apart. Parameters as in `shape`."""
+    estimator = answer_advantage(settings)  # a token-level estimator starts from the scores
+    if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
+        scored, running = shape(data, settings, running, max_tokens, penalties)
+        advantages = estimator(scored) if estimator else scored.scores
+        return Credit(advantages.numpy(), whole_samples(data), scored.scores, running)
+    scores = adjusted(data, settings, max_tokens, penalties)
+    if settings.normalises and not estimator:
+        scores, running = normalised(scores, data.groups, data.domains, settings, running)
+    scored, runs = by_step(data, scores, settings)
+    values = estimator(scored) if estimator else scored.scores
+    if settings.normalises and estimator:  # returns: the scores of steps
+        values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
+    return Credit(values.numpy(), runs, scores, running)
+
+
+def whole_samples(data: Metadata) -> Runs:
+    """One run for each sample: an answer has one advantage."""
+    return Runs(data.owners, data.samples["num_answer_tokens"].astype(np.int64), np.ones_like(data.owners))
+
+
+def by_step(data: Metadata, scores: Tensor, settings: AlgorithmConfig) -> tuple[Scored, Runs]:
+    """The steps of the answers with their rewards, such that those of an answer add up to its score; and their tokens.
+
+    scores: float64 [n], with penalties. What the rewards of an answer's steps do not add up to, a penalty or the word
+    of a rewarder, counts with its last step; all of it does if scores are normalised, which are those of whole answers.
+    An answer without any turn of an agent is one step.
+    """
+    n, steps = len(data.answers), data.steps
+    owners = data.owners[data.places]
+    single = np.ones(n, np.bool_)
+    single[owners] = False
+    alone = np.flatnonzero(single)
+    trajectories = np.concatenate((owners, alone))
+    rewards = np.zeros(len(trajectories))
+    if not settings.normalises or settings.credits_steps:
+        rewards[: len(steps)] = settings.reward_scale * steps["reward"]
+    numbers = np.concatenate((steps["step"].astype(np.int64), np.zeros_like(alone)))
+    order = np.lexsort((numbers, trajectories))
+    last = order[np.append(np.diff(trajectories[order]) != 0, True)] if len(order) else order  # by trajectory
+    totals = np.zeros(n)
+    np.add.at(totals, trajectories, rewards)
+    missing = scores.numpy() - totals
+    rewards[last] += np.where(np.isclose(totals, scores.numpy(), rtol=1e-12, atol=1e-12), 0.0, missing)
+    shaped = torch.from_numpy(rewards)
+    if settings.reward_clip is not None and not settings.normalises:
+        shaped = clip(shaped, settings.reward_clip)
+    lengths = np.concatenate((steps["num_tokens"].astype(np.int64), data.lengths.numpy()[alone]))
+    scored = Scored(
+        scores=shaped,
+        groups=data.groups[trajectories],
+        lengths=as_tensor(lengths),
+        trajectories=as_tensor(trajectories),
+        steps=as_tensor(numbers),
+        states=_states(data, alone),
+    )
+    return scored, _runs(data, alone)
+
+
+def _states(data: Metadata, alone: np.ndarray) -> Tensor:
+    """Equal numbers for equal (ticket, state); an answer without turns of an agent has a state of its own."""
+    pairs = np.stack((data.steps["ticket"], data.steps["state"].view(np.int64)), axis=1)
+    states = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+    return as_tensor(np.concatenate((states, len(states) + np.arange(len(alone)))))
+
+
+def _runs(data: Metadata, alone: np.ndarray) -> Runs:
+    """One run for each turn of an agent, and one for each sample of the answers that are `alone`, without such turns.
+
+    Turns are numbered as the rows of `by_step`.
+    """
+    others = np.flatnonzero(np.isin(data.owners, alone))
+    places = np.concatenate((data.places, others))
+    turns = np.concatenate((np.arange(len(data.steps)), len(data.steps) + alone.searchsorted(data.owners[others])))
+    lengths = np.concatenate((data.steps["num_tokens"], data.samples["num_answer_tokens"][others])).astype(np.int64)
+    order = places.argsort(kind="stable")
+    counts = np.bincount(places, minlength=len(data.samples))
+    sums = np.bincount(places, lengths, len(data.samples))
+    assert np.array_equal(sums, data.samples["num_answer_tokens"]), "sampled tokens that no step has"
+    return Runs(turns[order], lengths[order], counts)
+
+
+def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Tensor]:
+    """The answers that are masked out of the loss, in order, each with the first reason; and weights of the others.
+
+    A masked answer keeps its place in its group's baseline, unlike one without a score. A weight, float64 of mean 1,
+    is a factor of the answer's loss beside its share of the mean.
+    """
+    solved = group_mean(data.scores, data.groups) if settings.difficulty_loss_weight else None
+    keep: dict[str, Tensor] = {}
+    if settings.max_len_mask:
+        keep["truncated"] = masks.max_len_mask(as_tensor(data.answers["truncated"], np.bool_))
+    if settings.difficulty_mask:
+        keep["too easy or too hard"] = bind(masks.difficulty_mask, settings)(data.scores, data.groups)
+    if settings.variance_top_p is not None:
+        keep["too little variance"] = bind(masks.variance_mask, settings)(data.scores, data.groups)
+    if settings.error_max_len_clip:
+        keep["long and wrong"] = bind(masks.error_max_len_mask, settings)(data.scores, data.lengths)
+    kept = torch.ones(len(data.answers), dtype=torch.bool)
+    reasons: dict[int, str] = {}
+    for reason, passed in keep.items():
+        kept &= passed
+        for row in (~passed).nonzero().flatten().tolist():
+            reasons.setdefault(row, reason)
+    weights = torch.ones(len(data.answers), dtype=torch.float64)
+    if solved is not None:
+        weights = weights * masks.difficulty_weight(1 - solved)
+    if settings.length_loss_weight:
+        weights = weights * masks.length_weight(data.lengths)
+    return dict(sorted(reasons.items())), masks.mean_one(weights[kept])
+
+
+def repetition_penalties(collected: Samples, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
+    """[all] What each answer of the groups that train loses for repeating itself, counted over all its turns.
+
+    An answer of several samples goes by the key of its last one.
+    """
+    penalty = bind(repetition_penalty, settings)
+    mine = []
+    for samples in (samples for group in collected.groups for samples in trajectories_of(group.samples)):
+        turns = [turn.token_ids for sample in samples for turn in sample.turns]
+        mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
+    with world.phase("coordination"):
+        records = world.gather("prepare: repetition", mine)
+    return {(ticket, answer): value for record in records for ticket, answer, value in record}

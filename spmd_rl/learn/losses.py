@@ -1,0 +1,245 @@
+"""The update: losses of a token, optimizer steps on batches of any source, and how far samples are from the policy.
+
+    loss of a token = correction weight * surrogate + KL penalty + terms (entropy bonus, supervised learning)
+
+    batch = pack(samples)                                             # the rows of this rank's data shard
+    batch.weights = batch.loss_mask / num_tokens                      # of the global batch: `-mean log pi(t)`
+    metrics = update(policy, [batch], nll)  # [all]
+
+Left out: the weight of the token in the batch (`prepare.py`), which multiplies all of it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo import KL_ESTIMATORS, POLICY_TERMS
+from spmd_rl.algo.correction import correction, effective_share, mismatch
+from spmd_rl.algo.inputs import Tokens
+from spmd_rl.algo.values import value_loss
+from spmd_rl.batch import Batch
+from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.config.sections.algorithm import BoundsConfig
+from spmd_rl.distributed import DataShard, World
+from spmd_rl.errors import RunFailed, tell
+from spmd_rl.learn.custom import bind, policy_loss
+from spmd_rl.train.base import Loss, Metrics, TrainBackend, ValueLoss
+
+PerToken = tuple[Tensor, Mapping[str, Tensor]]
+
+
+def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> Loss:
+    """The `Loss` that the settings describe; `kl_coef` is the one now in force (default: `algorithm.kl_coef`)."""
+    coefficients = {"sft": settings.sft_coef, "entropy": settings.entropy_coef}
+    return partial(
+        _loss,
+        surrogate=policy_loss(settings),
+        level=settings.correction.level,
+        from_engine=settings.old_logprobs == "engine",
+        correct=None if settings.correction.level == "off" else bind(correction, settings.correction),
+        terms=[bind(term, settings) for name, term in POLICY_TERMS.items() if coefficients[name]],
+        divergence=KL_ESTIMATORS[settings.kl_estimator],
+        kl_coef=settings.kl_coef if kl_coef is None else kl_coef,
+    )
+
+
+def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, Tensor | None]:
+    """The sampled tokens of a batch of whole trajectories, as `algo` takes them; and their order, if it is another.
+
+    A trajectory of several segments is one sample to `algo`. Without old logprobs the current ones stand in: in the
+    first update on fresh samples they are the same numbers.
+    """
+    order, trajectories = by_trajectory(batch)
+    mask, runs = batch.sampled.index, batch.sampled.runs
+    if order is not None:
+        mask, runs, logprobs, entropy = mask[order], runs[order], logprobs[order], entropy[order]
+    tokens = Tokens(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask],
+        rollout_logprobs=batch.rollout_logprobs[mask],
+        advantages=batch.advantages[mask],
+        entropy=entropy,
+        samples=trajectories,
+        segments=runs,
+        ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[mask],
+        marked=None if batch.marked is None else batch.marked[mask],
+    )
+    return tokens, order
+
+
+def by_trajectory(batch: Batch) -> tuple[Tensor | None, Tensor]:
+    """The order of the N sampled tokens in which those of a trajectory are neighbours, its segments in order, and the
+    number of each one's trajectory in that order: int64 [N], 0, 1, ... without gaps. No order: they are already.
+
+    What is computed over whole trajectories takes tokens in this order; a micro-batch holds all segments of each.
+    """
+    if batch.trajectories is None:
+        return None, batch.sampled.samples
+    numbers = batch.trajectories.repeat_interleave(batch.starts.diff(), output_size=batch.num_tokens)
+    numbers = numbers[batch.sampled.index]
+    order = numbers.argsort(stable=True)
+    return order, torch.unique_consecutive(numbers[order], return_inverse=True)[1]
+
+
+def _loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: Batch,
+    *,
+    surrogate: Callable[[Tokens], PerToken],
+    level: str,
+    from_engine: bool,
+    correct: Callable[[Tokens], PerToken] | None,
+    terms: Sequence[Callable[[Tokens], PerToken]],
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    kl_coef: float,
+) -> PerToken:
+    """See `train.base.Loss`."""
+    tokens, order = tokens_of(batch, logprobs, entropy)
+    loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
+    quantities = dict(quantities) | {
+        "actor/entropy": tokens.entropy.detach(),
+        "actor/abs_advantage": tokens.advantages.abs(),
+        "train_infer/lag/mean": batch.lags[batch.sampled.index].float(),
+    }
+    quantities |= mismatch(tokens, level)
+    if correct is not None:
+        weights, more = correct(tokens)
+        loss, quantities = loss * weights, quantities | more
+        del quantities["train_infer/ratio"]  # which `mismatch` has
+    for term in terms:
+        extra, more = term(tokens)
+        loss, quantities = loss + extra, quantities | more
+    if kl_coef:
+        assert tokens.ref_logprobs is not None, "the KL penalty needs reference logprobs"
+        kl = divergence(tokens.logprobs, tokens.ref_logprobs)
+        loss = loss + kl_coef * kl
+        quantities["actor/kl_loss"] = kl.detach()
+    if tokens.ref_logprobs is not None:
+        quantities["critic/kl"] = tokens.old_logprobs - tokens.ref_logprobs
+    return loss if order is None else torch.empty_like(loss).index_copy(0, order, loss), quantities
+
+
+def bind_value_loss(settings: AlgorithmConfig) -> ValueLoss:
+    """The `ValueLoss` that the settings describe."""
+    return partial(_value_loss, error=bind(value_loss, settings))
+
+
+def _value_loss(
+    values: Tensor, batch: Batch, *, error: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """See `train.base.ValueLoss`."""
+    assert batch.values is not None and batch.returns is not None
+    old, returns = batch.values[batch.sampled.index], batch.returns[batch.sampled.index]
+    loss, quantities = error(values, old, returns)
+    return loss, quantities | {"critic/values/mean": old, "critic/returns/mean": returns}
+
+
+def update(policy: TrainBackend, batches: Iterable[Batch], loss: Loss, temperature: float = 1.0) -> Metrics:
+    """[all] One optimizer step per mini-batch; the means of what they measure. Equal on all ranks."""
+    with policy.awake():
+        return with_ess(mean_over([policy.update(batch, loss, temperature) for batch in batches], "actor"))  # [all]
+
+
+def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The negative log-likelihood of each sampled token, in nats: a `train.base.Loss`."""
+    return -logprobs, {"actor/entropy": entropy.detach()}
+
+
+def mean_over(updates: list[Metrics], role: str) -> Metrics:
+    """Means over the updates of a step, or extremes, under the names that a user reads."""
+    keys = updates[0] if updates else {}
+    return {_name(key, role): _over_updates(key, [m[key] for m in updates]) for key in keys}
+
+
+def _over_updates(key: str, values: list[float]) -> float:
+    extreme = {"max": max, "min": min}.get(key.rpartition("/")[2])
+    return extreme(values) if extreme else sum(values) / len(values)
+
+
+def _name(key: str, role: str) -> str:
+    name = _NAMES.get((role, key), key)
+    own = role == "critic" and name.startswith("moe/")  # the policy's have no prefix
+    return name if "/" in name and not own else f"{role}/{name}"
+
+
+_NAMES = {
+    ("actor", "loss"): "pg_loss",
+    ("actor", "num_microbatches"): "backward_steps",
+    ("actor", "changed_share"): "publish/changed_share",
+    ("critic", "num_microbatches"): "backward_steps",
+}
+
+
+SQUARE = "train_infer/ratio_square/mean"
+ESS = "train_infer/ess"
+BOUNDS = {
+    "max_abs_diff": ("train_infer/abs_diff/mean", "above"),
+    "min_ess": (ESS, "below"),
+    "max_lag": ("rollout/lag/max", "above"),
+}
+"""Key of `algorithm.bounds`: the metric, and on which side of the bound it is outside."""
+
+
+def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> Metrics:
+    """[all] The means over the sampled tokens of all data shards and mini-batches; equal on all ranks.
+
+    The batches have `old_logprobs`. Without any token there are no metrics.
+    """
+    count, sums = 0, dict.fromkeys(("train_infer/abs_diff/mean", "train_infer/ratio/mean", SQUARE), 0.0)
+    for batch in batches:
+        assert batch.old_logprobs is not None
+        old = batch.old_logprobs[batch.sampled.index]
+        found = mismatch(tokens_of(batch, old, old)[0], level)
+        count += len(old)
+        sums = {name: total + float(found[name].double().sum()) for name, total in sums.items()}
+    records = data.gather("prepare: mismatch", [float(count), *sums.values()])  # [all]
+    total, *rest = [math.fsum(column) for column in zip(*records, strict=True)]
+    return with_ess({name: value / total for name, value in zip(sums, rest, strict=True)}) if total else {}
+
+
+def with_ess(metrics: Metrics) -> Metrics:
+    """The metrics with the effective sample size in the place of the mean square that it is computed from."""
+    if SQUARE not in metrics:
+        return metrics
+    metrics = dict(metrics)
+    return metrics | {ESS: effective_share(metrics["train_infer/ratio/mean"], metrics.pop(SQUARE))}
+
+
+class MismatchMonitor:
+    """Warns, or ends the run, where a step is outside of `algorithm.bounds`.
+
+    found = measure_mismatch(batches, level, data)  # [all] before the update, where the trainer's logprobs are known
+    monitor.check(step, found | {"rollout/lag/max": 2.0})
+    """
+
+    def __init__(self, bounds: BoundsConfig, world: World) -> None:
+        self._bounds, self._world = bounds, world
+        self._outside: set[str] = set()
+        """Bounds that the last step has broken."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends before an update outside of the bounds."""
+        return self._bounds.on_breach == "stop"
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn of what was inside in the step before, or RunFailed. `metrics` are equal on all ranks."""
+        outside = {}
+        for key, (name, side) in BOUNDS.items():
+            bound, value = getattr(self._bounds, key), metrics.get(name)
+            if bound is None or value is None:
+                continue
+            inside = value <= bound if side == "above" else value >= bound
+            if not inside:  # a NaN is not
+                outside[key] = f"step {step}: {name} is {value:.4g}, {side} algorithm.bounds.{key}={bound:g}"
+        if outside and self.stops:
+            raise RunFailed("; ".join(outside.values()))
+        for key, line in outside.items():
+            if key not in self._outside and self._world.rank == 0:
+                tell(f"warning: {line}")
+        self._outside = set(outside)

@@ -1,0 +1,67 @@
+"""`SharedStep`: one step of the tickets that all replicas share over the store, as one replica sees it."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from spmd_rl.config.schema import RolloutConfig
+from spmd_rl.rollout.claims import Claim
+from spmd_rl.rollout.collected import RankReport
+from spmd_rl.rollout.coordinator import Coordinator
+from spmd_rl.rollout.filters import reject_reason
+from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_run import StepRun
+from spmd_rl.rollout.table import AnswerRow, SliceReport, answer_rows
+from spmd_rl.types import Group
+
+_pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[AnswerRow]).decode
+
+
+class SharedStep:
+    """A `StepSource`; keeps what has finished here."""
+
+    def __init__(self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, rank: int) -> None:
+        self.coordinator, self.next, self.ahead = coordinator, claim.next, claim.ahead
+        self._settings, self._rank = settings, rank
+        self.finished: dict[GroupSlice, Group] = {}
+        """Slices that finished here, in this step or, unused, in an earlier one."""
+        self._reports: dict[GroupSlice, SliceReport] = {}
+
+    def ended(self) -> bool:
+        """See `StepSource`."""
+        return self.coordinator.ended()
+
+    def finish(self, group_slice: GroupSlice, group: Group, run: StepRun) -> None:
+        """See `StepSource`. The slice that comes last of its ticket resolves the ticket."""
+        report = SliceReport.of(group, group_slice.number, self._rank, run.number - 1)
+        self.finished[group_slice], self._reports[group_slice] = group, report
+        settle(self.coordinator, report, self._settings)
+
+    def begin(self, run: StepRun, unused: Mapping[GroupSlice, Group]) -> None:
+        """Count these slices, which finished here in an earlier step."""
+        for group_slice in sorted(unused):
+            self.finish(group_slice, unused[group_slice], run)
+
+    def report(self, run: StepRun, running: list[GroupSlice], leads: bool) -> RankReport:
+        """Return what this rank reports to all others, once the step has ended. leads: a replica."""
+        idle_seconds, seconds, prompt_tokens = run.costs()
+        return RankReport(
+            finished=list(self._reports.values()),
+            running=running,
+            counted=sorted(self.coordinator.counted),
+            end=self.coordinator.end_mark(),
+            idle_seconds=idle_seconds if leads else None,
+            seconds=seconds,
+            num_aborted=0 if self._settings.partial_rollout else run.num_stopped,
+            prompt_tokens=prompt_tokens if leads else (0, 0),
+        )
+
+
+def settle(coordinator: Coordinator, report: SliceReport, settings: RolloutConfig) -> None:
+    """Hand a slice's answers to the coordinator; the last slice of a ticket says why the ticket does not train."""
+    position = coordinator.round.order.position(report.ticket)
+    pooled = coordinator.pool(position, report.number, _pack(report.answers))
+    if pooled is not None:
+        rows = answer_rows(row for answers in pooled for row in _unpack(answers))
+        report.reject_reason = reject_reason(rows, settings.min_answers, settings.filter)
+        coordinator.resolve(position, report.reject_reason is None)

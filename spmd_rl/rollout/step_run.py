@@ -1,0 +1,127 @@
+"""`StepRun`: one step on one replica, from its first slice to its end, which it may leave once and come back to.
+
+The loop: start slices while there is room, play them over the engine, report those whose verdicts are all in, until the
+step has ended. Where slices come from, where they go and when the step has ended is a `StepSource`'s: the tickets that
+all replicas share (`shared_step.py`), or another job's.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+from spmd_rl.distributed import World
+from spmd_rl.rollout.claims import Claim
+from spmd_rl.rollout.engine_loop import Swap
+from spmd_rl.rollout.player import Player
+from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.types import Group
+
+END = "generate: end of step"
+"""The collective at which the replicas meet when they know the step's end."""
+
+LEAVE_SECONDS = 0.01
+"""What was asked last leaves this process meanwhile."""
+
+
+class StepSource(Claim, Protocol):
+    """Where the slices of a step come from, when it has ended, and where finished slices go."""
+
+    def ended(self) -> bool:
+        """Return whether the step has ended, as far as this replica knows."""
+        ...
+
+    def finish(self, group_slice: GroupSlice, group: Group, run: "StepRun") -> None:
+        """Take a slice whose verdicts are all in."""
+        ...
+
+
+class StepRun:
+    """What a replica does for one step, and what that has cost it so far."""
+
+    def __init__(self, number: int, source: StepSource, player: Player, swap: Swap | None = None) -> None:
+        """swap: a policy that may come meanwhile."""
+        self.number, self.source = number, source
+        self.num_stopped = 0
+        """Requests that the step's end stopped."""
+        self._player, self._swap = player, swap
+        self._spent = np.zeros(4)
+        """What `_counters` counted until the engine was driven last."""
+        self._driven_from: np.ndarray | None = None
+        self._paused_at: float | None = None
+        """By `time.perf_counter`, where it started ahead of its step."""
+        self._paused_seconds = self._idle_ahead = 0.0
+
+    def costs(self) -> tuple[float, float, tuple[int, int]]:
+        """Return what the step has cost this replica so far.
+
+        These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and the
+        prompt tokens asked for and cached (see `PromptTokens`).
+        """
+        now = 0.0 if self._driven_from is None else self._counters() - self._driven_from
+        idle, seconds, asked, cached = (self._spent + now).tolist()
+        return idle, seconds, (int(asked), int(cached))
+
+    def _counters(self) -> np.ndarray:
+        tokens = self._player.engine.prompt_tokens
+        return np.array([self._player.engine_loop.idle_seconds, time.perf_counter(), tokens.asked, tokens.cached])
+
+    def pause(self) -> None:
+        """Turn to other work, while verdicts and replies of environments come in; the engine holds nothing."""
+        self._paused_at, self._idle_ahead = time.perf_counter(), float(self._spent[0])
+
+    def resume(self) -> None:
+        """Go on with it, whether it was paused or has just started."""
+        if self._paused_at is not None:
+            self._paused_seconds = time.perf_counter() - self._paused_at
+
+    def pace(self, lags: np.ndarray, world: World) -> dict[str, float]:
+        """[all] Return how well waiting was hidden, and `lags`, of all answers; nothing where it never was paused."""
+        if self._paused_at is None:  # alike on all ranks
+            return {}
+        seconds = {
+            "placement/overlap_seconds": self._paused_seconds,
+            "placement/overlap_wait_seconds": float(self._spent[0]) - self._idle_ahead,
+        }
+        return {**world.reduce("generate: overlap", seconds, "max"), "rollout/lag/max": float(lags.max(initial=0))}
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """[all] ranks of the replica: drive its engine; what is spent inside is this step's."""
+        self._driven_from = self._counters()
+        with self._player.engine.driven(self._swap.join if self._swap else None):
+            yield
+        self._spent, self._driven_from = self._spent + self._counters() - self._driven_from, None
+
+    async def until_end(self) -> None:
+        """Play slices until the step has ended."""
+        player, source = self._player, self.source
+        while True:
+            with player.waiting(END):
+                if source.ended():
+                    break
+                if self._swap and self._swap.due():
+                    await player.engine_loop.change_policy(self._swap)
+                await player.start_slices(source.next)
+            with player.waiting(END):
+                await player.poll(source.ended)
+            self._report_finished()
+        self.num_stopped = await player.end_step()
+
+    async def until_idle(self) -> None:
+        """Play slices until the engine has nothing to compute, or the step has ended."""
+        player, source = self._player, self.source
+        await player.start_slices(source.ahead)
+        while not source.ended() and not await player.engine_is_idle():
+            await player.engine_loop.poll()
+            self._report_finished()
+            await player.start_slices(source.ahead)
+        await player.engine_loop.drain()  # surplus, where the step has ended
+        await asyncio.sleep(LEAVE_SECONDS)
+
+    def _report_finished(self) -> None:
+        for group_slice, group in self._player.finished():
+            self.source.finish(group_slice, group, self)

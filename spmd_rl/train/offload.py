@@ -1,0 +1,79 @@
+"""`Offload`: tensors that move between the device's memory and host memory, which is reserved once.
+
+    weights = Offload(model.parameters())
+    weights.to_host(); ...; weights.to_device()
+
+The storage under a tensor is freed and made anew; tensor objects, and whatever refers to them (FSDP, the optimizer),
+stay what they are. Nothing may read them meanwhile. On an accelerator the host copy is pinned, copies are asynchronous
+on the current stream, and only `to_host` waits, once, before it frees. Copies do not overlap with computing.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from spmd_rl.model.load import local
+
+BLOCK_BYTES = 2**26
+"""Host memory is reserved in blocks of this size: torch rounds what it pins up to powers of two, up to twice of it."""
+
+
+class Offload:
+    """The storages under some tensors; of a DTensor, under this rank's shard."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors that are on their device now."""
+        found = {storage._cdata: storage for tensor in tensors if (storage := local(tensor).untyped_storage()).nbytes()}
+        self._storages = list(found.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._blocks: list[Tensor] = []
+        self._on_host, self._changed = False, True
+
+    def changed(self) -> None:
+        """Say that the tensors are not what was last copied to the host; else the next `to_host` copies nothing."""
+        self._changed = True
+
+    def to_host(self) -> None:
+        """Copy to the host, if they have changed, and free the device's memory; does nothing if they are there."""
+        if self._on_host:
+            return
+        on_device = torch.accelerator.is_available()
+        if not self._blocks:
+            total = sum(self._sizes)
+            sizes = [min(BLOCK_BYTES, total - begin) for begin in range(0, total, BLOCK_BYTES)]
+            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_device) for size in sizes]
+        if self._changed:
+            for host, device in self._pieces():
+                host.copy_(device, non_blocking=True)
+        if on_device:
+            torch.accelerator.synchronize()  # the copies, and whatever other streams still read
+        for storage in self._storages:
+            storage.resize_(0)
+        self._on_host, self._changed = True, False
+
+    def to_device(self) -> None:
+        """Allocate and copy from the host; does nothing if they are on the device. Later work waits on the stream."""
+        if not self._on_host:
+            return
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        for host, device in self._pieces():
+            device.copy_(host, non_blocking=True)
+        self._on_host = False
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same bytes on the host and on the device, uint8 [n] each: storages end to end, cut where blocks end."""
+        place = 0
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            data, done = _bytes(storage), 0
+            while done < size:
+                block, at = divmod(place, BLOCK_BYTES)
+                count = min(size - done, BLOCK_BYTES - at)
+                yield self._blocks[block][at : at + count], data[done : done + count]
+                place, done = place + count, done + count
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """uint8, all of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
