@@ -20,7 +20,7 @@ from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import Policy, alone, walk
-from spmd_rl.train.base import Pass
+from spmd_rl.train.base import MicrobatchLoop
 from spmd_rl.train.row import aim, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 from spmd_rl.train.stored_model import materialize
@@ -46,23 +46,23 @@ class Zero:
         for p in (p for group in self.optimizer.optim.param_groups for p in group["params"]):
             self.optimizer.optim.state[p] = {"step": torch.zeros(())} | {key: torch.zeros_like(p) for key in MOMENTS}
 
-    def run(self, work: Pass) -> None:
+    def run(self, loop: MicrobatchLoop) -> None:
         losses: list[torch.Tensor] = []
 
         def forward(step) -> None:
-            micro = work.select(step.microbatch)
+            micro = loop.select(step.microbatch)
             row = row_of(micro, self.layout.world.device, torch.float32)
-            aim(self.module.get_output_embeddings(), micro, row, work.ask.temperature, self.layout.world.device)
+            aim(self.module.get_output_embeddings(), micro, row, loop.args.temperature, self.layout.world.device)
             tokens = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None], "packing": row.packing}
             out = self.forward(**tokens, use_cache=False, logits_to_keep=filled_up(row.keep)).logits[0]
-            losses.append(work.finish(step.microbatch, micro, out[: len(row.keep)].unbind(-1)))
+            losses.append(loop.finish(step.microbatch, micro, out[: len(row.keep)].unbind(-1)))
 
         walk(
-            work,
+            loop,
             self.layout,
-            alone(work),
+            alone(loop),
             forward,
-            lambda s: self.backward(losses.pop(), s.microbatch == work.count - 1),
+            lambda s: self.backward(losses.pop(), s.microbatch == loop.count - 1),
         )
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
@@ -105,7 +105,7 @@ class Zero:
                 found += shards_of(f"{OPTIMIZER}{key}/", moment, own, self.parts[name], True)
         return found
 
-    def loaded(self) -> None:
+    def on_state_loaded(self) -> None:
         for held in self.optimizer.optim.state.values():
             held["step"].copy_(self.steps)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_rl.distributed import World
 from spmd_rl.hub import model_folder
-from spmd_rl.train.base import TrainBackend
+from spmd_rl.train.base import PolicyRole
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -24,7 +24,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 class HfExport:
     """Writes the current weights of a policy as a directory. Example: `HfExport(policy, cfg.policy.model, world)`."""
 
-    def __init__(self, policy: TrainBackend, model_dir: str | Path, world: World) -> None:
+    def __init__(self, policy: PolicyRole, model_dir: str | Path, world: World) -> None:
         """`model_dir` is where config and tokenizer are copied from; `world` are the ranks that hold the policy."""
         self._policy, self._model_dir, self._world = policy, model_folder(model_dir), world
 

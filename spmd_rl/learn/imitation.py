@@ -7,13 +7,13 @@ from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.losses import nll, update
 from spmd_rl.learn.prepare import Plan, plan_supervised
 from spmd_rl.learn.transfer import redistribute
-from spmd_rl.train.base import Metrics, TrainBackend
+from spmd_rl.train.base import Metrics, PolicyRole
 
 
 class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
 
-    def __init__(self, policy: TrainBackend, num_updates: int, temperature: float, lr_factor: float) -> None:
+    def __init__(self, policy: PolicyRole, num_updates: int, temperature: float, lr_factor: float) -> None:
         """num_updates: optimizer steps of a step. lr_factor: of the schedule's learning rate."""
         self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor = temperature, lr_factor

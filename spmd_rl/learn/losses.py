@@ -27,13 +27,13 @@ from spmd_rl.config.sections.algorithm import BoundsConfig
 from spmd_rl.distributed import DataShard, World
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.custom import bind, policy_loss
-from spmd_rl.train.base import Loss, Metrics, TrainBackend, ValueLoss
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, Metrics, PolicyRole
 
 PerToken = tuple[Tensor, Mapping[str, Tensor]]
 
 
-def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> Loss:
-    """The `Loss` that the settings describe; `kl_coef` is the one now in force (default: `algorithm.kl_coef`)."""
+def bind_loss(settings: AlgorithmConfig, kl_coef: float | None = None) -> BoundLoss:
+    """The `BoundLoss` that the settings describe; `kl_coef` is the one now in force (default: `algorithm.kl_coef`)."""
     coefficients = {"sft": settings.sft_coef, "entropy": settings.entropy_coef}
     return partial(
         _loss,
@@ -98,7 +98,7 @@ def _loss(
     divergence: Callable[[Tensor, Tensor], Tensor],
     kl_coef: float,
 ) -> PerToken:
-    """See `train.base.Loss`."""
+    """See `train.base.BoundLoss`."""
     tokens, order = tokens_of(batch, logprobs, entropy)
     loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
     quantities = dict(quantities) | {
@@ -124,29 +124,29 @@ def _loss(
     return loss if order is None else torch.empty_like(loss).index_copy(0, order, loss), quantities
 
 
-def bind_value_loss(settings: AlgorithmConfig) -> ValueLoss:
-    """The `ValueLoss` that the settings describe."""
+def bind_value_loss(settings: AlgorithmConfig) -> BoundValueLoss:
+    """The `BoundValueLoss` that the settings describe."""
     return partial(_value_loss, error=bind(value_loss, settings))
 
 
 def _value_loss(
     values: Tensor, batch: Batch, *, error: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """See `train.base.ValueLoss`."""
+    """See `train.base.BoundValueLoss`."""
     assert batch.values is not None and batch.returns is not None
     old, returns = batch.values[batch.sampled.index], batch.returns[batch.sampled.index]
     loss, quantities = error(values, old, returns)
     return loss, quantities | {"critic/values/mean": old, "critic/returns/mean": returns}
 
 
-def update(policy: TrainBackend, batches: Iterable[Batch], loss: Loss, temperature: float = 1.0) -> Metrics:
+def update(policy: PolicyRole, batches: Iterable[Batch], loss: BoundLoss, temperature: float = 1.0) -> Metrics:
     """[all] One optimizer step per mini-batch; the means of what they measure. Equal on all ranks."""
     with policy.awake():
         return with_ess(mean_over([policy.update(batch, loss, temperature) for batch in batches], "actor"))  # [all]
 
 
 def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The negative log-likelihood of each sampled token, in nats: a `train.base.Loss`."""
+    """The negative log-likelihood of each sampled token, in nats: a `train.base.BoundLoss`."""
     return -logprobs, {"actor/entropy": entropy.detach()}
 
 

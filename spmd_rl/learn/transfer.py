@@ -22,7 +22,7 @@ from spmd_rl.batch import Batch, Column, Entries, Ragged, bounds_of, pack, posit
 from spmd_rl.distributed import DataShard, World
 from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.train.base import CriticBackend, Role, TrainBackend
+from spmd_rl.train.base import CriticRole, PolicyRole, Role
 
 Columns = dict[str, tuple[Column, Entries]]
 
@@ -214,9 +214,9 @@ def _at_sampled(values: np.ndarray, lengths: np.ndarray, batch: Batch) -> Tensor
 def fill_in(
     batches: Sequence[Batch],
     plan: Plan,
-    policy: TrainBackend,
-    reference: TrainBackend | None,
-    critic: CriticBackend | None,
+    policy: PolicyRole,
+    reference: PolicyRole | None,
+    critic: CriticRole | None,
     *,
     needs_old: bool,
     temperature: float,
@@ -227,7 +227,7 @@ def fill_in(
     batches: this rank's mini-batches. temperature: logits are divided by it.
     """
 
-    def logprobs_of(role: TrainBackend) -> Callable[[Batch], Tensor]:
+    def logprobs_of(role: PolicyRole) -> Callable[[Batch], Tensor]:
         return lambda batch: role.logprobs(batch, temperature)[0]
 
     columns: list[tuple[str, Role, Callable[[Batch], Tensor]]] = []

@@ -29,7 +29,7 @@ from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, checked_weights, read_whole
 from spmd_rl.model.stored import Part, stored_parts
-from spmd_rl.train.state import MODEL, SavedState, Shape, head_of, key_of, write_safetensors
+from spmd_rl.train.state import MODEL, SavedState, TensorSpec, head_of, key_of, write_safetensors
 
 ROLE = "policy"
 """The folder of a checkpoint that is converted."""
@@ -84,7 +84,7 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
     parts, tensors = stored_parts(checkpoint.model), dict(checkpoint.model.named_parameters())
     tensors |= {name: buffer for name, buffer in checkpoint.model.named_buffers() if name in parts}
     shapes = {
-        part.name: Shape(dtype if isinstance(tensor, nn.Parameter) else tensor.dtype, tuple(part.of(tensor).shape))
+        part.name: TensorSpec(dtype if isinstance(tensor, nn.Parameter) else tensor.dtype, tuple(part.of(tensor).shape))
         for name, tensor in tensors.items()
         for part in parts[name]
     }

@@ -1,4 +1,4 @@
-"""The training wing: policy, reference and critic, each built from its own settings, behind the Protocols of `base`.
+"""Training: policy, reference, critic, each built from its own settings, behind the Protocols of `base`.
 
 Torch-free until it builds: what a backend refuses (`config/backends.py`) is asked before torch is imported.
 """
@@ -11,17 +11,17 @@ from spmd_rl.config.sections.models import RoleConfig
 
 if TYPE_CHECKING:
     from spmd_rl.distributed import World
-    from spmd_rl.train.base import CriticBackend, Role, TrainBackend
+    from spmd_rl.train.base import CriticRole, PolicyRole, Role
     from spmd_rl.train.stored_model import Source
 
 
 class Roles(NamedTuple):
     """Who takes part in a run."""
 
-    policy: "TrainBackend"
-    reference: "TrainBackend | None" = None
+    policy: "PolicyRole"
+    reference: "PolicyRole | None" = None
     """Frozen; None where the algorithm has no KL penalty."""
-    critic: "CriticBackend | None" = None
+    critic: "CriticRole | None" = None
     """None where the algorithm reads no values."""
 
     @property

@@ -1,4 +1,4 @@
-"""`Policy` and `Critic`: what every backend does alike, over what each does its own way (`base.ShardedModel`).
+"""`Policy` and `Critic`: what is the same for every backend, over what each gives (`base.ShardedModel`).
 
 A batch is cut into micro-batches, as many on all ranks; ranks that have fewer run dummies without weight. Weights of
 tokens are global, so that each data shard's gradient is a term of one sum, and the gradient is the same however the
@@ -20,19 +20,18 @@ from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.train import averages
-from spmd_rl.train.base import Ask, Loss, Metrics, Pass, ShardedModel, ValueLoss
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, ShardedModel
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
 from spmd_rl.train.state import SavedState, read_state, write_state
 
-PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-"""From what a forward gives, and the micro-batch on the device, to the loss per token and named quantities: see
-`train.base.Loss`."""
+AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""A `BoundLoss` or a `BoundValueLoss`: called with what a forward gives and the micro-batch on the device."""
 
 
-class TrainedRole:
-    """What `train.base.Role` asks for, except `probe`; with `optimize`, or frozen without."""
+class BaseRole:
+    """Shared implementation of policy, reference and critic; a frozen role has no optimizer, and no `update`."""
 
     def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
         """`model`: sharded over `layout`, from the settings `role`."""
@@ -42,7 +41,7 @@ class TrainedRole:
         self._updates = self._skipped_in_a_row = 0
 
     @torch.no_grad()
-    def evaluate(self, what: str, batch: Batch, ask: Ask, num_columns: int) -> list[Tensor]:
+    def evaluate(self, name: str, batch: Batch, args: ForwardArgs, num_columns: int) -> list[Tensor]:
         """[all] The model's outputs over the whole batch: float32 [T] each, 0 outside of the loss mask."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
         found = []
@@ -52,20 +51,24 @@ class TrainedRole:
                 found.append((token_index(batch, bins[i])[micro.sampled.index], outputs))
             return outputs[0]
 
-        self.model.run(Pass(what, self._agree_on_count(what, len(bins)), False, ask, _chosen(batch, bins), finish))
+        count = self._agree_on_count(name, len(bins))  # [all]
+        select = _selected(batch, bins)
+        self.model.run(
+            MicrobatchLoop(name=name, count=count, is_trained=False, args=args, select=select, finish=finish)
+        )
         columns = torch.zeros(num_columns, batch.num_tokens, device=batch.token_ids.device)
-        with self._world.collective(f"{what}: results"):  # where a rank waits whose device waits for another rank
+        with self._world.collective(f"{name}: results"):  # where a rank waits whose device waits for another rank
             for places, outputs in found:
                 for column, output in zip(columns, outputs, strict=True):
                     column[places] = output.to(column.device)
             columns = self._of_last_stage(columns)  # [all]
         return list(columns)
 
-    def optimize(self, batch: Batch, ask: Ask, loss: PerToken) -> Metrics:
+    def optimize(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> Metrics:
         """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
         settings = self._settings
         assert settings is not None, "a frozen role has no update"
-        sums, count = self.accumulate(batch, ask, loss)
+        sums, count = self.accumulate(batch, args, loss)
         sums = self._of_block(sums)  # [all]
         sums["grad_square"] = self.model.grad_square()  # [all]
         greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
@@ -88,7 +91,7 @@ class TrainedRole:
         means |= {"loss": total, "grad_norm": norm, "lr": lr} | self.model.metrics()  # [all]
         return means | {"skipped": float(skipped), "num_microbatches": float(count)}
 
-    def accumulate(self, batch: Batch, ask: Ask, loss: PerToken) -> tuple[dict[str, float], int]:
+    def accumulate(self, batch: Batch, args: ForwardArgs, loss: AnyLoss) -> tuple[dict[str, float], int]:
         """[all] Gradients; the loss, its quantities and its tokens over this data shard (see `averages`); micro-batches
         run."""
         bins = plan(batch, self._role.train.tokens_per_microbatch)
@@ -104,7 +107,10 @@ class TrainedRole:
                 sums[name] = averages.joined(name, sums.get(name), values.detach() if i < len(bins) else None)
             return total
 
-        self.model.run(Pass("update", count, True, ask, _chosen(batch, bins), finish))
+        select = _selected(batch, bins)
+        self.model.run(
+            MicrobatchLoop(name="update", count=count, is_trained=True, args=args, select=select, finish=finish)
+        )
         with self._world.collective("update: results"):  # where a rank waits whose device waits for another rank
             return {name: float(value) for name, value in sums.items()}, count
 
@@ -142,7 +148,7 @@ class TrainedRole:
         """See `Role`. The optimizer's state comes for its step alone, and for `save` and `load`."""
         self.model.wake()
         yield
-        self.model.sleep()
+        self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
 
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""
@@ -153,14 +159,14 @@ class TrainedRole:
     def load(self, folder: Path) -> None:
         """See `Role`."""
         read_state(self.model.state(), SavedState.open(folder, self._world), self._world.progress)  # [all]
-        self.model.loaded()
+        self.model.on_state_loaded()
 
     def counters(self) -> dict[str, int]:
         """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""
         return {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """The inverse."""
+        """Take over what `counters` gave."""
         self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
 
     def close(self) -> None:
@@ -168,44 +174,44 @@ class TrainedRole:
         self.model.close()
 
 
-class Policy(TrainedRole):
-    """See `train.base.TrainBackend`: the policy, or its frozen reference."""
+class Policy(BaseRole):
+    """The policy, or its frozen reference: see `train.base.PolicyRole`."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `TrainBackend`."""
-        logprobs, entropy = self.evaluate("logprobs", batch, Ask(temperature), 2)  # [all]
+        """See `PolicyRole`."""
+        logprobs, entropy = self.evaluate("logprobs", batch, ForwardArgs(temperature), 2)  # [all]
         return logprobs, entropy
 
-    def probe(self, batch: Batch) -> Tensor:
+    def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""
         return self.logprobs(batch, 1.0)[0]
 
-    def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
-        """See `TrainBackend`."""
-        return self.optimize(batch, Ask(temperature), loss)
+    def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
+        """See `PolicyRole`."""
+        return self.optimize(batch, ForwardArgs(temperature), loss)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainBackend`."""
+        """See `PolicyRole`."""
         return self.model.weights()
 
 
-class Critic(TrainedRole):
-    """See `train.base.CriticBackend`."""
+class Critic(BaseRole):
+    """The critic, which predicts scores: see `train.base.CriticRole`."""
 
     def values(self, batch: Batch) -> Tensor:
-        """See `CriticBackend`."""
-        return self.evaluate("values", batch, Ask(), 1)[0]
+        """See `CriticRole`."""
+        return self.evaluate("values", batch, ForwardArgs(), 1)[0]
 
-    def probe(self, batch: Batch) -> Tensor:
+    def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""
-        return self.evaluate("values", batch, Ask(is_probe=True), 1)[0]
+        return self.evaluate("values", batch, ForwardArgs(is_fingerprint=True), 1)[0]
 
-    def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
-        """See `CriticBackend`."""
-        return self.optimize(batch, Ask(), loss)
+    def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:
+        """See `CriticRole`."""
+        return self.optimize(batch, ForwardArgs(), loss)
 
 
-def _chosen(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
+def _selected(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
     return lambda i: batch.select(bins[i]) if i < len(bins) else dummy(batch)
 
 
@@ -227,7 +233,7 @@ class Pace:
 
 
 def walk(
-    work: Pass,
+    loop: MicrobatchLoop,
     layout: Layout,
     steps: Iterable[Step],
     forward: Callable[[Step], object],
@@ -236,21 +242,21 @@ def walk(
 ) -> None:
     """[all] Run the steps of a pass on this rank, each journalled and counted as progress.
 
-    steps: of a backend without a pipeline, `alone(work)`. beside: what each of them runs within.
+    steps: of a backend without a pipeline, `alone(loop)`. beside: what each of them runs within.
     """
     pace, steps = Pace(layout.world.device), list(steps)
     several = any(step.chunk for step in steps)
     for step in steps:
-        way = f"{'forward' if step.is_forward else 'backward'} of " if work.is_trained else ""
+        way = f"{'forward' if step.is_forward else 'backward'} of " if loop.is_trained else ""
         part = f"chunk {step.chunk + 1} of " if several else ""
-        name = f"{work.what}: {way}{part}micro-batch {step.microbatch + 1}/{work.count}"
+        name = f"{loop.name}: {way}{part}micro-batch {step.microbatch + 1}/{loop.count}"
         with layout.collective(name), beside():  # [stage]
             (forward if step.is_forward else backward)(step)
-            if not (work.is_trained and step.is_forward):
+            if not (loop.is_trained and step.is_forward):
                 pace.keep()
         layout.world.progress()
 
 
-def alone(work: Pass) -> Iterator[Step]:
+def alone(loop: MicrobatchLoop) -> Iterator[Step]:
     """The steps of a backend without a pipeline: each micro-batch goes back at once."""
-    return one_forward_one_backward(0, 1, work.count) if work.is_trained else forward_only(1, work.count)
+    return one_forward_one_backward(0, 1, loop.count) if loop.is_trained else forward_only(1, loop.count)

@@ -1,5 +1,6 @@
-"""`TrainBackend` and `CriticBackend`: what the learner and the weight road need of a trainer; `ShardedModel`: what a
-backend gives for it. `accumulate.py` makes the one of the other.
+"""`PolicyRole` and `CriticRole`: what the learner and the publisher need of a model that is trained.
+
+A backend gives a `ShardedModel`; `accumulate.py` makes a role of it.
 
 Lines marked [all] meet other ranks. Every backend passes `tests/dist/test_train_parity.py` against plain single-process
 Hugging Face + torch in fp32.
@@ -21,8 +22,11 @@ from spmd_rl.train.state import Shard
 Metrics = dict[str, float]
 
 
-class Loss(Protocol):
-    """A token loss bound to its settings: pure tensor mathematics, see `algo/policy`."""
+class BoundLoss(Protocol):
+    """A token loss bound to its settings: pure tensor mathematics.
+
+    `learn/losses.py` makes it of a function of `algo/policy`, which takes `Tokens` and settings instead.
+    """
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss per token, float32 [N], and named per-token quantities, each float32 [N], to be averaged.
@@ -35,11 +39,11 @@ class Loss(Protocol):
         ...
 
 
-class ValueLoss(Protocol):
-    """The critic's loss bound to its settings."""
+class BoundValueLoss(Protocol):
+    """The critic's loss bound to its settings; `learn/losses.py` makes it of `algo/values.value_loss`."""
 
     def __call__(self, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """As `Loss`, of `values`: float32 [N] at the tokens of `batch.loss_mask`, in order, with gradient."""
+        """As `BoundLoss`, of `values`: float32 [N] at the tokens of `batch.loss_mask`, in order, with gradient."""
         ...
 
 
@@ -59,10 +63,11 @@ class Role(Protocol):
         """Weights (and, in `update`, optimizer state) are on the device inside, and may be off it outside."""
         ...
 
-    def probe(self, batch: Batch) -> Tensor:
-        """[all] Inside `awake`: a number of every sampled token that shows what the model has made of it: float32 [T].
+    def packing_fingerprint(self, batch: Batch) -> Tensor:
+        """[all] Inside `awake`: a number for every sampled token, float32 [T], that changes if its neighbours in the
+        packed batch do, unless the model keeps sequences apart (`packed_check.py`).
 
-        Of a policy its logprob, in nats; of a critic, whose values all start at 0, one of its hidden state.
+        A policy gives its logprob, in nats; a critic, whose values all start at 0, a sum over its hidden state.
         """
         ...
 
@@ -87,7 +92,7 @@ class Role(Protocol):
         ...
 
     def load_counters(self, counters: Mapping[str, int]) -> None:
-        """The inverse."""
+        """Take over what `counters` gave."""
         ...
 
     def close(self) -> None:
@@ -95,7 +100,7 @@ class Role(Protocol):
         ...
 
 
-class TrainBackend(Role, Protocol):
+class PolicyRole(Role, Protocol):
     """The policy, or its frozen reference."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -106,7 +111,7 @@ class TrainBackend(Role, Protocol):
         """
         ...
 
-    def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
+    def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
         """[all] One optimizer step over the global batch, of which `batch` is this rank's data shard (empty is legal).
 
         Returns, equal on all ranks: `loss`, `grad_norm` (before clipping), `lr`, `skipped` (1 where the gradient was
@@ -126,39 +131,39 @@ class TrainBackend(Role, Protocol):
         ...
 
 
-class CriticBackend(Role, Protocol):
+class CriticRole(Role, Protocol):
     """The critic: how much score is yet to come."""
 
     def values(self, batch: Batch) -> Tensor:
         """[all] What is expected before each sampled token: float32 [T], 0 outside `loss_mask`; no gradient."""
         ...
 
-    def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
-        """[all] As `TrainBackend.update`."""
+    def update(self, batch: Batch, loss: BoundValueLoss) -> Metrics:
+        """[all] As `PolicyRole.update`."""
         ...
 
 
-class Ask(NamedTuple):
-    """What a model is asked at each token of the loss mask."""
+class ForwardArgs(NamedTuple):
+    """What a forward needs beside the micro-batch."""
 
     temperature: float = 1.0
-    """of a policy: logits are divided by it"""
-    is_probe: bool = False
-    """of a critic: one of its hidden state, see `Role.probe`"""
+    """a policy divides its logits by it"""
+    is_fingerprint: bool = False
+    """a critic gives `Role.packing_fingerprint` instead of its values"""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One way of all ranks through their micro-batches, of which all have as many."""
+class MicrobatchLoop:
+    """One forward, or forward and backward, over the micro-batches; the same count on every rank."""
 
-    what: str
-    """as the journal names it"""
+    name: str
+    """as the journal has it"""
     count: int
     is_trained: bool
     """forward and backward, gradients added up; else forward alone, and without gradient"""
-    ask: Ask
+    args: ForwardArgs
     select: Callable[[int], Batch]
-    """Micro-batch number so and so, on the CPU: whole samples, which may have no weight."""
+    """Micro-batch number i, on the CPU: whole samples, which may have no weight."""
     finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor]
     """To be called with a micro-batch's outputs, where the model ends: float32 [N] each, on the device, at the tokens
     of the loss mask, in order: a policy's logprob and entropy, a critic's value. Gives the loss to be run backward,
@@ -172,8 +177,8 @@ class ShardedModel(Protocol):
     size: ModelSize
     """See `Role`."""
 
-    def run(self, work: Pass) -> None:
-        """[all] Run all micro-batches. Of its ranks those that share a data shard get the same ones.
+    def run(self, loop: MicrobatchLoop) -> None:
+        """[all] Run all micro-batches. Ranks that share a data shard get the same ones.
 
         `accumulate.walk` goes from one to the next, where the backend has no loop of its own.
         """
@@ -188,19 +193,19 @@ class ShardedModel(Protocol):
         ...
 
     def metrics(self) -> Metrics:
-        """[all] What else is to be said of the last update, equal on all ranks."""
+        """[all] Further metrics of the last update, equal on all ranks."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """[all] See `TrainBackend`."""
+        """[all] See `PolicyRole`."""
         ...
 
     def state(self) -> Sequence[Shard]:
-        """The live tensors that training changes, float32 masters first; on the device."""
+        """The live tensors that training changes, on the device: float32 masters and the optimizer's state."""
         ...
 
-    def loaded(self) -> None:
-        """The tensors of `state` have been filled anew."""
+    def on_state_loaded(self) -> None:
+        """Called after the tensors of `state` were overwritten; refresh what is derived from them."""
         ...
 
     def wake(self) -> None:

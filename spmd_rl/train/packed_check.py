@@ -48,7 +48,7 @@ def check_packing(model: str, role: Role, dtype: str) -> None:
 def _answer(role: Role, row: tuple[range, ...]) -> Tensor:
     """[all] What `role` makes of `ASKED` in a row: float32 [tokens - 1], as its first token has no logprob."""
     first = 1 + sum(map(len, row[: row.index(ASKED)]))
-    return role.probe(pack(starmap(_sample, enumerate(row))))[first:][: len(ASKED) - 1]  # [all]
+    return role.packing_fingerprint(pack(starmap(_sample, enumerate(row))))[first:][: len(ASKED) - 1]  # [all]
 
 
 def _means(role: Role, **differences: Tensor) -> dict[str, float]:

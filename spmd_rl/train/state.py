@@ -1,7 +1,7 @@
 """A role's saved state: one format for all backends, so that any of them reads on any ranks what another has written.
 
-    files = write_state(folder, "00000.safetensors", policy.state(), about={"backend": "fsdp2"})
-    read_state(policy.state(), SavedState.open(folder, world), world.progress)
+    files = write_state(folder / "00000.safetensors", model.state(), {"backend": "fsdp2"}, world.progress)
+    read_state(model.state(), SavedState.open(folder, world), world.progress)  # [all]; model: a `ShardedModel`
 
 Each rank writes one safetensors file, with the pieces of tensors that it alone holds. Tensors go by their Hugging Face
 names: `model/<name>` is a weight, `optimizer/<state>/<name>` what an optimizer keeps of it (`exp_avg`, for one), and
@@ -70,38 +70,41 @@ def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[P
         yield Shard(prefix + part.name, shape, begin, mine[0] if part.is_expert else mine, is_mine)
 
 
-class Shape(NamedTuple):
-    """What is known of a tensor before it is there."""
+class TensorSpec(NamedTuple):
+    """Dtype and size of a tensor that is not there yet."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of its contents."""
+        """Bytes of the tensor's contents."""
         return math.prod(self.size) * self.dtype.itemsize
 
 
 def write_safetensors(
-    path: Path, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
+    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
 ) -> None:
-    """Write `tensors`, which come in the order of `shapes`, one at a time; OSError as the file system gives it.
+    """Write `tensors`, which come in the order of `specs`, one at a time; OSError as the file system gives it.
 
+    Of an iterator no more is taken than `specs` names: the rest may go into another file.
     The library's own `save_file` wants all of them at once. The bytes are the same: a head in JSON, then the tensors,
     those of wider numbers first, by name.
     """
-    order = sorted(shapes, key=lambda name: (list(DTYPES).index(shapes[name].dtype), name))
+    order = sorted(specs, key=lambda name: (list(DTYPES).index(specs[name].dtype), name))
     head, begins, end = {"__metadata__": dict(about)}, {}, 0
     for name in order:
-        begins[name], end = end, end + shapes[name].num_bytes
-        dtype, size = DTYPES[shapes[name].dtype], list(shapes[name].size)
+        begins[name], end = end, end + specs[name].num_bytes
+        dtype, size = DTYPES[specs[name].dtype], list(specs[name].size)
         head[name] = {"dtype": dtype, "shape": size, "data_offsets": [begins[name], end]}
     text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, (given, tensor) in zip(shapes, tensors, strict=False):
-            assert given == name and (tensor.dtype, tuple(tensor.shape)) == shapes[name], (given, name)
+        coming = iter(tensors)
+        for name, spec in specs.items():
+            given, tensor = next(coming, (None, None))  # one that ends early would leave a hole in the file
+            assert given == name and (tensor.dtype, tuple(tensor.shape)) == spec, (given, name)
             file.seek(8 + len(text) + begins[name])
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
@@ -111,7 +114,7 @@ def write_state(
 ) -> list[Path]:
     """Write this rank's pieces into the new file `path`; return it, or nothing where there is none. OSError."""
     mine = {key_of(one.name, one.begin): one for one in state if one.is_mine and one.tensor is not None}
-    shapes = {key: Shape(one.tensor.dtype, tuple(one.tensor.shape)) for key, one in mine.items()}
+    specs = {key: TensorSpec(one.tensor.dtype, tuple(one.tensor.shape)) for key, one in mine.items()}
     wholes = {one.name: one.shape for one in mine.values()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -120,7 +123,7 @@ def write_state(
             yield key, one.tensor.detach().cpu()
 
     if mine:
-        write_safetensors(path, shapes, tensors(), head_of(wholes, about))
+        write_safetensors(path, specs, tensors(), head_of(wholes, about))
     return [path] if mine else []
 
 
@@ -134,8 +137,8 @@ def key_of(name: str, begin: Iterable[int]) -> str:
     return f"{name}@{','.join(map(str, begin))}"
 
 
-class Piece(NamedTuple):
-    """A part of a tensor in a file."""
+class StoredPiece(NamedTuple):
+    """Where a part of a saved tensor lies: the file, its key there, and the region of the whole that it holds."""
 
     file: str
     key: str
@@ -151,19 +154,19 @@ class SavedState:
 
     def __init__(self, folder: Path, heads: Iterable[Mapping[str, Any]]) -> None:
         """Use `open`. heads: of all files, as `_head` reads them."""
-        self.tensors: dict[str, Shape] = {}
+        self.tensors: dict[str, TensorSpec] = {}
         """By name, whole."""
-        self.folder, self._files, self._pieces = folder, MappedFiles(folder), dict[str, list[Piece]]()
+        self.folder, self._files, self._pieces = folder, MappedFiles(folder), dict[str, list[StoredPiece]]()
         for head in heads:
             for key, dtype, size in head["pieces"]:
                 name, _, begin = key.rpartition("@")
                 places = [int(number) for number in begin.split(",") if number]
                 region = tuple(slice(at, at + count) for at, count in zip(places, size, strict=True))
-                whole = Shape(DTYPE_OF[dtype], tuple(head["shapes"][name]))
+                whole = TensorSpec(DTYPE_OF[dtype], tuple(head["shapes"][name]))
                 inside = all(r.start >= 0 and r.stop <= n for r, n in zip(region, whole.size, strict=True))
                 if self.tensors.setdefault(name, whole) != whole or not inside:
                     raise ValueError(f"{name} is of several shapes")
-                self._pieces.setdefault(name, []).append(Piece(head["file"], key, region))
+                self._pieces.setdefault(name, []).append(StoredPiece(file=head["file"], key=key, region=region))
         for name, whole in self.tensors.items():
             if sum(_count(piece.region) for piece in self._pieces[name]) != math.prod(whole.size):
                 raise ValueError(f"{name} is not complete")

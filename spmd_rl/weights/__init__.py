@@ -15,7 +15,7 @@ Left out: a collective from trainers to the first ranks of replicas, which would
 
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
-from spmd_rl.train.base import TrainBackend
+from spmd_rl.train.base import PolicyRole
 from spmd_rl.weights.local import Local
 from spmd_rl.weights.publisher import Publisher
 from spmd_rl.weights.served import Served
@@ -24,6 +24,6 @@ from spmd_rl.weights.transport import Transport
 __all__ = ["Local", "Publisher", "Served", "Transport", "build"]
 
 
-def build(policy: TrainBackend, engine: Engine, world: World, probe_every: int = 1) -> Publisher:
+def build(policy: PolicyRole, engine: Engine, world: World, probe_every: int = 1) -> Publisher:
     """Return the publisher of a policy into the engine in the same process; see `Publisher` for the arguments."""
     return Publisher(policy, world, [Local(engine, world)], probe_every)

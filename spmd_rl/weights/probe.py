@@ -13,7 +13,7 @@ import torch
 from spmd_rl.batch import pack
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import RunFailed
-from spmd_rl.train.base import TrainBackend
+from spmd_rl.train.base import PolicyRole
 from spmd_rl.types import Completion, Request, Sample, Turn, Verdict
 
 PROMPTS = (array("i", range(24, 64)), *(array("i", range(begin, begin + 4)) for begin in range(52, 64, 4)))
@@ -53,7 +53,7 @@ def ask(engine: Engine, version: int) -> tuple[list[Answer], str]:
     return [Answer(c.token_ids.tolist(), c.logprobs.tolist()) for c in ordered], ""
 
 
-def judge(policy: TrainBackend, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
+def judge(policy: PolicyRole, by_engine: dict[str, list[Answer]]) -> dict[str, float]:
     """[all] Return the mean absolute difference of an engine's logprobs from the trainer's, in nats, by its name.
 
     by_engine: equal on all ranks. The engines are shared out among the trainer's data shards, so that what is returned

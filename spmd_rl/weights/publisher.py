@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed
-from spmd_rl.train.base import Metrics, TrainBackend
+from spmd_rl.train.base import Metrics, PolicyRole
 from spmd_rl.weights import probe
 from spmd_rl.weights.stream import WeightStream
 from spmd_rl.weights.transport import Transport
@@ -25,9 +25,7 @@ Answers = dict[str, list[probe.Answer]]
 class Publisher:
     """Publishes the weights of one policy to engines. Call it with the version that they become."""
 
-    def __init__(
-        self, policy: TrainBackend, world: World, transports: Sequence[Transport], probe_every: int = 1
-    ) -> None:
+    def __init__(self, policy: PolicyRole, world: World, transports: Sequence[Transport], probe_every: int = 1) -> None:
         """world: of the ranks that train. transports: all weights go through each of them, in one pass.
 
         probe_every: the first publish is probed, and every one whose version is divisible by this; 0: the first alone.

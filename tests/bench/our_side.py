@@ -16,7 +16,7 @@ from spmd_rl import weights
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.rlvr import run
 from spmd_rl.track import Run
-from spmd_rl.train.base import TrainBackend
+from spmd_rl.train.base import PolicyRole
 from tests.bench.gate import Gate
 
 EVERY = "SPMD_RL_BENCH_EVERY"
@@ -27,7 +27,7 @@ def hold() -> None:
     step_of, build = Run.step, weights.build
     rank, every = int(os.environ.get("RANK", "0")), int(os.environ.get(EVERY, "1"))
     gate = Gate.connect(rank)
-    policies: list[TrainBackend] = []
+    policies: list[PolicyRole] = []
 
     @contextmanager
     def held(track: Run, step: int) -> Iterator[None]:
@@ -37,14 +37,14 @@ def hold() -> None:
         with step_of(track, step):
             yield
 
-    def noted(policy: TrainBackend, *others: object) -> weights.Publisher:
+    def noted(policy: PolicyRole, *others: object) -> weights.Publisher:
         policies.append(policy)
         return build(policy, *others)
 
     Run.step, weights.build = held, noted
 
 
-def save(policy: TrainBackend, path: str, rank: int) -> None:
+def save(policy: PolicyRole, path: str, rank: int) -> None:
     """[all] Every weight once, in bfloat16, under its Hugging Face name."""
     with policy.awake():
         weights = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in policy.weights()}

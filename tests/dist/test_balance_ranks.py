@@ -15,7 +15,7 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.learn import losses, prepare
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.train.base import Ask
+from spmd_rl.train.base import ForwardArgs
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
@@ -111,7 +111,7 @@ def gradients(world: World, path: str) -> dict[str, float]:
     for name, layout, num_ranks in (("reference", "round robin", 1), *((n, n, world.size) for n in LAYOUTS)):
         for number, batch in enumerate(moved(world, layout, num_ranks)[1]):
             batch.old_logprobs = batch.rollout_logprobs
-            mine.accumulate(batch, Ask(TEMPERATURE), loss)
+            mine.accumulate(batch, ForwardArgs(TEMPERATURE), loss)
             got = {key: p.grad.full_tensor() for key, p in mine.model.module.named_parameters()}
             mine.model.step(0.0, None)
             if name == "reference":

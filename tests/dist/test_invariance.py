@@ -33,7 +33,7 @@ from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.train.base import Ask
+from spmd_rl.train.base import ForwardArgs
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Verdict, concat
 from tests.agents import SEGMENTS
 from tests.dist.harness import run_ranks
@@ -189,7 +189,7 @@ def errors(world: World, path: str, dtype: str) -> list[tuple[str, str, str, flo
     for number, (case, settings) in enumerate(CASES.items()):
         arrangement = arrangement_of(number, world.size)
         train.tokens_per_microbatch = arrangement.budget
-        backend.accumulate(prepared(world, arrangement, settings), Ask(TEMPERATURE), bind_loss(settings))
+        backend.accumulate(prepared(world, arrangement, settings), ForwardArgs(TEMPERATURE), bind_loss(settings))
         for name, p in backend.model.module.named_parameters():
             whole = distribute_tensor(wanted[case][name], p.device_mesh, p.placements, src_data_rank=None)
             got, want = p.grad.to_local().double(), whole.to_local().double()

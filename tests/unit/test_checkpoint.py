@@ -22,7 +22,7 @@ from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import UserError
-from spmd_rl.train.state import SavedState, Shard, read_state, write_state
+from spmd_rl.train.state import SavedState, Shard, TensorSpec, read_state, write_safetensors, write_state
 
 FILE = "policy/00000.safetensors"
 
@@ -284,6 +284,16 @@ def test_tensors_of_several_dtypes_come_back_as_they_were(tmp_path: Path) -> Non
     read_state(shards(found), SavedState.open(tmp_path))
     assert [tensor.dtype for tensor in found.values()] == [tensor.dtype for tensor in wanted.values()]
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_tensors_that_end_early_leave_no_hole_and_no_more_are_taken_than_are_named(tmp_path: Path) -> None:
+    one = torch.ones(2)
+    specs = {name: TensorSpec(one.dtype, (2,)) for name in "ab"}
+    coming = iter([(name, one) for name in "abc"])
+    write_safetensors(tmp_path / "whole", specs, coming, {})
+    assert next(coming)[0] == "c"  # the next file's
+    with pytest.raises(AssertionError):
+        write_safetensors(tmp_path / "short", specs, [("a", one)], {})
 
 
 def test_a_role_must_say_which_files_it_wrote(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class Bench:
         return Path(self.world.broadcast("doctor: shared directory", made))  # [all]
 
     @cached_property
-    def policy(self) -> train.base.TrainBackend:
+    def policy(self) -> train.base.PolicyRole:
         """[all] The tiny model as it is trained."""
         return train.build_role(self.cfg.role("policy"), self.world)  # [all]
 

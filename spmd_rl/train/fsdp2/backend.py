@@ -12,7 +12,7 @@ from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.train.accumulate import Critic, Policy
-from spmd_rl.train.base import Ask
+from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
 from spmd_rl.train.row import aim
 from spmd_rl.train.stored_model import Source
@@ -27,19 +27,19 @@ class FSDP2Policy(FSDP2Model):
         model.set_output_embeddings(TokenHead(model.get_output_embeddings(), factor))
         super().__init__(model, *args)
 
-    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+    def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         row = self.row(micro)
-        aim(self.module.get_output_embeddings(), micro, row, ask.temperature, self.device)
+        aim(self.module.get_output_embeddings(), micro, row, args.temperature, self.device)
         return self.predictions(micro, row).unbind(-1)
 
 
 class FSDP2Value(FSDP2Model):
     """A language model `with_value_head`; it gives the value of what stands before each token."""
 
-    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+    def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
-        self.module.get_output_embeddings().is_probed = ask.is_probe
+        self.module.get_output_embeddings().gives_fingerprint = args.is_fingerprint
         return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
 
@@ -57,10 +57,10 @@ def with_value_head(model: nn.Module) -> nn.Module:
 
 
 class _ValueHead(nn.Linear):
-    is_probed = False
+    gives_fingerprint = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.is_probed:
+        if self.gives_fingerprint:
             return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
         return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
 

@@ -22,7 +22,7 @@ from spmd_rl.model.load import Region, local, owned_region
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import walk
-from spmd_rl.train.base import Ask, Metrics, Pass
+from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.experts import spread_experts
@@ -102,35 +102,35 @@ class FSDP2Model(ABC):
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
         self.sleep()
 
-    def run(self, work: Pass) -> None:
+    def run(self, loop: MicrobatchLoop) -> None:
         """See `ShardedModel`."""
         stage = self._pipeline
-        if work.is_trained:
-            self._routing.begin(work.count)
+        if loop.is_trained:
+            self._routing.begin(loop.count)
 
         def forward(step: Step) -> None:
             stage.begin(step)
-            micro = work.select(step.microbatch)
+            micro = loop.select(step.microbatch)
             if stage.is_last:
-                stage.forwarded(work.finish(step.microbatch, micro, self.outputs(micro, work.ask)))
+                stage.forwarded(loop.finish(step.microbatch, micro, self.outputs(micro, loop.args)))
             else:
                 stage.forwarded(self._run(self.row(micro), 0))
 
         def backward(step: Step) -> None:
             stage.begin(step)
             # between nodes, not for each micro-batch
-            shard.sum_over_copies(self.module, now=step.microbatch == work.count - 1)
+            shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
-        walk(work, self._layout, stage.steps(work.count, work.is_trained), forward, backward, self._compiling)
-        if work.is_trained or not self._keep_gathered:
+        walk(loop, self._layout, stage.steps(loop.count, loop.is_trained), forward, backward, self._compiling)
+        if loop.is_trained or not self._keep_gathered:
             shard.reshard(self.module)  # trained weights are about to change
-        with self._world.collective(f"{work.what}: sends"):  # [all]
+        with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
 
     @abstractmethod
-    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
-        """[stage] Of the last chunk: see `Pass.finish`."""
+    def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
+        """[stage] What the last chunk gives for a micro-batch: see `MicrobatchLoop.finish`."""
 
     def grad_square(self) -> float:
         """See `ShardedModel`."""
@@ -240,12 +240,12 @@ class FSDP2Model(ABC):
                     found += shards_of(prefix, mine, own, self._parts[name], is_mine)
         return found
 
-    def loaded(self) -> None:
+    def on_state_loaded(self) -> None:
         """See `ShardedModel`."""
         self._weights.changed()
         self._moments.changed()
         if self._optimizer is not None:
-            self._optimizer.loaded()
+            self._optimizer.on_state_loaded()
 
     def wake(self) -> None:
         """See `ShardedModel`."""

@@ -120,8 +120,8 @@ class Optimizer:
         """Sharded tensors `<parameter>.exp_avg` and so on, and one `step`, which all parameters of AdamW share."""
         return {"step": self._steps} | self._moments
 
-    def loaded(self) -> None:
-        """The tensors of `state_dict` have been filled anew."""
+    def on_state_loaded(self) -> None:
+        """Called after the tensors of `state_dict` were overwritten: AdamW counts steps per parameter."""
         for own in self._adamw.state.values():
             own["step"].copy_(self._steps)
 
