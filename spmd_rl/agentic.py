@@ -14,7 +14,7 @@ def run(cfg: AgenticConfig) -> None:
     """Train for `cfg.steps` steps, or what is left of them."""
     from spmd_rl.data import EnvTasks
     from spmd_rl.job import Job
-    from spmd_rl.learn import Evaluation, Imitation, Learner, Roofline, sample_log
+    from spmd_rl.learn import Evaluation, Imitation, Learner, sample_log
     from spmd_rl.placement import place_ranks
     from spmd_rl.rollout import Demonstrations, Demonstrator
 
@@ -25,13 +25,10 @@ def run(cfg: AgenticConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        played_with = cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer
-        demonstrations = Demonstrations(cfg.warmup, tasks, Demonstrator(*played_with), world)
-        num_updates, replayed = cfg.train.updates_per_step, cfg.policy.router_replay
-        roofline = Roofline(place.roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp)
-        learner = Learner(place.roles, cfg.algorithm, cfg.rollout, num_updates, cfg.seed, replayed, roofline)
-        lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
-        imitation = Imitation(place.roles.policy, num_updates, cfg.rollout.temperature, lr_factor)
+        expert = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, place.environments, job.tokenizer)
+        demonstrations = Demonstrations(cfg.warmup, tasks, expert, world)
+        imitation = Imitation.of(cfg, place.roles.policy)
+        learner = Learner.of(cfg, place.roles)
         evaluate = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:

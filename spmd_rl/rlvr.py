@@ -18,7 +18,7 @@ def run(cfg: RlvrConfig) -> None:
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
     from spmd_rl.job import Job
-    from spmd_rl.learn import Evaluation, Learner, Roofline, sample_log
+    from spmd_rl.learn import Evaluation, Learner, sample_log
     from spmd_rl.placement import place_ranks
 
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
@@ -28,9 +28,7 @@ def run(cfg: RlvrConfig) -> None:
             place.generate()
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
-        num_updates, replayed = cfg.train.updates_per_step, cfg.policy.router_replay
-        roofline = Roofline(place.roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp)
-        learner = Learner(place.roles, cfg.algorithm, cfg.rollout, num_updates, cfg.seed, replayed, roofline)
+        learner = Learner.of(cfg, place.roles)
         evaluate = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:

@@ -4,6 +4,5 @@ from spmd_rl.learn.evaluate import Evaluation
 from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.losses import nll, update
-from spmd_rl.learn.roofline import Roofline
 
-__all__ = ["Evaluation", "Imitation", "Learner", "Roofline", "nll", "update"]
+__all__ = ["Evaluation", "Imitation", "Learner", "nll", "update"]

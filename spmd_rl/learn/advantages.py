@@ -83,7 +83,10 @@ class Metadata:
 
     @classmethod
     def of(cls, collected: Samples, greedy_answer: int | None = None) -> "Metadata":
-        """Of the groups that train. greedy_answer: the number of the answer that is a baseline and never trains."""
+        """The scored answers of the groups that train.
+
+        greedy_answer: the number of the answer that is a baseline and never trains.
+        """
         table = collected.table
         samples, steps = table.accepted, table.steps
         if len(steps) or not samples["last"].all():
@@ -120,7 +123,7 @@ class Metadata:
 
 
 def keys(answers: np.ndarray) -> list[Key]:
-    """Of rows of `ANSWER`."""
+    """The (ticket, answer) of each row of `ANSWER`."""
     return list(zip(answers["ticket"].tolist(), answers["answer"].tolist(), strict=True))
 
 

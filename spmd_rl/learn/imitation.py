@@ -3,6 +3,7 @@
 import numpy as np
 
 from spmd_rl.batch import Batch
+from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.losses import nll, update
 from spmd_rl.learn.prepare import Plan, plan_supervised
@@ -14,11 +15,18 @@ class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
 
     def __init__(self, policy: PolicyRole, num_updates: int, temperature: float, lr_factor: float) -> None:
-        """num_updates: optimizer steps of a step. lr_factor: of the schedule's learning rate."""
+        """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate."""
         self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor = temperature, lr_factor
         self.plan: Plan | None = None
-        """See `Learner.plan`."""
+        """The plan of the last `prepare`; the sample log reads it."""
+
+    @classmethod
+    def of(cls, cfg: AgenticConfig, policy: PolicyRole) -> "Imitation":
+        """The supervised steps of a run, at the learning rate `warmup.lr`, by default the policy's own."""
+        # a factor, since the role's schedule knows `policy.lr` alone; where that is 0, nothing is trained
+        lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
+        return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
     def prepare(self, collected: Samples) -> list[Batch]:
         """[all] This rank's mini-batches, one per optimizer step."""

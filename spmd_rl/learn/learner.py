@@ -8,7 +8,7 @@ import numpy as np
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
+from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Samples, repetition_penalties
@@ -36,7 +36,7 @@ class Learner:
         replayed: bool = False,
         roofline: Roofline | None = None,
     ) -> None:
-        """num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
+        """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
         self._policy, self._reference, self._critic = roles
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
@@ -58,6 +58,19 @@ class Learner:
         self._scores = Moments()
         self._prepared: Metrics = {}
         self._roofline = roofline
+
+    @classmethod
+    def of(cls, cfg: RlConfig, roles: Roles) -> "Learner":
+        """The learner of a run, by its settings, which also reports the least time of a step (`roofline/*`)."""
+        return cls(
+            roles,
+            cfg.algorithm,
+            cfg.rollout,
+            num_updates=cfg.train.updates_per_step,
+            seed=cfg.seed,
+            replayed=cfg.policy.router_replay,
+            roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
+        )
 
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""

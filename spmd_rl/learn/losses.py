@@ -98,7 +98,7 @@ def _loss(
     divergence: Callable[[Tensor, Tensor], Tensor],
     kl_coef: float,
 ) -> PerToken:
-    """See `train.base.BoundLoss`."""
+    """A `BoundLoss` once `bind_loss` has given it what follows the star."""
     tokens, order = tokens_of(batch, logprobs, entropy)
     loss, quantities = surrogate(replace(tokens, old_logprobs=tokens.rollout_logprobs) if from_engine else tokens)
     quantities = dict(quantities) | {
@@ -132,7 +132,7 @@ def bind_value_loss(settings: AlgorithmConfig) -> BoundValueLoss:
 def _value_loss(
     values: Tensor, batch: Batch, *, error: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """See `train.base.BoundValueLoss`."""
+    """A `BoundValueLoss` once `bind_value_loss` has given it `error`."""
     assert batch.values is not None and batch.returns is not None
     old, returns = batch.values[batch.sampled.index], batch.returns[batch.sampled.index]
     loss, quantities = error(values, old, returns)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -94,6 +94,17 @@ class Plan:
         return replace(self, data_rank=assign(samples, bounds, data.size, hidden_size)[0])
 
 
+class Shares(NamedTuple):
+    """Over what the samples of a step are spread."""
+
+    num_updates: int
+    """optimizer steps"""
+    num_shards: int
+    """data shards of the policy"""
+    hidden_size: int
+    """of the policy: from it follows the work that a sample makes"""
+
+
 def plan(
     collected: Samples,
     settings: AlgorithmConfig,
@@ -117,8 +128,9 @@ def plan(
     extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
     found = credit(data, settings, running, max_tokens, extra)
     aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-    shares = num_updates, num_shards, hidden_size
-    return _deal(collected.step, data, found, *mask(data, settings), aggregate, shares), found.running
+    masked, weights = mask(data, settings)
+    shares = Shares(num_updates, num_shards, hidden_size)
+    return _deal(collected.step, data, found, masked, weights, aggregate, shares), found.running
 
 
 def plan_supervised(collected: Samples, num_updates: int, num_shards: int, hidden_size: int) -> Plan:
@@ -126,7 +138,7 @@ def plan_supervised(collected: Samples, num_updates: int, num_shards: int, hidde
     data = Metadata.of(collected)
     ones = torch.ones(len(data.answers), dtype=torch.float64)
     found = Credit(ones.numpy(), whole_samples(data), ones, Moments())
-    shares = num_updates, num_shards, hidden_size
+    shares = Shares(num_updates, num_shards, hidden_size)
     return _deal(collected.step, data, found, {}, ones.clone(), AGGREGATIONS["token-mean"], shares)
 
 
@@ -137,24 +149,24 @@ def _deal(
     masked: Mapping[int, str],
     weights: Tensor,
     aggregate: Callable[[Tensor], Tensor],
-    shares: tuple[int, int, int],
+    shares: Shares,
 ) -> Plan:
-    """Spread the answers that are not `masked` over `shares`, which are `num_updates` and so on.
+    """The plan that spreads the answers that are not `masked` over optimizer steps and data shards.
 
-    weights: float64, of each of them, beside its share of the mean.
+    weights: float64, a factor of each of these answers beside its share of the mean.
     """
-    num_updates, num_shards, hidden_size = shares
     trains = np.ones(len(data.answers), np.bool_)
     trains[list(masked)] = False
-    minibatches = divide(data.answers["ticket"][trains], num_updates)
-    bounds_in = partial(np.searchsorted, v=np.arange(num_updates + 1))
+    minibatches = divide(data.answers["ticket"][trains], shares.num_updates)
+    bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
         weights[begin:end] *= aggregate(data.lengths[trains][begin:end])
     kept = trains[data.owners]
     samples, owners = data.samples[kept], (trains.cumsum() - 1)[data.owners[kept]]
     runs, kept_runs = found.runs, kept.repeat(found.runs.counts)
     rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
-    data_rank, imbalance = assign(rows, bounds_in(minibatches[owners]).tolist(), num_shards, hidden_size)
+    bounds = bounds_in(minibatches[owners]).tolist()
+    data_rank, imbalance = assign(rows, bounds, shares.num_shards, shares.hidden_size)
     left_out = data.num_excluded + len(masked)
     return Plan(
         step=step,
@@ -253,7 +265,7 @@ def spread(samples: np.ndarray, num_shards: int, hidden_size: int) -> tuple[np.n
 
 
 def _sums(places: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Of the values of each place below `size`; in integers."""
+    """The sum of the values at each place below `size`; in integers."""
     sums = np.zeros(size, np.int64)
     np.add.at(sums, places, values)
     return sums
@@ -289,7 +301,7 @@ def partition(costs: Sequence[int], num_parts: int) -> list[int]:
     solutions: list[Solution] = []
 
     def take() -> tuple[int, list[Part]]:
-        """Of the solution with the largest difference the smallest index, and the parts."""
+        """Remove the solution with the largest difference; return its smallest index and its parts."""
         if solutions and not (singles and singles[-1] < solutions[0]):
             return heapq.heappop(solutions)[1:]
         part = singles.pop()

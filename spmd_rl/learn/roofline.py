@@ -41,7 +41,7 @@ class Roofline:
 
 
 def _tokens(answers: np.ndarray) -> TokenCounts:
-    """Of rows of `ANSWER`, those of a ticket side by side."""
+    """Token counts by ticket, from rows of `ANSWER`, those of a ticket side by side."""
     rows = answers[["num_prompt_tokens", "num_answer_tokens", "num_tokens"]]
     bounds = np.flatnonzero(begins(answers["ticket"]))[1:]
     return TokenCounts.of(group.tolist() for group in np.split(rows, bounds))

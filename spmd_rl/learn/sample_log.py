@@ -16,7 +16,7 @@ from spmd_rl.track.samples import SampleRow, StepRow, TurnRow
 from spmd_rl.types import AgentStep, Group, Prompt, Sample, Verdict, concat
 
 DECIMALS = 6
-"""Of a logprob."""
+"""Decimals of a logprob in the log"""
 
 _encode = msgspec.json.Encoder().encode
 

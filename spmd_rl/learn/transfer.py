@@ -47,12 +47,25 @@ class Route:
     @classmethod
     def of(cls, plan: Plan, data: DataShard) -> "Route":
         """From the ranks that generated the samples of a plan to the data shards that it names."""
-        return cls(plan.keys, plan.units, plan.lengths, plan.src_rank, plan.data_rank, data)
+        return cls(
+            keys=plan.keys,
+            units=plan.units,
+            lengths=plan.lengths,
+            src_rank=plan.src_rank,
+            data_rank=plan.data_rank,
+            data=data,
+        )
 
     def select(self, rows: np.ndarray) -> "Route":
-        """Of these samples alone."""
-        columns = (self.keys, self.units, self.lengths, self.src_rank, self.data_rank)
-        return Route(*(column[rows] for column in columns), self.data)
+        """The route of the samples in `rows` alone."""
+        return Route(
+            keys=self.keys[rows],
+            units=self.units[rows],
+            lengths=self.lengths[rows],
+            src_rank=self.src_rank[rows],
+            data_rank=self.data_rank[rows],
+            data=self.data,
+        )
 
 
 def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = None) -> Batch:
@@ -163,7 +176,7 @@ def _to_bytes(columns: Columns) -> Tensor:
 
 
 def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
-    """The inverse."""
+    """The columns, like those in `columns`, of which `_to_bytes` made `rows`."""
     parts = rows.split([_width(column) for column, _ in columns.values()], 1)
     return {
         key: part.clone(memory_format=torch.contiguous_format).flatten().view(column.dtype).reshape(-1, *column.shape)
@@ -276,7 +289,7 @@ class RoleShards:
 
 
 def _ranks(data: DataShard) -> list[tuple[int, ...]]:
-    """Of each shard."""
+    """The ranks of each shard's block."""
     return [data.ranks_of(shard) for shard in range(data.size)]
 
 

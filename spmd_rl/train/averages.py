@@ -16,12 +16,12 @@ def is_extreme(name: str) -> bool:
 
 
 def nothing(name: str) -> float:
-    """What no token at all comes to."""
+    """The value of a sum, or of an extreme, over no tokens."""
     return -math.inf if is_extreme(name) else 0.0
 
 
 def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> Tensor | float:
-    """What was so far and these values, [N] or a single sum, together; without values, what was."""
+    """The sum or extreme `before` joined with more `values`, [N] or a single sum; without values, `before`."""
     before = nothing(name) if before is None else before
     if values is None or not values.numel():
         return before
@@ -33,5 +33,5 @@ def joined(name: str, before: Tensor | float | None, values: Tensor | None) -> T
 
 
 def extremes(found: Mapping[str, float]) -> dict[str, float]:
-    """The extremes of all ranks under their names; none of what had no token."""
+    """Extremes with the sign of their names (see above); those over no tokens are left out."""
     return {name: -v if name.endswith("/min") else v for name, v in found.items() if v > -math.inf}

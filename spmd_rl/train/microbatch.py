@@ -45,7 +45,7 @@ def plan(batch: Batch, budget: int) -> list[list[int]]:
 
 
 def _cost(paths: list[list[tuple[int, int]]]) -> int:
-    """What the samples with these segments, as (number, tokens), cost together; shared segments cost once."""
+    """The cost of computing samples together, each given as segments (number, tokens); shared ones cost once."""
     begins: dict[int, int] = {}
     longest: dict[int, int] = {}
     for path in paths:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """What a stage does next."""
+    """One forward or backward of one micro-batch through one chunk of a stage."""
 
     microbatch: int
     is_forward: bool

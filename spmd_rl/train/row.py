@@ -30,7 +30,7 @@ def granule(count: int) -> int:
 
 
 class Row(NamedTuple):
-    """What a rank computes of a micro-batch: the tokens that enter its model, on the CPU."""
+    """The tokens of a micro-batch that enter this rank's part of the model, on the CPU."""
 
     token_ids: Tensor
     """int64 [t]"""
@@ -58,7 +58,7 @@ def row_of(
     context: Any = None,
     chosen_of: Callable[[Batch, PrefixTree], Tensor | None] = lambda micro, tree: None,
 ) -> Row:
-    """What a rank computes of a micro-batch. dtype: of attention. tp: ranks that share out the row's tokens.
+    """This rank's `Row` of a micro-batch. dtype: of attention. tp: ranks that share out the row's tokens.
 
     context: of context parallelism (`model.context`). chosen_of: the engine's experts, by token of the tree.
     """
@@ -73,18 +73,33 @@ def row_of(
     if context is None:
         packing = Packing.of(tree.starts, tree.parents, device, dtype)
         routed = torch.arange(len(tree.token_ids)) < num_tokens
-        return Row(tree.token_ids, tree.position_ids, packing, keep, targets, None, routed, chosen)
+        return Row(
+            token_ids=tree.token_ids,
+            position_ids=tree.position_ids,
+            packing=packing,
+            keep=keep,
+            targets=targets,
+            own=None,
+            routed=routed,
+            chosen=chosen,
+        )
     tokens = context.tokens(len(tree.token_ids))
     places = torch.full_like(tree.token_ids, -1).index_copy_(0, tokens, torch.arange(len(tokens)))[keep]
     own = (places >= 0).nonzero()[:, 0]
-    packing = context.packing(tree.starts, tree.parents, device, dtype)
-    mine = tree.token_ids[tokens], tree.position_ids[tokens]
-    chosen = None if chosen is None else chosen[tokens]
-    return Row(*mine, packing, places[own], targets[own], own, tokens < num_tokens, chosen)
+    return Row(
+        token_ids=tree.token_ids[tokens],
+        position_ids=tree.position_ids[tokens],
+        packing=context.packing(tree.starts, tree.parents, device, dtype),
+        keep=places[own],
+        targets=targets[own],
+        own=own,
+        routed=tokens < num_tokens,
+        chosen=None if chosen is None else chosen[tokens],
+    )
 
 
 def aim(head: TokenHead, micro: Batch, row: Row, temperature: float, device: torch.device) -> None:
-    """Tell the output embedding of a policy what its next forward is asked: the row's targets."""
+    """Set the output embedding of a policy to give the logprobs of the row's targets in its next forward."""
     head.targets = to_device(filled_up(micro.token_ids[row.targets]), device)
     head.temperature, head.survivors = temperature, None
     if micro.survivors is not None:

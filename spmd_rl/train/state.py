@@ -27,7 +27,7 @@ from spmd_rl.model.stored import Part
 
 FORMAT = "spmd_rl.state.1"
 MODEL, OPTIMIZER = "model/", "optimizer/"
-"""What the names of weights and of optimizer state begin with"""
+"""Prefixes of the names of weights and of optimizer state"""
 DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
@@ -35,16 +35,16 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-"""What safetensors calls them, in the order in which it writes them."""
+"""safetensors' names of dtypes, in the order in which it writes their tensors."""
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
-"""Of the first tensor's place in the file, in bytes."""
+"""The first tensor begins at a multiple of so many bytes."""
 BROKEN = (ValueError, TypeError, KeyError, SafetensorError, msgspec.MsgspecError)
-"""What a file that `write_state` has not written makes its readers raise"""
+"""Raised by the readers of a file that `write_state` did not write"""
 
 
 class Shard(NamedTuple):
-    """What this rank has of a tensor that is saved. Every rank lists every tensor of the whole model."""
+    """This rank's part of a tensor that is saved. Every rank lists every tensor of the whole model."""
 
     name: str
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ def head_of(wholes: Mapping[str, Sequence[int]], about: Mapping[str, str]) -> di
 
 
 def key_of(name: str, begin: Iterable[int]) -> str:
-    """What the piece of a tensor that begins there is called in a file."""
+    """The key, in a file, of the piece of a tensor that begins at `begin`."""
     return f"{name}@{','.join(map(str, begin))}"
 
 
@@ -216,7 +216,7 @@ class SavedState:
 
 
 def _head(folder: Path, file: str) -> dict[str, Any]:
-    """What a file says that is in it, in plain values."""
+    """Read a file's name, pieces (key, dtype, size) and whole shapes, in plain values, without its tensors."""
     opened = MappedFiles(folder).open(file)
     about = opened.metadata() or {}
     if about.get("format") != FORMAT:

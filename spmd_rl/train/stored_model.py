@@ -11,13 +11,13 @@ from spmd_rl.model.load import WeightFiles, load_weights, mismatch
 
 
 class Stored(NamedTuple):
-    """A model before it is sharded."""
+    """A model before it is sharded, and how its weights are read."""
 
     model: torch.nn.Module
     load: Callable[..., None] | None
     """Fills this rank's shards; None of a model that is whole."""
     num_bytes: Callable[[], int]
-    """What has been read so far."""
+    """Bytes read so far."""
 
 
 Source = Callable[..., Stored]

@@ -28,7 +28,7 @@ from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.shard import decoder_layers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial of degree five whose repeated use brings all singular values near 1."""
+"""Coefficients of the odd polynomial of degree five whose repeated use brings all singular values near 1."""
 ITERATIONS, EPS = 5, 1e-7
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's usual step, in units of the learning rate."""

@@ -54,8 +54,9 @@ class Pipeline:
 
     def steps(self, count: int, is_trained: bool) -> Iterator[Step]:
         """This stage's steps over `count` micro-batches."""
-        shape = (self.num_stages, count, self._vpp)
-        return one_forward_one_backward(self.stage, *shape) if is_trained else forward_only(*shape)
+        if not is_trained:
+            return forward_only(self.num_stages, count, self._vpp)
+        return one_forward_one_backward(self.stage, self.num_stages, count, self._vpp)
 
     def begin(self, step: Step) -> None:
         """What is called until the next one is about its chunk."""

@@ -28,7 +28,7 @@ def recompute(model: nn.Module, mode: str) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Of one layer: for its forward pass, and for computing it again. Each counts the products for itself."""
+    """The contexts of a layer's forward pass and of its recomputation. Each counts the products for itself."""
     numbers = {False: count(), True: count()}
     return create_selective_checkpoint_contexts(partial(_policy, numbers))
 
