@@ -24,7 +24,8 @@ def run(cfg: SumsConfig) -> None:
         place, numbers = job.train(), range(cfg.largest + 1)  # [all]
         policy, encode, texts = place.roles.policy, job.tokenizer.encode, [(a, b) for a in numbers for b in numbers]
         pairs = [(encode(f"{a} + {b} ="), encode(f" {a + b}")) for a, b in texts]
-        turns = [Turn(prompt, answer, array("f", answer), answer, "stop") for prompt, answer in pairs]
+        # An engine would give each token a logprob and a policy version; supervised learning reads neither
+        turns = [Turn(p, a, array("f", [0.0] * len(a)), array("i", [0] * len(a)), "stop") for p, a in pairs]
         samples = [Sample(n, 0, (turn,), Verdict("ok", 0.0)) for n, turn in enumerate(turns)]
         batch = pack(samples[policy.layout.data.rank :: policy.layout.data.size])
         batch.weights = batch.loss_mask / sum(len(answer) for _, answer in pairs)
