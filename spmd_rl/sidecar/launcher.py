@@ -113,7 +113,7 @@ class HostProcess:
         try:
             reply = receive_frame(self._socket, wire.FROM_CHILD)
         except TimeoutError:
-            reply = wire.Failed(f"the sidecar was not ready after {self._start_seconds:g} s")
+            reply = wire.StartFailed(f"the sidecar was not ready after {self._start_seconds:g} s")
         if isinstance(reply, wire.Ready):
             self._watcher.start()
             return

@@ -8,25 +8,25 @@ from spmd_rl.wire.base import WINDOW, Few, Id, Many, Message, Name
 from spmd_rl.wire.processes import PoolSpec
 
 
-class Join(Message, tag="join"):
+class NodeJoin(Message, tag="join"):
     """Worker node to host: the node asks for work in these domains."""
 
     name: Name
     domains: Annotated[list[Name], Few]
 
 
-class Welcome(Message, tag="welcome"):
+class NodeWelcome(Message, tag="welcome"):
     """Host to worker node: the pools to open. Their workers, cpus and sandbox are for the node to decide."""
 
     host: str
     pools: dict[str, PoolSpec]
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class NodeHeartbeat(Message, tag="heartbeat"):
     """Worker node to host, twice a second. A node that is silent is lost."""
 
     host: str
-    """The name in the `Welcome`. A host with another name answers with a `Pong`, upon which the node joins again."""
+    """The name in the `NodeWelcome`. A host of another name answers with a `Pong`, upon which the node joins again."""
     windows: Annotated[dict[Name, Annotated[int, msgspec.Meta(ge=0, le=WINDOW)]], Few]
     """Per domain, the number of requests that the node takes at a time."""
     running: Annotated[list[Id], Many]

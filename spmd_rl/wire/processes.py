@@ -40,8 +40,8 @@ class EnvPoolSpec(Message, tag="environment"):
     reset_timeout: Seconds = 60.0
     step_timeout: Seconds = 30.0
     episode_timeout: Seconds = 1800.0
-    """From the reset on. Counts the time in which the client was heard, so that no client loses its episodes because
-    it trains."""
+    """From the reset on. Counts the time in which messages of the client arrived, so that no client loses its episodes
+    because it trains."""
     lease: Seconds = 1800.0
     """A session that is not used for this long, by the same clock, is closed."""
     memory_mb: int = 0
@@ -69,7 +69,7 @@ class StartHost(Message, tag="start_host"):
     """Rank to the host that it starts."""
 
     parent: int
-    """The process id that the host must not outlive; 0 if the closing socket alone tells."""
+    """The process id that the host must not outlive; 0 if the closing socket alone shows its end."""
     address: str
     pools: dict[str, PoolSpec]
     servers: dict[str, ServerSpec] = field(default_factory=dict)
@@ -95,14 +95,14 @@ class StartServer(Message, tag="start_server"):
 
 
 class Started(Message, tag="started"):
-    """Worker to host: the first message, which tells the process id."""
+    """Worker to host: the first message, with the process id."""
 
     pid: Id
 
 
 class Ready(Message, tag="ready"):
-    """Worker to host: the rewarder or environment is built. Supervisor to host: the server answers. Host to rank: all
-    pools work."""
+    """Worker to host: the rewarder or environment is built. A server's supervisor to host: the server answers. Host to
+    rank: all pools work."""
 
     mode: str = ""
     """Workers of rewarders only: `sync`, `async` or `batch`, as `worker.call_mode` says."""
@@ -110,7 +110,7 @@ class Ready(Message, tag="ready"):
     """Workers of rewarders only: the most requests that the rewarder wants at once."""
 
 
-class Failed(Message, tag="failed"):
+class StartFailed(Message, tag="failed"):
     """Sent in place of `Ready`: a user's mistake, in one line."""
 
     detail: str
