@@ -32,7 +32,7 @@ class PhaseWatcher(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective that a rank is in."""
 
     name: str
@@ -61,9 +61,9 @@ class Journal:
         self.progress = 0
         """Counts everything that moves: engine steps, micro-batches, bytes, collectives and notes; not phases, which a
         rank that waits may enter again and again."""
-        self.inside: Place | None = None
+        self.inside: CollectiveCall | None = None
         """The collective this rank is in."""
-        self.last: Place | None = None
+        self.last: CollectiveCall | None = None
         """The last one it entered."""
         self.note("start", rank=rank, **start)
 
@@ -102,17 +102,17 @@ class Journal:
         """
         self._numbers[subset] += 1
         name = f"{subset}: {name}" if subset else name
-        place, outer = Place(name, self._numbers[subset], ranks), self.inside
-        self.inside = place
+        call, outer = CollectiveCall(name, self._numbers[subset], ranks), self.inside
+        self.inside = call
         if written:
-            self.last = place
-            self.note("collective", phase=self.phase_name, name=name, seq=place.number, kind=kind)
+            self.last = call
+            self.note("collective", phase=self.phase_name, name=name, seq=call.number, kind=kind)
         try:
-            yield place.number
+            yield call.number
         finally:
             self.inside = outer
         if written:
-            self.note("collective_done", phase=self.phase_name, name=name, seq=place.number)
+            self.note("collective_done", phase=self.phase_name, name=name, seq=call.number)
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Journal:
 
         Not numbered and not written, since ranks come to it as often as they happen to; only a hang report shows it.
         """
-        outer, self.inside = self.inside, Place(name, self._numbers[""] + 1)
+        outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1)
         try:
             yield
         finally:

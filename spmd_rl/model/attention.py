@@ -59,7 +59,7 @@ class Block:
     """bool [num_rows, 1, queries.length, keys.length]: which keys a query sees; None for plain causal attention"""
 
 
-class Exchange(Protocol):
+class HeadExchange(Protocol):
     """How ranks that share out a row attend together."""
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +103,7 @@ class Packing:
     parents, or with blocks"""
     seen_starts: Tensor
     """int32 [S+1]: where each segment's begin in `seen`"""
-    exchange: Exchange | None = None
+    exchange: HeadExchange | None = None
     """None where this rank has the whole row"""
 
     @classmethod
@@ -113,7 +113,7 @@ class Packing:
         parents: Tensor | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
-        exchange: Exchange | None = None,
+        exchange: HeadExchange | None = None,
         share: Share | None = None,
     ) -> "Packing":
         """From the first token of each segment, then T (int64 [S+1]); every segment holds a token.

@@ -92,14 +92,14 @@ def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
 
 
-class _Verdict(msgspec.Struct):
+class _LoggedVerdict(msgspec.Struct):
     status: str
     score: float | None
     parts: dict[str, float] = {}
 
 
 class _Scored(msgspec.Struct):
-    verdict: _Verdict
+    verdict: _LoggedVerdict
 
 
 def _launch(journal: Path) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import KINDS, tiny

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from spmd_rl.distributed import notice
-from spmd_rl.track.waits import Waits
+from spmd_rl.track.phase_reporter import PhaseReporter
 
 
 def test_a_wait_in_a_library_is_told_from_a_thread(capsys) -> None:
@@ -23,7 +23,7 @@ def test_a_long_wait_is_told_seldom_and_by_rank_0(monkeypatch, capsys, rank: int
     for _ in range(90):  # 90 s: at 20, 50 and 80
         tell("waiting for 14 verdicts (math)")
         clock[0] += 1.0
-    assert notice.Notice.is_open and Waits().due() is None
+    assert notice.Notice.is_open and PhaseReporter().due() is None
     tell.over()
     assert not notice.Notice.is_open
     tell("waiting for 3 verdicts (code)")  # another wait begins

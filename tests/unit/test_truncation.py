@@ -9,8 +9,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import EvalConfig, RolloutConfig
-from spmd_rl.engine.answer import Answer, says_stop
 from spmd_rl.engine.native.sampling import sample_truncated, uniform
+from spmd_rl.engine.sequence import SequenceState, has_stop
 from spmd_rl.errors import UserError
 from spmd_rl.types import Request, Sample, Survivors, Turn, Verdict
 
@@ -65,9 +65,9 @@ def test_a_nan_is_reported():
     assert draw(torch.full((9,), torch.nan), 1.0, [0.5], 4, 0.9, 0.0)[1].isnan().all()
 
 
-def answer(prompt=(), ids=(), num_begun=0, stop=("</a>", "##")) -> Answer:
+def answer(prompt=(), ids=(), num_begun=0, stop=("</a>", "##")) -> SequenceState:
     request = Request("a", array("i", list(prompt)), 9, 1.0, 0, stop=stop, num_begun=num_begun)
-    return Answer(request, array("i", list(ids)))
+    return SequenceState(request, array("i", list(ids)))
 
 
 def test_a_stop_string_is_seen_wherever_it_lies_in_the_answer_and_not_before_it():
@@ -75,7 +75,7 @@ def test_a_stop_string_is_seen_wherever_it_lies_in_the_answer_and_not_before_it(
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def stops(prompt, text, **settings):
-        return says_stop(answer(prompt.encode(), text.encode(), **settings), text_of)
+        return has_stop(answer(prompt.encode(), text.encode(), **settings), text_of)
 
     assert stops("x", "long before </a>") and stops("x", "#" * 2) and not stops("x", "</ a>")
     assert not stops("</a", ">") and not stops("</a>", "b")  # not the model's own words

@@ -44,7 +44,7 @@ def engine(path, model):
 
 @pytest.fixture
 def llm(engine):
-    return engine._llm
+    return engine.llm
 
 
 def add(llm, prompt=(1, 2, 3), salt="", at=None, **sampling) -> str:
@@ -240,7 +240,7 @@ def test_its_groups_are_not_the_default_one(engine):
     from vllm.distributed import parallel_state
 
     assert parallel_state.get_world_group().device_group is not dist.group.WORLD
-    finalizer = getattr(engine._llm.engine_core, "_finalizer", None)
+    finalizer = getattr(engine.llm.engine_core, "_finalizer", None)
     assert finalizer is None or not finalizer.alive, "it would end the default group at exit"
 
 

@@ -41,7 +41,7 @@ class End(msgspec.Struct, frozen=True):
     text: str
 
 
-class Ending:
+class Shutdown:
     """At most one thread of a process ends it: the one whose `claim` is granted."""
 
     def __init__(self, store: dist.Store, heartbeats: Heartbeats, journal: Journal, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""`Answer`: what a request has been given so far, and what ends it. Engines keep one for each request under way."""
+"""`SequenceState`: the tokens of a request so far, and what ends it. Engines keep one for each request under way."""
 
 import math
 from array import array
@@ -19,7 +19,7 @@ SPARE_TOKENS = 8
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class SequenceState:
     """The tokens that a request has been given."""
 
     request: Request
@@ -63,7 +63,7 @@ def text_of_model(path: str | Path, trust_remote_code: bool) -> TextOf:
     return lambda ids: tokenizer().decode(ids)
 
 
-def says_stop(answer: Answer, text_of: TextOf) -> bool:
+def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
     """Whether the answer's text has a stop string, given that it had none before its last token.
 
     Every token has a byte of text at least (special ones have none: up to `SPARE_TOKENS` of them may lie inside), so
