@@ -1,7 +1,7 @@
 """What a rank is doing: phases, named collectives and a progress counter, in memory and in `journal/rank-N.jsonl`.
 
-The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog tells the
-other ranks. When progress has stopped for too long is decided in `watchdog.py`.
+The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog sends to
+the other ranks. When progress has stopped for too long is decided in `watchdog.py`.
 
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 """
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PhaseWatcher(Protocol):
-    """Told of each phase of the main thread, while it happens; see `Journal.watch`."""
+    """Called at each phase of the main thread, while it happens; see `Journal.watch`."""
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
@@ -87,7 +87,7 @@ class Journal:
             for watcher in self._watchers:
                 watcher.exit(name)
             self._write("exit", phase=name)
-            self._charge()  # what it takes to say so is the phase's too
+            self._charge()  # what it takes to write this is the phase's too
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
 
@@ -117,7 +117,7 @@ class Journal:
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
         """Time inside is `compute` (as all other time), `copy` (bytes on the move) or `wait`, until something nested
-        says otherwise: it is for the timeline alone, and charged to the phase as ever."""
+        names another: it is for the timeline alone, and charged to the phase as ever."""
         self._write("kind", kind=kind)
         try:
             yield
@@ -135,7 +135,7 @@ class Journal:
 
     @contextmanager
     def slow(self, limit_seconds: float) -> Iterator[None]:
-        """What is inside may take so long without any progress: loading a model, starting a server, compiling.
+        """The code inside may take so long without any progress: loading a model, starting a server, compiling.
 
         Meanwhile no rank's watchdog takes the time for a stall.
         """
@@ -169,7 +169,7 @@ class Journal:
             self.inside = outer
 
     def watch(self, watcher: PhaseWatcher) -> None:
-        """Tell `watcher` of every phase from now on. Called outside of any phase."""
+        """Report every phase from now on to `watcher`. Called outside of any phase."""
         assert not self._phases
         self._watchers.append(watcher)
 
@@ -187,7 +187,7 @@ class Journal:
     def note(self, event: str, **fields: Any) -> None:
         """Write one line. A single write to an unbuffered descriptor: it survives this process, not the machine.
 
-        Where the disk is full the line is lost: whoever writes what counts will say so.
+        Where the disk is full the line is lost: whoever writes what counts will fail.
         """
         self.progress += 1
         self._write(event, **fields)

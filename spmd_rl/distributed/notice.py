@@ -22,7 +22,7 @@ class Notice:
     """Prints on rank 0 alone. The clock starts with the first call after `over`."""
 
     is_open: ClassVar[bool] = False
-    """Whether such a wait goes on in this process, so that nobody else need say what the run waits for."""
+    """Whether such a wait goes on in this process, so that nobody else need print what the run waits for."""
 
     def __init__(self, rank: int, first: float = FIRST_SECONDS, every: float = EVERY_SECONDS) -> None:
         self._silent, self._first, self._every = rank != 0, first, every

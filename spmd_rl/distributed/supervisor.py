@@ -75,7 +75,7 @@ class Supervisor:
 
         What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
         here with one line that names that rank. A mistake that all ranks make alike propagates on all of them. Where a
-        rank was killed, `RunFailed` says so.
+        rank was killed, `RunFailed` names it.
         """
         if kind is None or self._announced:
             return
@@ -93,7 +93,7 @@ class Supervisor:
             self._stop()
         else:  # nothing that hangs while the interpreter ends may keep the others waiting
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
-        if gone and isinstance(error, Exception):  # which says more than where we noticed
+        if gone and isinstance(error, Exception):  # which explains more than where we noticed
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
     def _killed_ranks(self, seconds: float = 0.1) -> str:

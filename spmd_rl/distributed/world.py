@@ -117,7 +117,7 @@ class World:
 
     @contextmanager
     def resources(self) -> Iterator[ExitStack]:
-        """What the run holds: an `ExitStack` that tells the other ranks of an exception before it unwinds.
+        """What the run holds: an `ExitStack` that reports an exception to the other ranks before it unwinds.
 
         What it holds may then be slow to close: the other ranks have ended by then, and this one has a few seconds.
         """
@@ -176,7 +176,7 @@ class World:
         return self.store.clone()
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] Each rank's record, by rank: anything msgpack can say, of any size; tuples come back as lists.
+        """[all] Each rank's record, by rank: anything msgpack can encode, of any size; tuples come back as lists.
 
         type: what msgspec shall make of each instead, at once.
         """
@@ -189,7 +189,7 @@ class World:
     def agree(self, name: str, value: Any) -> None:
         """[all] RunFailed on all ranks, naming those that differ, unless `value` is equal everywhere.
 
-        Anything msgpack can say, and arrays.
+        Anything msgpack can encode, and arrays.
         """
         self._collectives.agree(name, value)
 

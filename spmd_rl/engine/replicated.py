@@ -41,7 +41,7 @@ class Tick(msgspec.Struct, array_like=True, frozen=True):
     message: bytes | None = None
     """The other ranks `join` with it, and all make the same calls until they are through."""
     digest: bytes = b""
-    """Of all that the first rank's engine has given back so far: the others' must be equal."""
+    """The hash of all that the first rank's engine has given back so far: the others' must be equal."""
 
 
 class ReplicatedEngine:
@@ -52,8 +52,9 @@ class ReplicatedEngine:
         assert world.size % num_ranks == 0, "checked with the settings"
         self.capacity, self.prompt_tokens = engine.capacity, engine.prompt_tokens
         self.leads = world.rank % num_ranks == 0
-        self.engine, self._world = engine, world
-        """`engine`: this rank's own."""
+        self.engine = engine
+        """This rank's own."""
+        self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)
         self._group = world.subset(f"replica {index}", block, written=False)  # [block] ticks are no progress
@@ -141,7 +142,7 @@ class ReplicatedEngine:
             raise RunFailed(f"rank {self._world.rank}: its engine gave other answers than its replica's first rank")
         self._world.journal.idle(False)
         if tick.message is not None:
-            assert join is not None, "nobody told this rank what to do"
+            assert join is not None, "this rank was given nothing to do"
             join(tick.message)  # [all]
             return True
         self._steps([_request(fields) for fields in tick.add], tick.abort)

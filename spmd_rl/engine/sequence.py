@@ -67,7 +67,7 @@ def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
     """Whether the answer's text has a stop string, given that it had none before its last token.
 
     Every token has a byte of text at least (special ones have none: up to `SPARE_TOKENS` of them may lie inside), so
-    that the last few tokens tell.
+    that the last few tokens decide.
     """
     request = answer.request
     if not request.stop:

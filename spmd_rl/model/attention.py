@@ -188,7 +188,7 @@ class _Piece:
 
     @property
     def keys(self) -> list[range]:
-        """What its last token sees."""
+        """The tokens that its last token sees."""
         return [*self.before, self.own]
 
     @property
@@ -369,7 +369,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 
 @cache
 def _asks_for_gqa() -> bool:
-    """Whether torch wants to be told of fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
+    """Whether torch needs a flag for fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters

@@ -35,7 +35,7 @@ class SlotOwner(Protocol):
     reset: wire.ResetRequest
     """What it requests; the pool puts its own number in the place of `session`."""
     client: Hashable
-    """Whose it is: clients that wait get their slots in turn."""
+    """The client of the session: clients that wait get their slots in turn."""
 
     def on_slot(self, slot: "Slot") -> None:
         """Its reset begins."""
@@ -60,7 +60,7 @@ class Slot:
     owner: SlotOwner | None
     """None once the session is closed while a call still runs."""
     number: int = 0
-    """Of the call that runs, or ran last."""
+    """The number of the call that runs, or ran last."""
     deadline: float = float("inf")
     """When the call that runs is late; infinite if none runs."""
 

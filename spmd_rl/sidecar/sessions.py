@@ -36,7 +36,7 @@ class _SessionClient:
     sessions: dict[int, "_Session"] = field(default_factory=dict)
     """By the client's own number."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
-    """Those that are not sent yet."""
+    """Replies that are not sent yet."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -47,9 +47,9 @@ class _Session:
     used: float
     """When a call came or was answered last, by the client's clock."""
     number: int = 0
-    """Of the call that came last."""
+    """The number of the call that came last."""
     answer: wire.SessionReply | wire.SessionFailure | None = None
-    """To that call; None while it runs."""
+    """The reply to that call; None while it runs."""
     slot: Slot | None = None
     began: float = 0.0
     failure: tuple[LostReason, str, str] | None = None

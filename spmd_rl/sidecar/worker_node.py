@@ -2,9 +2,9 @@
 
     python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
 
-The host says which rewarder a domain has and with which arguments; the command line says which classes may be imported
-here, how many workers there are and which sandbox they use. Pools and deadlines are those of a host (`pool.py`). A
-node keeps nothing: what it had when it is lost, the host gives to others (`remote_nodes.py`).
+The host sends which rewarder a domain has and with which arguments; the command line lists the classes that may be
+imported here, how many workers there are and which sandbox they use. Pools and deadlines are those of a host
+(`pool.py`). A node keeps nothing: what it had when it is lost, the host gives to others (`remote_nodes.py`).
 """
 
 import os
@@ -28,7 +28,7 @@ HEARTBEAT_SECONDS = 0.5
 JOIN_SECONDS = 600.0
 """The time within which a host must answer first: it may start later than the node."""
 WARN_SECONDS = 10.0
-"""The time after which the node says that it waits for a host."""
+"""The time after which the node prints that it waits for a host."""
 SILENCE_SECONDS = 60.0
 """A host that was there and is silent for this long is not coming back; the run is over."""
 DRAIN_SECONDS = 10.0

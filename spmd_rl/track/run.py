@@ -113,7 +113,7 @@ class Run:
     def add(self, values: Mapping[str, float], reduce: Reduce | None = None) -> None:
         """Add values to the step's line. No key may be added twice in a step.
 
-        `reduce=None` says that the values are equal on all ranks already; else they are reduced over the ranks that
+        `reduce=None`: the values are equal on all ranks already; else they are reduced over the ranks that
         have the key. The key `tokens`, the step's generated tokens, becomes `system/tokens_per_s`.
         """
         target = self.line if reduce is None else self._local.setdefault(reduce, {})

@@ -145,7 +145,7 @@ class Turn(Struct, frozen=True, gc=False):
     versions: array  # 'i'
     finish_reason: FinishReason
     text: str = ""
-    """What the sampled tokens say, special ones left out; a stop string that ended the turn is part of it."""
+    """The text of the sampled tokens, special ones left out; a stop string that ended the turn is part of it."""
     survivors: Survivors | None = None
     """See `Completion.survivors`."""
     step: "AgentStep | None" = None
@@ -160,7 +160,7 @@ class AgentStep(Struct, frozen=True, gc=False):
     observation: str
     """The text that the environment returned."""
     reward: float
-    """Of this step, penalties included."""
+    """The reward of this step, penalties included."""
     state: int
     """64-bit hash of the state in which the answer was given, by which GiGPO finds equal states of a group."""
     action: str | None = None

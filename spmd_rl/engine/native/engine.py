@@ -54,7 +54,7 @@ class NativeEngine:
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
-        `text_of`: needed for requests with stop strings. records_experts: completions say which experts of a mixture
+        `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
         their tokens went to; UserError if the module is none.
         """
         self._text_of = text_of
@@ -263,7 +263,7 @@ class NativeEngine:
                 begin += num_tokens * len(part)
 
     def _bucket(self, rows: Sequence[RunningSequence], positions: list[int], num: int, begin: int) -> Bucket:
-        """Of `num` tokens of each row from these positions on; the first is token `begin` of the forward."""
+        """The bucket of `num` tokens of each row from these positions on; the first is token `begin` of the forward."""
         width = _width(max(positions) + num)
         tables = [(row.table + row.table[:1] * width)[: width // BLOCK] for row in rows]
         each = self._tensor(positions)[:, None, None] + torch.arange(num, device=self._device)[:, None]

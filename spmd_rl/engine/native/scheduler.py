@@ -32,7 +32,7 @@ class RunningSequence(SequenceState):
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """The tokens of prompt and answer."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property

@@ -60,7 +60,7 @@ class VllmEngine:
         """What each request has, by id."""
         self._aborted: list[Completion] = []
         self.version: int | None = None
-        """Of the weights; None before the first, and while there are none that are whole."""
+        """The version of the weights; None before the first, and while there are none that are whole."""
         self.prompt_tokens = PromptTokens()
         self._num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
@@ -117,7 +117,7 @@ class VllmEngine:
         )
 
     def _num_logprobs(self, request: Request) -> int:
-        """Of the most likely tokens, beside that of the sampled one: enough to see all that survive (see `TIES`)."""
+        """How many of the most likely tokens to ask for: enough to see all that are not cut off (see `TIES`)."""
         return min(self._num_ids, 2 * request.top_k + TIES) if request.truncated else 0
 
     def abort(self, ids: Iterable[str]) -> None:
@@ -240,7 +240,7 @@ class VllmEngine:
         return self.llm.model_executor.driver_worker.model_runner.get_model()
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Of what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
+        """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
         tensors = dict(self.model.named_buffers())
         if self._sleeps:
             tensors |= dict(self.model.named_parameters())
@@ -263,7 +263,7 @@ class VllmEngine:
 
 
 def _seed(request: Request) -> int:
-    """Of the stream of one request: another one where an answer goes on, or it would begin with the same draws."""
+    """The seed of one request: another one where an answer goes on, or it would begin with the same draws."""
     seed = counter_seed(request.seed, request.num_begun) if request.num_begun else request.seed
     return seed % 2**63  # vLLM reads -1 as none, and some of its runners keep signed words
 
