@@ -19,7 +19,7 @@ def run(cfg: AgenticConfig) -> None:
     from spmd_rl.rollout import Demonstrations, Demonstrator
 
     tasks = EnvTasks(cfg.env, cfg.eval.prompts)
-    with Job.open(cfg, tasks, {"env": tasks.eval}, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
+    with Job.open(cfg, {"env": tasks.eval}, tasks, cfg.env.chat_template_kwargs, cfg.env) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
         if place.generate:  # a rank that does nothing else
             place.generate()

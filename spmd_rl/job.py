@@ -1,7 +1,7 @@
 """`Job`: what every pipeline begins with: ranks form and agree, a run that is over ends, and a checkpoint is restored.
 
-    with Job.open(cfg, prompts, rows, cfg.data.chat_template_kwargs) as job:  # [all]
-        place = place_ranks(job)  # [all] who trains and who generates
+    with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
+        place = place_ranks(job)  # [all] who trains and who generates; without sections for that, `job.train()`
         saver, start = job.restore(place, rollouts=place.rollouts, learner=learner)  # [all]
 
 Who does what is the affair of `placement/`, what a step does that of the pipelines.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from spmd_rl import sidecar
@@ -24,7 +25,7 @@ from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent
 from spmd_rl.rollout.episode import Episode
 from spmd_rl.track import Run
-from spmd_rl.train import Roles
+from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Environments, Scorer
 
 
@@ -38,9 +39,9 @@ class Place:
     """The ranks that train."""
     roles: Roles | None = None
     rollouts: Any = None
-    """Stateful, with `collect(step)` and what `evaluate` asks of it."""
+    """Stateful, with `collect(step)` and what `evaluate` asks of it. None in a pipeline that does not generate."""
     publish: Callable[..., dict[str, float]] | None = None
-    """[train] `publish(version)`: the policy's weights to whoever generates."""
+    """[train] `publish(version)`: the policy's weights to whoever generates. None in a pipeline that does not."""
     environments: Environments | None = None
     """None in a pipeline without environments."""
     on_start: Callable[[int], object] = lambda start: None
@@ -52,7 +53,7 @@ class Job:
     """One rank's part of a run. What `stack` holds is given back when `open` is left."""
 
     cfg: PipelineConfig
-    source: Prompts | EnvTasks
+    source: Prompts | EnvTasks | None
     tokenizer: Tokenizer
     world: World
     stack: ExitStack
@@ -67,33 +68,41 @@ class Job:
     def open(
         cls,
         cfg: PipelineConfig,
-        source: Prompts | EnvTasks,
-        rows: Mapping[str, Sequence[Any]],
-        template_args: Mapping[str, Any],
+        rows: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+        source: Prompts | EnvTasks | None = None,
+        template_args: Mapping[str, Any] = MappingProxyType({}),
         envs: EnvsConfig | None = None,
     ) -> Iterator["Job"]:
-        """[all] Form the world and agree on settings, versions and data (`rows`, by name).
+        """[all] Form the world and agree on settings, versions and data (`rows`, by name, each with an `id`).
 
-        `source`: what tickets stand for. `template_args`: of the chat template. `envs`: None in a pipeline without
-        environments. UserError on all ranks where they differ, naming what.
+        `source`: what tickets stand for, where there are any. `template_args`: of the chat template. `envs`: None in a
+        pipeline without environments. UserError on all ranks where they differ, naming what.
         """
+        run_dir = Path(cfg.run.dir)
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
-        with World.open(cfg) as world, world.resources() as stack:  # [all]
+        opened = World.open(run_dir, cfg.journal.stall_seconds, cfg.debug)
+        with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            if cfg.placement.attach is None:  # an attached job has no steps of its own
-                done = finished(cfg.checkpoint, Path(cfg.run.dir), cfg.steps, world)  # [all]
+            if not cfg.attaches:  # an attached job has no steps of its own
+                done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
                 if job.is_over and world.rank == 0:
                     print(f"{cfg.run.dir}: already at step {done}; set steps above {done} to continue", flush=True)
             if not job.is_over:
-                agree_on_dtype(world, cfg)  # [all]
+                agree_on_dtype(world, cfg.policy)  # [all]
             yield job
 
     def open_run(self, world: World) -> None:
         """[train] Open the run directory; `world`: the ranks that train."""
         self.track = self.stack.enter_context(Run.open(self.cfg, world))  # [train]
-        self.track.announce(len(self.source.train), len(self.source.eval))
+        self.track.announce(*(len(self.source.train), len(self.source.eval)) if self.source else (0, 0))
+
+    def train(self) -> Place:
+        """[all] All ranks train, in a pipeline in which nobody generates: the run directory, and the roles."""
+        self.open_run(self.world)  # [all]
+        with self.starting():
+            return Place(world=self.world, roles=build_roles(self.cfg.roles, self.world))  # [all]
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -123,6 +132,7 @@ class Job:
         saver = Checkpointer(self.cfg.checkpoint, run_dir, place.world, place.roles.trained, parts, export)  # [train]
         start = saver.restore()  # [train]
         place.on_start(start)  # [all]
-        with self.world.journal.slow(self.cfg.journal.start_seconds):  # an engine's first step may compile
-            place.publish(version=start)  # [train] verified
+        if place.publish:
+            with self.world.journal.slow(self.cfg.journal.start_seconds):  # an engine's first step may compile
+                place.publish(version=start)  # [train] verified
         return saver, start

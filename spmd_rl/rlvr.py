@@ -22,7 +22,7 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl.placement import place_ranks
 
     rows = {"data.train": prompts.train, "data.eval": prompts.eval}
-    with Job.open(cfg, prompts, rows, cfg.data.chat_template_kwargs) as job:  # [all]
+    with Job.open(cfg, rows, prompts, cfg.data.chat_template_kwargs) as job:  # [all]
         place = place_ranks(job)  # [all] who trains and who generates: `placement.mode`
         if place.generate:  # a rank that does nothing else
             place.generate()

@@ -1,9 +1,10 @@
 """Settings: dataclasses with defaults and checks, composed by Hydra and checked before the process group forms.
 
-A pipeline imports these two names; other modules import the dataclass that they need from `schema`.
+A pipeline imports its settings and `main`, one of a user's own `PipelineConfig` to add its sections to; other modules
+import the dataclass that they need from `schema`.
 """
 
 from spmd_rl.config.main import main
-from spmd_rl.config.schema import AgenticConfig, RlvrConfig
+from spmd_rl.config.schema import AgenticConfig, PipelineConfig, RlvrConfig
 
-__all__ = ["AgenticConfig", "RlvrConfig", "main"]
+__all__ = ["AgenticConfig", "PipelineConfig", "RlvrConfig", "main"]

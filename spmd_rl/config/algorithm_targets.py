@@ -12,7 +12,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spmd_rl.config.apply import apply
 from spmd_rl.config.sections.algorithm import OWN, AlgorithmConfig
+from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.errors import UserError
 from spmd_rl.targets import guarded, import_target, source_digest
 
@@ -75,10 +77,16 @@ def own_function(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:
 
 def sources(cfg: Any) -> dict[str, str]:
     """Return a digest of the file of each function of a user's own that ranks run, by its name `module:function`."""
-    algorithm, rollout = getattr(cfg, "algorithm", None), getattr(cfg, "rollout", None)
-    named = [getattr(algorithm, choice) for choice in CHOICES if algorithm and is_own(algorithm, choice)]
-    named += [rollout.target] if rollout and rollout.target else []
+    named = [target for found in apply((_own_functions, _own_episode), cfg) for target in found]
     return {f"source of {target}": source_digest(target) for target in named}
+
+
+def _own_functions(algorithm: AlgorithmConfig) -> list[str]:
+    return [getattr(algorithm, choice) for choice in CHOICES if is_own(algorithm, choice)]
+
+
+def _own_episode(rollout: RolloutConfig) -> list[str]:
+    return [rollout.target] if rollout.target else []
 
 
 def _import(algorithm: AlgorithmConfig, choice: str) -> Callable[..., Any]:

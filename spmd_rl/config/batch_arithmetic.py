@@ -1,16 +1,24 @@
 """The arithmetic of a step: how many prompts, answers, samples and tokens go where. Torch-free."""
 
-from typing import Any
+from spmd_rl.config.placement import Placement
+from spmd_rl.config.ranks import world_size
+from spmd_rl.config.sections.env import EnvsConfig
+from spmd_rl.config.sections.models import EngineConfig, TrainConfig
+from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 
 
-def describe_batch(cfg: Any, num_train: int, num_generate: int) -> list[tuple[str, str]]:
-    """Return the arithmetic of a step as names and texts, for the settings of a pipeline.
-
-    num_train, num_generate: how many ranks do that.
-    """
-    rollout, train, engine = cfg.rollout, cfg.train, cfg.engine
+def describe_batch(
+    rollout: RolloutConfig,
+    train: TrainConfig,
+    engine: EngineConfig,
+    placement: PlacementConfig,
+    env: EnvsConfig | None = None,
+) -> list[tuple[str, str]]:
+    """Return the arithmetic of a step as names and texts."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
-    shards, replicas = max(1, num_train // train.ranks_per_shard), max(1, num_generate // engine.tp)
+    ranks, turns = Placement.of(placement, world_size()), has_turns(rollout, plays=env is not None)
+    shards, replicas = max(1, len(ranks.train) // train.ranks_per_shard), max(1, len(ranks.generate) // engine.tp)
     running = replicas * engine.max_running
     return [
         ("step", describe_samples(rollout)),
@@ -21,47 +29,47 @@ def describe_batch(cfg: Any, num_train: int, num_generate: int) -> list[tuple[st
             f"{_number(train.updates_per_step, 'optimizer step')} a step on about "
             f"{samples / train.updates_per_step:.4g} samples each",
         ),
-        ("tokens", f"{describe_tokens(cfg)}, {train.tokens_per_microbatch:,} a micro-batch"),
+        ("tokens", f"{describe_tokens(rollout, turns)}, {train.tokens_per_microbatch:,} a micro-batch"),
     ]
 
 
-def describe_evaluation(cfg: Any, num_eval: int) -> str:
+def describe_evaluation(eval: EvalConfig, steps: int, num_eval: int) -> str:
     """Return how many of `num_eval` held-out prompts are asked, how and when."""
-    asked = num_eval if cfg.eval.prompts is None else min(cfg.eval.prompts, num_eval)
-    if not cfg.eval.every or not asked:
+    asked = num_eval if eval.prompts is None else min(eval.prompts, num_eval)
+    if not eval.every or not asked:
         return "none"
-    often = f"every {cfg.eval.every} steps" if cfg.steps else "once, and nothing is trained"
-    return f"{asked} of {num_eval} held-out prompts x ({cfg.eval.answers} sampled, 1 greedy) {often}"
+    often = f"every {eval.every} steps" if steps else "once, and nothing is trained"
+    return f"{asked} of {num_eval} held-out prompts x ({eval.answers} sampled, 1 greedy) {often}"
 
 
-def describe_tokens(cfg: Any, prompt_tokens: int | None = None) -> str:
+def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | None = None) -> str:
     """Return the most tokens that a sample and a step can have, as far as the settings say.
 
-    Where episodes may have several turns, without `rollout.max_context_tokens` one turn's tokens are all that is known.
+    turns: whether episodes may have several (`has_turns`). Without `rollout.max_context_tokens` the tokens of one are
+    all that is known.
     prompt_tokens: the length of the longest prompt, where it is known.
     """
-    rollout = cfg.rollout
     prompt = rollout.max_prompt_tokens if prompt_tokens is None else prompt_tokens
     longest, samples = tokens_per_turn(rollout, prompt), rollout.prompts_per_step * rollout.answers_per_prompt
     parts = f"{prompt} prompt + {rollout.max_new_tokens} answer"
     if rollout.max_context_tokens:
         parts = "rollout.max_context_tokens"
-    elif has_turns(cfg):
+    elif turns:
         return f"at most {longest:,} in the first turn of an episode ({parts}), more with each further one"
     return f"at most {longest:,} a sample ({parts}), {samples * longest:,} a step"
 
 
-def has_turns(cfg: Any) -> bool:
-    """Return whether episodes may have several turns: a user's own, or those of an environment."""
-    return (cfg.rollout.target is not None or hasattr(cfg, "env")) and cfg.rollout.max_turns != 1
+def has_turns(rollout: RolloutConfig, plays: bool) -> bool:
+    """Return whether episodes may have several turns: a user's own, or those of an environment (`plays`)."""
+    return (plays or rollout.target is not None) and rollout.max_turns != 1
 
 
-def tokens_per_turn(rollout: Any, prompt_tokens: int) -> int:
+def tokens_per_turn(rollout: RolloutConfig, prompt_tokens: int) -> int:
     """Return the most tokens of a prompt and one answer to it, or of a sample where the settings bound it."""
     return rollout.max_context_tokens or prompt_tokens + rollout.max_new_tokens
 
 
-def describe_samples(rollout: Any) -> str:
+def describe_samples(rollout: RolloutConfig) -> str:
     """Return the samples that a step trains on, and the prompts beyond these that it may start, and why."""
     samples = rollout.prompts_per_step * rollout.answers_per_prompt
     told = f"{rollout.prompts_per_step} prompts x {rollout.answers_per_prompt} answers = {samples} samples"

@@ -8,11 +8,12 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from spmd_rl.bundled import HOME
 from spmd_rl.config.algorithm_targets import check_algorithm
+from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
+from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
@@ -21,7 +22,13 @@ from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_run, check_wandb
-from spmd_rl.config.sections.data import files, sources
+from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.sections.data import DataConfig, RewardsConfig, files, sources
+from spmd_rl.config.sections.env import EnvsConfig
+from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, RoleConfig
+from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys, on_loopback
 from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
@@ -44,104 +51,103 @@ NO_ENVIRONMENT = (
 )
 
 
-def check(cfg: Any) -> None:
+def check(cfg: PipelineConfig) -> None:
     """Raise a `UserError` for the first thing that cannot work."""
-    data, env = getattr(cfg, "data", None), getattr(cfg, "env", None)  # whichever the pipeline has
-    if data and not data.train and (cfg.steps or not data.eval):
+    apply(CHECKS, cfg)
+
+
+def check_given_data(data: DataConfig, steps: int) -> None:
+    """Check that there is something to train on, or to evaluate."""
+    if not data.train and (steps or not data.eval):
         raise UserError(NO_TRAINING_DATA if data.eval else NO_DATA)
-    if env and not env.tags:
+
+
+def check_given_envs(env: EnvsConfig) -> None:
+    """Check that there is something to play."""
+    if not env.tags:
         raise UserError(NO_ENVIRONMENT)
-    check_run(cfg)
-    check_models(cfg)
-    check_placement(cfg)
-    check_mesh(cfg)
-    check_engine(cfg)
-    check_episode(cfg)
-    if data:
-        check_data(cfg)
-    check_sidecar(cfg)
-    check_wandb(cfg.track.wandb)
-    if data or cfg.reward.domains:
-        check_rewards(cfg)
-    if env:
-        check_envs(cfg)
-    if not names_of_the_hub(cfg):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # or libraries would ask the hub about files of this machine
-    check_algorithm(cfg.algorithm)  # last: a module of tensors imports torch
 
 
-def check_plan(cfg: Any) -> None:
-    """Raise a `UserError` for the first thing that a plan reads and that cannot work: shapes of models, layouts.
+def check_plan(cfg: PipelineConfig) -> None:
+    """Raise a `UserError` for the first thing that a plan reads and that cannot work: shapes of models, layouts."""
+    apply((take_shape, check_shapes, check_mesh, check_replicas), cfg)
 
-    `plan.shape` takes the place of `policy.model`, as a path.
-    """
-    if cfg.plan.shape:
-        known = SHAPES / cfg.plan.shape
-        cfg.policy.model = str(known if known.is_dir() else Path(cfg.plan.shape).expanduser())
-    for role in loaded_roles(cfg):
-        model = getattr(cfg, role)
-        model.model = fetch_config(f"{role}.model", model.model, wait=local_rank() != 0)
+
+def take_shape(plan: PlanConfig, policy: PolicyConfig) -> None:
+    """Put the path that `plan.shape` stands for in the place of `policy.model`."""
+    if plan.shape:
+        known = SHAPES / plan.shape
+        policy.model = str(known if known.is_dir() else Path(plan.shape).expanduser())
+
+
+def check_shapes(plan: PlanConfig, roles: list) -> None:
+    """Check that each model has a `config.json`, and that `plan.rank` is one of the ranks."""
+    for role in loaded_roles(roles):
+        key, model = f"{role.name}.model", role.own
+        model.model = fetch_config(key, model.model, wait=local_rank() != 0)
         if not (model_folder(model.model) / "config.json").is_file():
-            raise UserError(f"{role}.model: {model.model} has no config.json, by which to plan; or say plan.shape")
-    if cfg.plan.rank is not None and cfg.plan.rank >= world_size():
-        raise UserError(f"plan.rank: {cfg.plan.rank} is none of {world_size()} ranks")
-    check_mesh(cfg)
-    check_replicas(cfg)
+            raise UserError(f"{key}: {model.model} has no config.json, by which to plan; or say plan.shape")
+    if plan.rank is not None and plan.rank >= world_size():
+        raise UserError(f"plan.rank: {plan.rank} is none of {world_size()} ranks")
 
 
-def names_of_the_hub(cfg: Any) -> list[str]:
-    """Return the models and datasets of the hub that settings name, those of judges and reward models included."""
-    models = [getattr(cfg, role).model for role in loaded_roles(cfg)]
-    models += [str(reward.args["model"]) for reward in cfg.reward.domains.values() if "model" in reward.args]
-    data = getattr(cfg, "data", None)
+def stay_offline(roles: list, reward: RewardsConfig, data: DataConfig | None = None) -> None:
+    """Let no library ask the hub about files of this machine, where no setting names a model or a dataset of it.
+
+    Those of judges and reward models count. A pipeline without rewards may load by itself what no setting names.
+    """
+    models = [role.own.model for role in loaded_roles(roles)]
+    models += [str(one.args["model"]) for one in reward.domains.values() if "model" in one.args]
     rows = [*sources(data.train), *sources(data.eval)] if data else []
-    return [name for name in models if hub_id(name)] + [name for name in rows if hub_dataset(name)]
+    if not any(map(hub_id, models)) and not any(map(hub_dataset, rows)):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def check_placement(cfg: Any) -> None:
+def check_placement(
+    placement: PlacementConfig, rollout: RolloutConfig, engine: EngineConfig, sidecar: SidecarConfig, debug: bool
+) -> None:
     """Check that the ranks can be split as `placement` says, and that the other settings go with it."""
-    placement = cfg.placement
     Placement.of(placement, world_size())
-    if placement.is_overlapped and cfg.rollout.partial_rollout:
+    if placement.is_overlapped and rollout.partial_rollout:
         raise UserError("rollout.partial_rollout: its tokens could be older than placement.max_staleness allows")
     if not placement.is_split:
         return
-    _check_carried(cfg)
-    if placement.swap == "keep" and cfg.engine.name != "native":
+    _check_carried(rollout, placement)
+    if placement.swap == "keep" and engine.name != "native":
         raise UserError("placement.swap=keep: only with engine.name=native; recompute works with every engine")
     if placement.is_attached:
-        _check_attached(cfg)
+        _check_attached(rollout, debug)
     several = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size() and placement.attach is None
     if several and placement.bind == "ipc":
         raise UserError(
             "placement.bind: ipc reaches the ranks of one machine; say placement.bind=tcp://* sidecar.keys=DIR "
             "(python -m spmd_rl sidecar_keys DIR makes the keys)"
         )
-    if placement.bind != "ipc" and not cfg.sidecar.keys and not on_loopback(f"{placement.bind}:1"):
+    if placement.bind != "ipc" and not sidecar.keys and not on_loopback(f"{placement.bind}:1"):
         raise UserError(
             f"placement.bind: {placement.bind} beyond this machine needs sidecar.keys, a directory of CURVE keys with "
             "an allow-list; python -m spmd_rl sidecar_keys DIR makes one"
         )
 
 
-def _check_attached(cfg: Any) -> None:
+def _check_attached(rollout: RolloutConfig, debug: bool) -> None:
     """Check that nothing is asked for that ranks which may be gone tomorrow cannot do."""
     refused = {
-        "rollout.claim": (cfg.rollout.claim != "store", "must be store"),
-        "rollout.partial_rollout": (cfg.rollout.partial_rollout, "must be false"),
-        "debug": (cfg.debug, "must be false"),
+        "rollout.claim": (rollout.claim != "store", "must be store"),
+        "rollout.partial_rollout": (rollout.partial_rollout, "must be false"),
+        "debug": (debug, "must be false"),
     }
     for key, (wrong, remedy) in refused.items():
         if wrong:
             raise UserError(f"{key}: {remedy} with placement.generate=attached, whose ranks come and go")
 
 
-def _check_carried(cfg: Any) -> None:
+def _check_carried(rollout: RolloutConfig, placement: PlacementConfig) -> None:
     """Check that no answer that is carried from step to step can become older than `placement.max_staleness`."""
-    rollout, most = cfg.rollout, cfg.placement.max_staleness
+    most = placement.max_staleness
     if not rollout.partial_rollout:
         return
-    key = "rollout.partial_rollout with placement.mode=" + cfg.placement.mode
+    key = "rollout.partial_rollout with placement.mode=" + placement.mode
     if rollout.accept != "in_order" or rollout.claim != "store":
         raise UserError(
             f"{key}: only with rollout.accept=in_order and rollout.claim=store, else tokens could be too old"
@@ -153,12 +159,12 @@ def _check_carried(cfg: Any) -> None:
         )
 
 
-def check_mesh(cfg: Any) -> None:
+def check_mesh(roles: list, placement: PlacementConfig | None = None) -> None:
     """Check that each role's layout divides the world size, its tensor parallelism the heads, `ep` the experts."""
-    num_train = len(Placement.of(cfg.placement, world_size()).train)
+    num_train = len(Placement.of(placement, world_size()).train) if placement else world_size()
     if not num_train:
         return  # the training job checks its own
-    for role in cfg.roles:
+    for role in roles:
         section, train, folder = role.key, role.train, model_folder(role.model)
         LayoutSizes.of(section, num_train, **train.axes)
         if (count := experts_in(folder)) is not None:
@@ -178,9 +184,14 @@ def check_layers(section: str, pp: int, vpp: int, path: Path) -> None:
     deal_layers(section, (model.get("text_config") or model).get("num_hidden_layers", pp * vpp), pp, vpp)
 
 
-def check_engine(cfg: Any) -> None:
+def check_engine(
+    engine: EngineConfig,
+    placement: PlacementConfig,
+    policy: PolicyConfig,
+    rollout: RolloutConfig,
+    eval: EvalConfig | None = None,
+) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
-    engine = cfg.engine
     if engine.name == "vllm":
         missing, found = importlib.util.find_spec("vllm") is None, unsupported("vllm")
         if missing or found:
@@ -188,39 +199,38 @@ def check_engine(cfg: Any) -> None:
                 f"engine=vllm: {'vLLM is not installed here' if missing else f'vLLM {found[0]} is not {found[1]}'}; "
                 "`make setup` installs it for the CPU, pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
             )
-    if cfg.policy.router_replay:
+    if policy.router_replay:
         if engine.name != "native":
             raise UserError(
                 f"policy.router_replay: engine={engine.name} does not tell whom it chose; say engine=native"
             )
-        if experts_in(model_folder(cfg.policy.model)) == 0:
+        if experts_in(model_folder(policy.model)) == 0:
             raise UserError("policy.router_replay: the model is no mixture of experts; must be false")
-    for key, temperature in (("rollout", cfg.rollout.temperature), ("eval", cfg.eval.temperature)):
+    for key, temperature in (("rollout", rollout.temperature), ("eval", eval and eval.temperature)):
         if engine.name == "vllm" and temperature and not 0.01 <= temperature <= 2:
             raise UserError(f"{key}.temperature: {temperature:g} is out of the range of engine=vllm, 0.01 to 2")
-    check_replicas(cfg)
+    check_replicas(engine, placement, policy)
 
 
-def check_replicas(cfg: Any) -> None:
+def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: PolicyConfig) -> None:
     """Check that `engine.tp` divides the ranks and the model's dimensions."""
-    engine = cfg.engine
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
-    placement = Placement.of(cfg.placement, world_size())
-    if (num_ranks := len(placement.generate)) % engine.tp:
+    ranks = Placement.of(placement, world_size())
+    if (num_ranks := len(ranks.generate)) % engine.tp:
         raise UserError(f"engine.tp: {engine.tp} does not divide {num_ranks} ranks")
-    train = set(placement.train)
-    for replica in zip(*[iter(placement.generate)] * engine.tp, strict=True):
+    train = set(ranks.train)
+    for replica in zip(*[iter(ranks.generate)] * engine.tp, strict=True):
         if 0 < len(train.intersection(replica)) < engine.tp:
             raise UserError(f"placement.train: of the replica on ranks {replica} (engine.tp) all must train, or none")
     if engine.tp > 1:
-        check_heads("engine.tp", engine.tp, model_folder(cfg.policy.model) / "config.json", engine=True)
+        check_heads("engine.tp", engine.tp, model_folder(policy.model) / "config.json", engine=True)
 
 
-def check_episode(cfg: Any) -> None:
+def check_episode(rollout: RolloutConfig) -> None:
     """Whether `rollout.target` names a coroutine function that takes a context."""
-    if cfg.rollout.target is not None:
-        import_coroutine("rollout.target", cfg.rollout.target)
+    if rollout.target is not None:
+        import_coroutine("rollout.target", rollout.target)
 
 
 def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units: bool = True) -> None:
@@ -249,21 +259,21 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units:
             raise UserError(f"{key}: {tp} does not divide the {what} {size} of {path.parent}")
 
 
-def check_models(cfg: Any) -> None:
-    """Check the models of the policy, and of the reference and the critic where they are loaded.
+def check_models(roles: list, engine: EngineConfig | None = None, rollout: RolloutConfig | None = None) -> None:
+    """Check the models that are loaded: the policy's, and those of other roles that have one of their own.
 
     A name of the hub gets the commit that it stands for, so that all ranks, and a resumed run, load the same weights.
     """
-    longest = cfg.rollout.max_context_tokens or cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
-    for role in loaded_roles(cfg):
-        model, engine = getattr(cfg, role), cfg.engine.name if role == "policy" else ""
-        model.model = check_model(f"{role}.model", model.model)
-        check_architecture(f"{role}.model", model_folder(model.model), engine, longest)
+    longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
+    for role in loaded_roles(roles):
+        key, generates = f"{role.name}.model", engine.name if engine and role.name == "policy" else ""
+        role.own.model = check_model(key, role.own.model)
+        check_architecture(key, model_folder(role.own.model), generates, longest)
 
 
-def loaded_roles(cfg: Any) -> list[str]:
-    """Return the names of the roles that load a model of their own."""
-    return [role.name for role in cfg.roles if role.own.model]
+def loaded_roles(roles: list[RoleConfig]) -> list[RoleConfig]:
+    """Return those of the roles that load a model of their own."""
+    return [role for role in roles if role.own.model]
 
 
 def check_model(key: str, name: str) -> str:
@@ -285,18 +295,18 @@ def check_model(key: str, name: str) -> str:
     return name
 
 
-def fetch_models(cfg: Any) -> None:
+def fetch_models(roles: list[RoleConfig]) -> None:
     """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
-    for role in loaded_roles(cfg):
-        model = getattr(cfg, role).model
-        with phase(f"{role}.model: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
-            fetch_weights(f"{role}.model", model)
+    for role in loaded_roles(roles):
+        model = role.own.model
+        with phase(f"{role.name}.model: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
+            fetch_weights(f"{role.name}.model", model)
 
 
-def check_data(cfg: Any) -> None:
+def check_data(data: DataConfig) -> None:
     """Check that data files exist. Their rows are read later, still before the process group forms."""
-    for key in ("train", "eval"):
-        for path in files(getattr(cfg.data, key)):
+    for key, text in (("train", data.train), ("eval", data.eval)):
+        for path in files(text):
             if not Path(path).is_file():
                 raise UserError(
                     f"data.{key}: no file {path}; give JSONL or parquet files, a dataset of the hub (ORG/NAME:CONFIG), "
@@ -304,9 +314,17 @@ def check_data(cfg: Any) -> None:
                 )
 
 
-def check_sidecar(cfg: Any) -> None:
+def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
     """Check that the CURVE keys exist and are private; those of the host once per node, where it will start."""
-    if cfg.sidecar.keys is not None and not cfg.debug:
-        ClientKeys.load(cfg.sidecar.keys)
+    if sidecar.keys is not None and not debug:
+        ClientKeys.load(sidecar.keys)
         if local_rank() == 0:
-            HostKeys.load(cfg.sidecar.keys)
+            HostKeys.load(sidecar.keys)
+
+
+CHECKS = (
+    *(check_given_data, check_given_envs, check_run, check_models, check_placement, check_mesh, check_engine),
+    *(check_episode, check_data, check_sidecar, check_wandb, check_rewards, check_envs, stay_offline),
+    check_algorithm,  # last: a module of tensors imports torch
+)
+"""In order; each is of the pipelines that have the sections that it takes (`apply`)"""

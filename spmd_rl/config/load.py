@@ -52,7 +52,7 @@ def load(
     """Load the settings of a run, check each value, and fill in `run.name` and `run.dir`."""
     check_experiment(pipeline, overrides)
     check_recipe(overrides)
-    values = compose(config_name or pipeline, overrides, config_dir)
+    values = compose(pipeline, overrides, config_dir, config_name)
     return fill_run(build(schema, values), pipeline)
 
 
@@ -63,7 +63,7 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
         path = CONFIGS / GROUP_WITHOUT_DEFAULT / f"{name}.yaml"
         if key == GROUP_WITHOUT_DEFAULT and path.is_file():
             doors = experiment_doors(path)
-            if pipeline not in doors:
+            if pipeline in PIPELINES and pipeline not in doors:
                 raise UserError(f"{key}={name}: it is one of python -m spmd_rl.{doors[0]}")
 
 
@@ -84,18 +84,26 @@ def experiment_doors(path: Path) -> list[str]:
     return [name for name, schema in PIPELINES.items() if named <= {field.name for field in fields(schema)}]
 
 
-def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
-    """The sparse tree that YAML files and overrides give, still without defaults, types or checks."""
+def compose(
+    pipeline: str, overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
+) -> DictConfig:
+    """The sparse tree that YAML files and overrides give, still without defaults, types or checks.
+
+    It starts from `config_name`; else from the file of the pipeline's name, if there is one.
+    """
     primary, searched, groups = CONFIGS, [], _groups(CONFIGS)
     if config_dir:
         own = Path(config_dir).expanduser().absolute()
         if not own.is_dir():
             raise UserError(f"--config-dir: no directory {own}")
-        primary, other = (own, CONFIGS) if (own / f"{config_name}.yaml").is_file() else (CONFIGS, own)
+        primary, other = (own, CONFIGS) if (own / f"{config_name or pipeline}.yaml").is_file() else (CONFIGS, own)
         searched, groups = [f"hydra.searchpath=['file://{other}']"], _groups(CONFIGS, own)
+    if config_name is None and (primary / f"{pipeline}.yaml").is_file():
+        config_name = pipeline
+    added = (GROUP_WITHOUT_DEFAULT,) if config_name else tuple(groups)
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
-            lines = [normalize_override(line, groups) for line in overrides]
+            lines = [normalize_override(line, groups, added) for line in overrides]
             values = hydra_compose(config_name, overrides=[*searched, *lines])
     except MissingConfigException as error:
         raise UserError(_no_such_config(error)) from None
@@ -138,10 +146,10 @@ def _groups(*folders: Path) -> dict[str, list[str]]:
     return {name: sorted(known) for name, known in found.items()}
 
 
-def normalize_override(line: str, groups: Mapping[str, Sequence[str]]) -> str:
+def normalize_override(line: str, groups: Mapping[str, Sequence[str]], added: Sequence[str]) -> str:
     """Rewrite an override so that Hydra accepts it: every `key=value` adds a key or replaces its value.
 
-    `groups` are the options of each group.
+    `groups` are the options of each group, `added` those of which no file names a default.
     """
     override = _parse(line)
     key = override.key_or_group
@@ -153,7 +161,7 @@ def normalize_override(line: str, groups: Mapping[str, Sequence[str]]) -> str:
         raise UserError(f"{key}: must be one option, not {_value_of(line)}; known: {', '.join(groups[key])}")
     if key in groups and not isinstance(override.value(), str | list):
         raise UserError(f"{key}: unknown option {override.value()!r}; known: {', '.join(groups[key])}")
-    if key == GROUP_WITHOUT_DEFAULT:
+    if key in added:
         return "+" + override.input_line.lstrip("+")
     if key in groups or "/" in key:
         return override.input_line

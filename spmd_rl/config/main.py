@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spmd_rl.command_line import Parser, program
+from spmd_rl.config.apply import apply
 from spmd_rl.config.checks import check, check_plan, fetch_models
 from spmd_rl.config.docs import entries, options
 from spmd_rl.config.keys import suggestion, to_dict
@@ -38,8 +39,9 @@ from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
 from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
 from spmd_rl.config.schema import PIPELINES
-from spmd_rl.config.sections.run import is_name
+from spmd_rl.config.sections.run import PlanConfig, is_name
 from spmd_rl.config.unused import unused_settings
+from spmd_rl.config.values import require
 from spmd_rl.errors import Disagreement, RunFailed, UserError, one_line, printable, tell
 from spmd_rl.process import tell_torchrun
 
@@ -66,7 +68,7 @@ def main(
     argv = sys.argv[1:] if argv is None else argv
     exit_ = Exit(given_run_dir(pipeline, argv))
     try:
-        asked = parse(pipeline, argv)
+        asked = parse(pipeline, schema, argv)
         if asked.help:
             return say(help_text(pipeline, schema, run, asked))
         if shows := asked.cfg or asked.dry_run or asked.plan:
@@ -77,11 +79,12 @@ def main(
         exit_.folder = None if shows else Path(cfg.run.dir)
         if shows and rank() != 0:
             return None
-        if shows and cfg.plan.ranks:
-            os.environ["WORLD_SIZE"] = str(cfg.plan.ranks)
+        planned = apply((pretend_ranks,), cfg) if shows else []
         if asked.plan:
+            require(bool(planned), f"--plan: {pipeline} has no section plan")
             check_plan(cfg)
             return imported(PLAN, "torch")(cfg)
+        require(bool(preview) or not asked.dry_run, f"--dry-run: {pipeline} has nothing to show")
         check(cfg)
         notices = continue_run(cfg, pipeline)
         if rank() == 0:
@@ -91,7 +94,7 @@ def main(
         if asked.dry_run:
             return (imported(preview, "transformers") if isinstance(preview, str) else preview)(cfg)
         exit_.start()
-        fetch_models(cfg)
+        fetch_models(cfg.roles)
         run(cfg)
         gc.freeze()  # or the interpreter searches torch's modules for cycles on its way out, for a second and more
     except KeyboardInterrupt:
@@ -109,6 +112,12 @@ def main(
             exit_.fail(2, f"run.dir: {lost.filename}: {lost.strerror}", traceback.format_exc())
         tell(traceback.format_exc().rstrip(), lines=True)
         exit_.fail(1, one_line(error), traceback.format_exc(), printed=True)
+
+
+def pretend_ranks(plan: PlanConfig) -> None:
+    """Let what is only shown be that of `plan.ranks`."""
+    if plan.ranks:
+        os.environ["WORLD_SIZE"] = str(plan.ranks)
 
 
 def imported(name: str, heavy: str = "") -> Callable[[Any], Any]:
@@ -222,9 +231,9 @@ def given_run_dir(pipeline: str, argv: Sequence[str]) -> Path | None:
 
 
 class _Parser(Parser):
-    def __init__(self, pipeline: str) -> None:
-        super().__init__(program(pipeline), add_help=False)
-        self._schema = PIPELINES[pipeline]
+    def __init__(self, pipeline: str, schema: type) -> None:
+        super().__init__(names_of(pipeline)[0], add_help=False)
+        self._schema = schema
 
     def error(self, message: str) -> NoReturn:
         raise UserError(self.told(message))
@@ -234,9 +243,15 @@ class _Parser(Parser):
         return f"{name}: unknown option; settings are key=value: {suggestion(key, value, self._schema)}"
 
 
-def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
+def names_of(pipeline: str) -> tuple[str, str]:
+    """Return how a pipeline is started, and its module; a user's own is taken to have the name of its file."""
+    ours = pipeline in PIPELINES
+    return (program(pipeline), f"spmd_rl.{pipeline}") if ours else (f"python -m {pipeline}", pipeline)
+
+
+def parse(pipeline: str, schema: type, argv: Sequence[str]) -> argparse.Namespace:
     """Hydra's options that make sense here, and `overrides`."""
-    parser = _Parser(pipeline)
+    parser = _Parser(pipeline, schema)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
@@ -255,8 +270,8 @@ def parse(pipeline: str, argv: Sequence[str]) -> argparse.Namespace:
 HELP = """\
 {about}
 
-usage: {program} [option ...] [key=value ...]
-       torchrun --nproc-per-node N -m spmd_rl.{pipeline} [option ...] [key=value ...]
+usage: {start} [option ...] [key=value ...]
+       torchrun --nproc-per-node N -m {module} [option ...] [key=value ...]
 
 options:
   --help                this text
@@ -276,8 +291,9 @@ settings (key=value), as this line has them:
 
 def help_text(pipeline: str, schema: type, run: Callable[[Any], None], asked: argparse.Namespace) -> str:
     """Usage, groups, and every key with its meaning and the value that it has under what is asked."""
-    cfg = build(schema, compose(asked.config_name or pipeline, asked.overrides, asked.config_dir))
+    cfg = build(schema, compose(pipeline, asked.overrides, asked.config_dir, asked.config_name))
     about = (sys.modules[run.__module__].__doc__ or "").strip().partition("\n")[0]
     groups = "\n".join(f"  {name}: {', '.join(known)}" for name, known in options(CONFIGS).items())
     settings = "\n".join(f"  {e.key}={e.value}  ({e.type})\n      {e.doc}" for e in entries(schema, cfg))
-    return HELP.format(about=about, program=program(pipeline), pipeline=pipeline, groups=groups, settings=settings)
+    start, module = names_of(pipeline)
+    return HELP.format(about=about, start=start, module=module, pipeline=pipeline, groups=groups, settings=settings)

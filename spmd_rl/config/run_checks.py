@@ -4,11 +4,12 @@ import netrc
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from spmd_rl.config.ranks import rank, world_size
 from spmd_rl.config.resume import holds_run
+from spmd_rl.config.sections.models import PolicyConfig
+from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
 from spmd_rl.errors import UserError
 
 FOLDERS, FILES = ("checkpoints", "journal", "samples", "traces"), ("config.yaml", "metrics.jsonl", "report.html")
@@ -16,34 +17,34 @@ FOLDERS, FILES = ("checkpoints", "journal", "samples", "traces"), ("config.yaml"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
-def check_run(cfg: Any) -> None:
+def check_run(run: RunConfig, checkpoint: CheckpointConfig, policy: PolicyConfig, steps: int, debug: bool) -> None:
     """Check that `run.dir` can be written, and that `checkpoint.resume` and `debug` fit what is there."""
-    folder = Path(cfg.run.dir)
+    folder = Path(run.dir)
     check_writable(folder)
-    if cfg.debug and world_size() != 1:
+    if debug and world_size() != 1:
         raise UserError(f"debug: works in one process, not with {world_size()} ranks; use python -m, not torchrun")
-    resume = cfg.checkpoint.resume
+    resume = checkpoint.resume
     if resume == "never" and holds_run(folder):
         raise UserError(f"checkpoint.resume: never, but {folder} holds a run; choose another run.dir")
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if checkpoint.is_given and not Path(resume).is_dir():
         raise UserError(f"checkpoint.resume: no directory {resume}; known names: auto, never")
-    if resume not in ("auto", "never") and not (Path(resume) / "manifest.json").is_file():
+    if checkpoint.is_given and not (Path(resume) / "manifest.json").is_file():
         known = [path for place in ("", "checkpoints/") for path in Path(resume).glob(f"{place}step-*/manifest.json")]
         known = f"give {max(known).parent}" if known else "give a checkpoint such as runs/mine/checkpoints/step-000010"
         raise UserError(f"checkpoint.resume: {resume} is no checkpoint, it has no manifest.json; {known}")
-    if not cfg.steps:
-        _check_evaluation(cfg, folder)
+    if not steps:
+        _check_evaluation(checkpoint, policy.model, folder)
 
 
-def _check_evaluation(cfg: Any, folder: Path) -> None:
+def _check_evaluation(checkpoint: CheckpointConfig, model: str, folder: Path) -> None:
     """Check that an evaluation has a directory of its own, and that the checkpoint it is of, if any, has a model."""
     if holds_run(folder):
-        checkpoint = max(folder.glob("checkpoints/step-*"), default=folder / "checkpoints" / "step-000010")
-        way = f"choose another run.dir; checkpoint.resume={checkpoint} evaluates it there"
+        latest = max(folder.glob("checkpoints/step-*"), default=folder / "checkpoints" / "step-000010")
+        way = f"choose another run.dir; checkpoint.resume={latest} evaluates it there"
         raise UserError(f"steps=0: {folder} holds a run, which an evaluation would overwrite; {way}")
-    if cfg.evaluates_checkpoint:
-        resume, cfg.checkpoint.resume = cfg.checkpoint.resume, "auto"  # `policy.model` is its hf/, nothing is resumed
-        if not Path(cfg.policy.model).is_dir():
+    if checkpoint.is_given:
+        resume, checkpoint.resume = checkpoint.resume, "auto"  # `policy.model` is its hf/, nothing is resumed
+        if not Path(model).is_dir():
             way = f"python -m spmd_rl convert to-hf {resume} OUT makes one: policy.model=OUT"
             raise UserError(f"checkpoint.resume: {resume} has no hf/, which is what steps=0 evaluates; {way}")
 
@@ -65,9 +66,9 @@ def check_writable(folder: Path) -> None:
                 raise UserError(f"run.dir: {path} is in the way: the run needs {kind} of this name")
 
 
-def check_wandb(mode: str) -> None:
+def check_wandb(track: TrackConfig) -> None:
     """Check that `track.wandb=online` finds a key; wandb itself would ask for one, or wait for twenty seconds."""
-    if mode != "online" or rank() != 0 or any(os.environ.get(name) for name in WANDB_KEYS):
+    if track.wandb != "online" or rank() != 0 or any(os.environ.get(name) for name in WANDB_KEYS):
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()

@@ -70,14 +70,13 @@ def identity_hash(cfg: Any) -> str:
 
 
 def fill_run(cfg: T, pipeline: str) -> T:
-    """Fill in `run.name` and `run.dir` (as an absolute path) where the user gave none, and return `cfg`."""
-    run = cfg.run
+    """Fill in `pipeline`, and `run.name` and `run.dir` (as an absolute path) where the user gave none; return `cfg`."""
+    run, cfg.pipeline = cfg.run, pipeline
     if run.name is None:
-        kind = getattr(getattr(cfg, "algorithm", None), "name", pipeline) if cfg.steps else "eval"
+        kind = cfg.kind if cfg.steps else "eval"
         run.name = "-".join([Path(cfg.policy.model).name, kind, identity_hash(cfg)])
     folder = run_dir(pipeline, run.name, run.dir)
-    placement = getattr(cfg, "placement", None)
-    run.dir = str(attached_dir(folder) if placement and placement.attach else folder)
+    run.dir = str(attached_dir(folder) if cfg.attaches else folder)
     return cfg
 
 

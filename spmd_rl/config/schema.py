@@ -6,6 +6,7 @@ imports or the number of ranks. YAML files under `configs/` hold only what diffe
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import ClassVar
 
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
@@ -39,7 +40,14 @@ from spmd_rl.errors import UserError
 
 @dataclass
 class PipelineConfig:
-    """The settings that all pipelines have in common."""
+    """The settings that every pipeline has: those of a model that is trained, of its run and of what is measured.
+
+    The settings of a pipeline are a subclass that adds its own sections. What the package says of a section (its
+    checks, its lines on the terminal) it says of every pipeline that has one of this name and type: see `apply`.
+    """
+
+    pipeline: ClassVar[str] = ""
+    """Name of the pipeline, which `load` fills in."""
 
     seed: int = 0
     """Random seed of data order, sampling and everything else."""
@@ -52,27 +60,68 @@ class PipelineConfig:
     """Write a torch profiler trace of the second step that this process runs into `run.dir/traces`."""
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)
+
+    def __post_init__(self) -> None:
+        at_least(self, seed=0, steps=0)
+        if not self.steps and self.checkpoint.is_given:
+            self.policy.model = f"{self.checkpoint.resume}/hf"
+
+    @property
+    def kind(self) -> str:
+        """What the name of a run says beside its model."""
+        return self.pipeline
+
+    @property
+    def attaches(self) -> bool:
+        """Whether this job does nothing but generate for another one."""
+        return False
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """What the models of the pipeline are built from: the policy, and in a subclass whom it wants beside it."""
+        return [self.role("policy")]
+
+    def role(self, name: str) -> RoleConfig:
+        """What the role of a section `name` is built from."""
+        own, policy = getattr(self, name), self.policy
+        return RoleConfig(
+            name=name,
+            own=own,
+            model=own.model or policy.model,
+            dtype=own.dtype or policy.dtype,
+            trust_remote_code=policy.trust_remote_code,
+            train=self.train if name == "policy" else own.train.over(self.train),
+            total_updates=self.trained_steps(name) * self.train.updates_per_step,
+        )
+
+    def trained_steps(self, name: str) -> int:
+        """In how many steps a role is trained."""
+        return self.steps
+
+
+@dataclass
+class RlConfig(PipelineConfig):
+    """The settings that pipelines of reinforcement learning have in common: they generate, score and learn from it."""
+
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardsConfig = field(default_factory=RewardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    track: TrackConfig = field(default_factory=TrackConfig)
-    journal: JournalConfig = field(default_factory=JournalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
 
     def __post_init__(self) -> None:
-        at_least(self, seed=0, steps=0)
+        super().__post_init__()
         require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
-        if self.evaluates_checkpoint:
-            self.policy.model = f"{self.checkpoint.resume}/hf"
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         if self.placement.swap is None:
@@ -94,9 +143,14 @@ class PipelineConfig:
         )
 
     @property
-    def evaluates_checkpoint(self) -> bool:
-        """Whether nothing is trained, and a checkpoint is evaluated."""
-        return not self.steps and self.checkpoint.resume not in ("auto", "never")
+    def kind(self) -> str:
+        """See `PipelineConfig.kind`."""
+        return self.algorithm.name
+
+    @property
+    def attaches(self) -> bool:
+        """See `PipelineConfig.attaches`."""
+        return self.placement.attach is not None
 
     @property
     def num_shown(self) -> int:
@@ -118,30 +172,20 @@ class PipelineConfig:
 
     @property
     def roles(self) -> list[RoleConfig]:
-        """What the policy is built from, and whom the algorithm wants beside it."""
+        """The policy, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
         return [self.role(name) for name, wanted in used.items() if wanted]
 
-    def role(self, name: str) -> RoleConfig:
-        """What the role `policy`, `reference` or `critic` is built from."""
-        own, policy = getattr(self, name), self.policy
-        train = self.train if name == "policy" else own.train.over(self.train)
-        steps = self.steps - (self.algorithm.critic_warmup if name == "policy" else 0)
-        return RoleConfig(
-            name=name,
-            own=own,
-            model=own.model or policy.model,
-            dtype=own.dtype or policy.dtype,
-            trust_remote_code=policy.trust_remote_code,
-            train=train,
-            total_updates=max(0, steps) * self.train.updates_per_step,
-        )
+    def trained_steps(self, name: str) -> int:
+        """See `PipelineConfig.trained_steps`: the critic learns alone at first."""
+        return max(0, self.steps - self.algorithm.critic_warmup) if name == "policy" else self.steps
 
 
 @dataclass
-class RlvrConfig(PipelineConfig):
+class RlvrConfig(RlConfig):
     """The settings of `python -m spmd_rl.rlvr`."""
 
+    pipeline = "rlvr"
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
@@ -175,9 +219,10 @@ def _keys_of_agents(cfg: RlvrConfig) -> Iterator[str]:
 
 
 @dataclass
-class AgenticConfig(PipelineConfig):
+class AgenticConfig(RlConfig):
     """The settings of `python -m spmd_rl.agentic`."""
 
+    pipeline = "agentic"
     env: EnvsConfig = field(default_factory=EnvsConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
@@ -195,9 +240,9 @@ class AgenticConfig(PipelineConfig):
 
     @property
     def num_shown(self) -> int:
-        """See `PipelineConfig.num_shown`."""
+        """See `RlConfig.num_shown`."""
         return self.warmup.steps
 
 
-PIPELINES: dict[str, type] = {"rlvr": RlvrConfig, "agentic": AgenticConfig}
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig)}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

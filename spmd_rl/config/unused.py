@@ -11,9 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_rl.config.algorithm_targets import is_own, parameters
+from spmd_rl.config.apply import apply
 from spmd_rl.config.keys import flatten, to_dict
-from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES
-from spmd_rl.config.sections.data import GENERATORS, RewardConfig
+from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
+from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
+from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+
+Idle = list[tuple[Any, str, str]]
+"""What must hold for keys or sections to have an effect, the reason why they have none, and these, in one text"""
 
 
 def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
@@ -22,9 +29,10 @@ def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingP
     A changed setting differs from the schema's default, from `shipped`, the settings of a command without overrides,
     and from `chosen`, a tree of what the experiment, recipe or data that the user chose by name says by itself.
     """
-    rewards = {domain: to_dict(RewardConfig(reward.target)) for domain, reward in cfg.reward.domains.items()}
-    defaults = [dict(flatten(tree)) for tree in (to_dict(shipped), to_dict(type(cfg)()), {"reward": rewards}, chosen)]
-    reasons = dict([*without_effect(cfg), *unread_algorithm_keys(cfg.algorithm)])
+    trees = [to_dict(shipped), to_dict(type(cfg)()), chosen, *apply((_bare_rewards,), cfg)]
+    defaults = [dict(flatten(tree)) for tree in trees]
+    idle = [row for rows in apply(IDLE, cfg) for row in rows]
+    reasons = {key: reason for effect, reason, keys in idle for key in keys.split() if not effect}
     for key, value in flatten(to_dict(cfg)):
         names = key.split(".")
         reason = next(filter(None, (reasons.get(".".join(names[:n])) for n in range(1, len(names) + 1))), None)
@@ -32,13 +40,15 @@ def unused_settings(cfg: Any, shipped: Any, chosen: Mapping[str, Any] = MappingP
             yield f"{key}: has no effect while {reason}"
 
 
-def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
-    """Yield each key or section that has no effect, with the reason."""
-    a, data = cfg.algorithm, getattr(cfg, "data", None)
+def _bare_rewards(reward: RewardsConfig) -> dict[str, Any]:
+    return {"reward": {domain: to_dict(RewardConfig(one.target)) for domain, one in reward.domains.items()}}
+
+
+def _of_algorithm(algorithm: AlgorithmConfig) -> Idle:
+    a = algorithm
     difficulty = "algorithm.difficulty_low_threshold algorithm.difficulty_high_threshold"
     correction = "algorithm.correction.upper algorithm.correction.mask_low algorithm.correction.mask_high"
-    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
-    idle = [
+    return [
         (a.uses_reference, "algorithm.kl_coef and algorithm.kl_reward_coef are 0", "reference"),
         (a.uses_critic, "algorithm.advantage is not gae or turn_gae", "critic"),
         (a.kl_coef, "algorithm.kl_coef is 0", "algorithm.kl_estimator"),
@@ -50,29 +60,52 @@ def without_effect(cfg: Any) -> Iterator[tuple[str, str]]:
         (a.variance_top_p, "algorithm.variance_top_p is null", "algorithm.variance_eps algorithm.variance_patience"),
         (a.error_max_len_clip, "algorithm.error_max_len_clip is false", "algorithm.error_max_len_threshold"),
         (a.correction.level != "off", "algorithm.correction.level is off", correction),
-        (cfg.rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
-        (cfg.rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
-        (cfg.policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum"),
-        (cfg.critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum"),
-        (cfg.eval.every, "eval.every is 0", evaluation),
-        (not cfg.debug, "debug is true", "sidecar"),
-        (cfg.placement.is_split, "placement.mode is colocated", "publish.delta"),
+        *((False, reason, key) for key, reason in unread_algorithm_keys(a)),
     ]
-    if data:
-        generated = GENERATORS in f"{data.train},{data.eval}"
-        idle.append((generated, "problems come from files", "data.size data.seed data.args"))
-        idle.append((data.eval is None, "data.eval is given", "data.holdout"))
-        idle.append((cfg.steps, "steps is 0", "data.holdout data.mix"))
-        idle.append((cfg.steps or not data.eval, "steps is 0 and data.eval is given", "data.train"))
-    for domain, reward in cfg.reward.domains.items():
+
+
+def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: PlacementConfig) -> Idle:
+    evaluation = "eval.prompts eval.answers eval.temperature eval.top_p eval.top_k eval.min_p"
+    return [
+        (rollout.tail != "defer", "rollout.tail is defer", "rollout.accept"),
+        (rollout.over_sample, "rollout.over_sample is 0", "rollout.tail"),
+        (eval.every, "eval.every is 0", evaluation),
+        (placement.is_split, "placement.mode is colocated", "publish.delta"),
+    ]
+
+
+def _of_policy(policy: PolicyConfig) -> Idle:
+    return [(policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum")]
+
+
+def _of_critic(critic: CriticConfig) -> Idle:
+    return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
+
+
+def _of_data(data: DataConfig, steps: int) -> Idle:
+    generated = GENERATORS in f"{data.train},{data.eval}"
+    return [
+        (generated, "problems come from files", "data.size data.seed data.args"),
+        (data.eval is None, "data.eval is given", "data.holdout"),
+        (steps, "steps is 0", "data.holdout data.mix"),
+        (steps or not data.eval, "steps is 0 and data.eval is given", "data.train"),
+    ]
+
+
+def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
+    idle: Idle = [(not debug, "debug is true", "sidecar")]
+    for domain, one in reward.domains.items():
         section = f"reward.{domain}"
-        idle.append((not cfg.debug, "debug is true", f"{section}.workers {section}.cpus"))
-        idle.append((reward.devices, f"{section}.devices is null", f"{section}.server"))
-    for effect, reason, keys in idle:
-        yield from ((key, reason) for key in keys.split() if not effect)
+        idle.append((not debug, "debug is true", f"{section}.workers {section}.cpus"))
+        idle.append((one.devices, f"{section}.devices is null", f"{section}.server"))
+    return idle
 
 
-def unread_algorithm_keys(algorithm: Any) -> Iterator[tuple[str, str]]:
+IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_sidecar)
+"""Each is of the pipelines that have the sections that it takes (`apply`)"""
+
+
+def unread_algorithm_keys(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """Yield each key of `algorithm` that none of the chosen functions reads, with the reason."""
     for choice, known in (("advantage", ADVANTAGES), ("loss", LOSSES), ("loss", CHOICES), ("loss_agg", LOSS_AGGS)):
         for key in {key for keys in known.values() for key in keys} - {"gamma", "pass_score"}:  # read elsewhere too

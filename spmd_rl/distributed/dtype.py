@@ -6,10 +6,10 @@ A CPU without such instructions multiplies bfloat16 matrices at about a quarter 
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from spmd_rl.config.sections.models import PolicyConfig
 from spmd_rl.distributed.world import World
 from spmd_rl.errors import tell
 
@@ -17,20 +17,20 @@ CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Flags in /proc/cpuinfo of instructions that multiply bfloat16; the last is that of ARM."""
 
 
-def agree_on_dtype(world: World, cfg: Any) -> None:
+def agree_on_dtype(world: World, policy: PolicyConfig) -> None:
     """[all] Put bfloat16 or float32 in the place of `policy.dtype=auto`, alike on all ranks; rank 0 prints the reason.
 
-    `cfg` must be agreed already: all ranks have `auto`, or none has.
+    The settings must be agreed already: all ranks have `auto`, or none has.
     """
-    if cfg.policy.dtype != "auto":
+    if policy.dtype != "auto":
         return
     everyone = world.gather("start: dtype", choose_dtype(world.device))  # [all]
     slow = [rank for rank, (dtype, _) in enumerate(everyone) if dtype == "float32"]
-    cfg.policy.dtype, reason = everyone[slow[0]] if slow else everyone[0]
+    policy.dtype, reason = everyone[slow[0]] if slow else everyone[0]
     if slow and len(slow) < world.size:
         reason = f"on ranks {slow} {reason}, and all ranks compute in one dtype"
     if world.rank == 0:
-        tell(f"policy.dtype=auto: {cfg.policy.dtype}, because {reason}")
+        tell(f"policy.dtype=auto: {policy.dtype}, because {reason}")
 
 
 def choose_dtype(device: torch.device) -> tuple[str, str]:

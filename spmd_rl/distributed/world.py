@@ -1,6 +1,6 @@
 """`World`: one rank's view of all ranks. Who it is, where it meets the others, and how it ends with them.
 
-    with World.open(cfg) as world:
+    with World.open(Path(cfg.run.dir), cfg.journal.stall_seconds) as world:
         lengths = world.gather("plan: lengths", [len(x) for x in mine])  # [all]
 
 It knows no model, batch or algorithm. Methods marked [all] meet the other ranks: no rank-local condition around them.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,14 +33,6 @@ from spmd_rl.types import Node
 
 _JOIN_SECONDS = 600
 ExitCallback = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
-
-
-class Settings(Protocol):
-    """What `World.open` reads of a pipeline's settings: `run.dir` (resolved), `journal.stall_seconds`, `debug`."""
-
-    run: Any
-    journal: Any
-    debug: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +74,21 @@ class World:
 
     @classmethod
     @contextmanager
-    def open(cls, cfg: Settings) -> Iterator["World"]:
+    def open(cls, run_dir: Path, stall_seconds: float, debug: bool = False) -> Iterator["World"]:
         """[all] Form the world; leave it in order, or, with an exception pending, without meeting anyone.
 
         A stall, a signal or another rank's error ends the process from within, without unwinding. UserError if this
-        node has too few devices.
+        node has too few devices. debug: a debugger may hold this rank for ever, and gets Ctrl-C.
         """
         me = membership()
         if me.launched:
             die_with_parent()
-        faulthandler.dump_traceback_later(max(_JOIN_SECONDS, cfg.journal.stall_seconds), exit=True)
+        faulthandler.dump_traceback_later(max(_JOIN_SECONDS, stall_seconds), exit=True)
         rendezvous = join(me)
-        run_dir = Path(cfg.run.dir)
         journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=rendezvous.nonce)
         world = cls(me, rendezvous, journal)
-        stall_seconds = math.inf if cfg.debug else cfg.journal.stall_seconds
-        signals = [signal.SIGTERM] if cfg.debug else [signal.SIGTERM, signal.SIGINT]
+        stall_seconds = math.inf if debug else stall_seconds
+        signals = [signal.SIGTERM] if debug else [signal.SIGTERM, signal.SIGINT]
         supervisor = Supervisor(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
         supervisor.shutdown.callbacks = world._callbacks
         world._failed = supervisor.on_exception

@@ -28,17 +28,13 @@ from spmd_rl.sandbox.packages import module_names
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
-PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)
-"""A first import from a cold disk is slow."""
-DRAIN_SECONDS = 1.0
-"""The time to read what is left in the pipes of a process that has ended."""
+PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)  # a first import from a cold disk is slow
+DRAIN_SECONDS = 1.0  # the time to read what is left in the pipes of a process that has ended
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
 """What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
 and sleeps if it used less than this share of a processor since."""
-PARSED = 8
-"""Bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code."""
-PRINTS = ("stdout", "stderr", "capsys", "capfd")
-"""Words of tests that want what the code prints."""
+PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
+PRINTS = ("stdout", "stderr", "capsys", "capfd")  # words of tests that want what the code prints
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
 _CHUNK = 1 << 16
 
@@ -244,9 +240,9 @@ class BaseSandbox(ABC):
                     readers[name], files[name] = os.pipe()
                     os.set_blocking(readers[name], False)
                     stack.callback(os.close, readers[name])
-                files["stdin"] = _sealed(stdin)
+                files["stdin"] = memory_file(stdin.encode(errors="replace"))
                 room = PARSED * limits.message_bytes if job["mode"] in ("test", "beside") else 0
-                files["job"] = _sealed(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}))
+                files["job"] = memory_file(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}).encode())
                 for fd in files.values():
                     theirs.callback(os.close, fd)
                 process = self.start(slot, limits, ChildFiles(**files, rpc=sockets[slot]))
@@ -323,11 +319,11 @@ def _watch(runs: list[_Run], owner: int) -> None:
                 run.look(used)
 
 
-def _sealed(text: str) -> int:
-    """Return a descriptor from which the text can be read and nothing else done."""
+def memory_file(content: bytes) -> int:
+    """Return a descriptor from which the content can be read and nothing else done."""
     fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
-        file.write(text.encode(errors="replace"))
+        file.write(content)
     os.lseek(fd, 0, os.SEEK_SET)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from spmd_rl.sandbox.base import memory_file
 from spmd_rl.sandbox.forkserver import reserve_uids
 from spmd_rl.sandbox.packages import ENVIRONMENT, find_pytest
-from spmd_rl.sandbox.served import ServedSandbox
+from spmd_rl.sandbox.served import ServedSandbox, spawn
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 """Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
@@ -37,7 +38,6 @@ with zipfile.ZipFile(sys.stdout.buffer, "w") as archive:
         archive.writestr(name + "c", importlib.util.MAGIC_NUMBER + bytes([1]) + bytes(11) + code)
 """
 """Run by the system's Python: makes an archive of the guest's modules that it can import without compiling."""
-DEVICES = ("/dev/null", "/dev/urandom")
 
 
 class Bubblewrap(ServedSandbox):
@@ -48,10 +48,9 @@ class Bubblewrap(ServedSandbox):
     def __init__(self, packages: Mapping[str, Path] | None = None) -> None:
         """`packages`: the files that code may import, as `find_packages` returns them; they are loaded before the
         first fork."""
-        self._bwrap = shutil.which("bwrap")
-        if self._bwrap is None:
+        if (bwrap := shutil.which("bwrap")) is None:
             raise RuntimeError("bwrap is not installed")
-        self._packages = packages
+        self._bwrap, self._packages = bwrap, packages
         known = next((path for path in PYTHONS if os.access(path, os.X_OK) and _suits(path, packages)), None)
         if known is None:
             which = f" of version {_VERSION}, for which the packages are installed," if packages else ""
@@ -59,7 +58,7 @@ class Bubblewrap(ServedSandbox):
         self.python = known
         self.first_uid = reserve_uids() if os.geteuid() == 0 else None
         self._layout = ["--ro-bind", "/usr", "/usr"]
-        for path in DEVICES:
+        for path in ("/dev/null", "/dev/urandom"):
             self._layout += ["--dev-bind", path, path]
         for name in ("lib", "lib32", "lib64", "bin"):  # sockets on a merged /usr
             path = f"/{name}"
@@ -90,16 +89,7 @@ class Bubblewrap(ServedSandbox):
         command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self.python, "-s", "-S", "-B"]
         code = f"from spmd_rl.sandbox.forkserver_main import start; start{fd, None, True, PACKAGES}"
         user = {} if self.first_uid is None else {"user": self.first_uid, "group": self.first_uid, "extra_groups": []}
-        return subprocess.Popen(
-            [*command, "-X", "utf8", "-c", code],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=[fd, guest],
-            env={},
-            cwd="/",
-            **user,
-        )
+        return spawn([*command, "-X", "utf8", "-c", code], [fd, guest], {}, stderr=self._stderr, **user)
 
     def last_words(self) -> str:
         """Return what bubblewrap has written."""
@@ -116,15 +106,6 @@ def _suits(python: str, packages: Mapping[str, Path] | None) -> bool:
         return True
     command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     return subprocess.run(command, capture_output=True, text=True, env={}, timeout=60).stdout.strip() == _VERSION
-
-
-def memory_file(content: bytes) -> int:
-    """Return a descriptor of an unnamed file in memory, at its beginning."""
-    fd = os.memfd_create("file", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
 
 
 def _compiled_guest(python: str) -> bytes:

@@ -15,7 +15,7 @@ from pathlib import Path
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
 from spmd_rl.sandbox.packages import find_pytest, link
-from spmd_rl.sandbox.served import ServedSandbox
+from spmd_rl.sandbox.served import ServedSandbox, spawn
 
 PACKAGE = Path(__file__).parents[1]
 BOOT = """
@@ -26,10 +26,8 @@ for name, path in ("spmd_rl", ""), ("spmd_rl.sandbox", "sandbox"):
 """
 """Skips our packages' own `__init__`, which load more than a confined process should hold."""
 PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8", "-c"]
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""The same program prints its sets in the same order every time."""
-FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF
-"""No distribution assigns user ids from this range."""
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # the same program prints its sets in the same order every time
+FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF  # no distribution assigns user ids from this range
 
 
 class ForkServer(ServedSandbox):
@@ -52,14 +50,7 @@ class ForkServer(ServedSandbox):
         links = stack.enter_context(link(self._packages))
         arguments = (fd, self.first_uid, self._mounts, links)
         code = f"{BOOT}\nfrom spmd_rl.sandbox.forkserver_main import start\nstart{arguments}"
-        return subprocess.Popen(
-            [self.python, *PYTHON, code, str(PACKAGE)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[fd],
-            env=self._environment,
-            cwd="/",
-        )
+        return spawn([self.python, *PYTHON, code, str(PACKAGE)], [fd], self._environment)
 
 
 def reserve_uids() -> int:

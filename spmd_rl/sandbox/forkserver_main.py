@@ -27,7 +27,6 @@ import sysconfig
 import tempfile
 import time
 import urllib.parse
-import zoneinfo
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main, serve, suite, testing  # noqa: F401 - loaded before the fork
 from spmd_rl.sandbox.namespaces import NamespaceServer
 from spmd_rl.sandbox.server import Child, Server, confined, do_job, open_streams, take_descriptors
-from spmd_rl.sandbox.zones import ZoneImporter
+from spmd_rl.sandbox.zones import keep_zones
 
 MODULES = """
 abc argparse array ast asyncio base64 binascii bisect calendar cmath codecs collections collections.abc contextlib copy
@@ -47,8 +46,8 @@ warnings weakref zlib
 """
 """These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
-ROOT = "/proc"
-"""The directory that exists everywhere, at which the root is mounted in a mount namespace of our own."""
+NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
+ROOT = "/proc"  # the directory that exists everywhere, at which the root is mounted in a mount namespace of our own
 FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 
 
@@ -85,14 +84,13 @@ def preload() -> None:
         with contextlib.suppress(OSError):
             names += sorted({name.split(".")[0] for name in os.listdir(dynload)})
     for name in names:
-        if not name.startswith(
-            ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
-        ):
+        if not name.startswith(NEVER):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     sqlite3.connect = sqlite3.dbapi2.connect = functools.partial(connect_without_locks, sqlite3.connect)
     sources = SourceImporter(Path(sysconfig.get_path("stdlib")))
-    sys.meta_path[:] = [*sys.meta_path[:2], sources, ZoneImporter(zoneinfo.TZPATH)]
+    sys.meta_path[:] = [*sys.meta_path[:2], sources]
+    keep_zones()
     sys.path[:] = []
     sys.path_importer_cache.clear()
 
@@ -114,9 +112,7 @@ def load_packages(folder: Path) -> int:
     sys.meta_path.insert(2, finder)
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     names = [name for name in os.listdir(folder) if name.isidentifier()]
-    names += [
-        f"_pytest.{path.stem}" for path in (folder / "_pytest").glob("*.py")
-    ]  # its plug-ins, of which it uses most
+    names += [f"_pytest.{path.stem}" for path in (folder / "_pytest").glob("*.py")]  # it uses most of its plug-ins
     for top, _, files in os.walk(folder, followlinks=True):
         parts = Path(top).relative_to(folder).parts
         if not SKIPPED.intersection(parts):

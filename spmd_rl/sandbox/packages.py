@@ -6,12 +6,14 @@ files = find_packages(["numpy", "sympy"])   # {"numpy": /venv/.../numpy, "numpy.
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A sandbox has one processor's worth of time; a pool of threads would only use up its memory."""
+_NO_MODULE = re.compile(r"\.(pth|dist-info)\b")
 PYTEST = "pytest _pytest py pluggy iniconfig packaging pygments"
 
 
@@ -59,10 +61,8 @@ def link(files: Mapping[str, Path]) -> tempfile.TemporaryDirectory:
 
 
 def _distributions(name: str) -> list[Distribution]:
-    try:
+    with suppress(PackageNotFoundError, ValueError):
         return [distribution(name)]
-    except (PackageNotFoundError, ValueError):
-        pass
     if owners := packages_distributions().get(name):
         return [distribution(owner) for owner in owners]
     raise RuntimeError(f"package {name} is not installed here")
@@ -74,10 +74,8 @@ def _required(installed: Distribution) -> list[str]:
     for line in installed.requires or ():
         name = re.match(r"[\w.-]+", line)
         if name and not re.search(r"\bextra\b", line.partition(";")[2]):
-            try:
+            with suppress(PackageNotFoundError):  # of another system or Python version
                 required.append(distribution(name[0]).name)
-            except PackageNotFoundError:
-                continue  # of another system or Python version
     return required
 
 
@@ -88,9 +86,7 @@ def _files(installed: Distribution) -> dict[str, Path]:
     own = {path.parts[0] for path in listed if path.parts[1:] == ("__init__.py",)}
     tops = {path.parts[0] if path.parts[0] in own else str(path) for path in listed}
     files = {top: Path(installed.locate_file(top)) for top in tops}
-    files = {
-        name: path for name, path in files.items() if path.exists() and not re.search(r"\.(pth|dist-info)\b", name)
-    }
+    files = {name: path for name, path in files.items() if path.exists() and not _NO_MODULE.search(name)}
     if not files:
         raise RuntimeError(f"package {installed.name} has no files of its own (is it installed as editable?)")
     return files

@@ -5,12 +5,12 @@ import socket
 import subprocess
 from abc import abstractmethod
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
 from spmd_rl.types import RunLimits
 
-START_SECONDS = 120.0
-"""The time that a server has to load the standard library and the packages, on a cold disk."""
+START_SECONDS = 120.0  # the time that a server has to load the standard library and the packages, on a cold disk
 
 
 class ServedSandbox(BaseSandbox):
@@ -73,6 +73,12 @@ class ServedSandbox(BaseSandbox):
                 raise RuntimeError(reply or self.last_words() or "its process died at the start")
         self._orders.settimeout(None)
         self.own_bytes = int(reply.split()[1])
+
+
+def spawn(command: list[str], fds: list[int], environment: dict[str, str], **given: Any) -> subprocess.Popen:
+    """Start the process of a server, which reads and writes nothing but these descriptors."""
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=null, stdout=null, pass_fds=fds, env=environment, cwd="/", **given)
 
 
 class Forked:

@@ -24,8 +24,7 @@ from typing import NoReturn
 
 from spmd_rl.sandbox.guest import main
 
-FIRST_FREE_FD = 64
-"""Descriptors from here on do not collide with those that a child gets."""
+FIRST_FREE_FD = 64  # descriptors from here on do not collide with those that a child gets
 
 
 @dataclass(eq=False)

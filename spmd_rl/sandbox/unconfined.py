@@ -18,8 +18,7 @@ from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
 from spmd_rl.sandbox.packages import find_pytest, link
 from spmd_rl.types import RunLimits
 
-PACKAGES_BYTES = 512 << 20
-"""The address space that code gets for packages."""
+PACKAGES_BYTES = 512 << 20  # the address space that code gets for packages
 
 
 class Unconfined(BaseSandbox):
@@ -29,11 +28,7 @@ class Unconfined(BaseSandbox):
         """`packages`: the files that code may import, as `find_packages` returns them."""
         super().__init__()
         self._links = link(find_pytest() | dict(packages or {}))
-        self._environment = {
-            **ENVIRONMENT,
-            **(packages_environment if packages else {}),
-            "PYTHONPATH": self._links.name,
-        }
+        self._environment = ENVIRONMENT | (packages_environment if packages else {}) | {"PYTHONPATH": self._links.name}
         self.own_bytes = PACKAGES_BYTES if packages else 0
         tell("warning: sandbox: none runs code from answers with all that you may do yourself")
         self._directory = tempfile.TemporaryDirectory(prefix="spmd-box-", ignore_cleanup_errors=True)
@@ -41,16 +36,10 @@ class Unconfined(BaseSandbox):
     def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> "Spawned":
         """Start a job, as `BaseSandbox.start` says."""
         numbers = (files.job, files.report, files.rpc)
-        process = subprocess.Popen(
-            [self.python, *PYTHON, f"{BOOT}\nfrom spmd_rl.sandbox.guest.main import main\nmain{numbers}", str(PACKAGE)],
-            stdin=files.stdin,
-            stdout=files.stdout,
-            stderr=files.stderr,
-            pass_fds=[fd for fd in numbers if fd >= 0],
-            env=self._environment,
-            cwd=self._directory.name,
-        )
-        return Spawned(process)
+        code = f"{BOOT}\nfrom spmd_rl.sandbox.guest.main import main\nmain{numbers}"
+        given = {"stdin": files.stdin, "stdout": files.stdout, "stderr": files.stderr, "cwd": self._directory.name}
+        given |= {"env": self._environment, "pass_fds": [fd for fd in numbers if fd >= 0]}
+        return Spawned(subprocess.Popen([self.python, *PYTHON, code, str(PACKAGE)], **given))
 
     def close(self) -> None:
         """Remove the temporary directory."""

@@ -32,7 +32,7 @@ from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import PipelineConfig, RlvrConfig
+from spmd_rl.config.schema import RlConfig, RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.errors import UserError, printable
@@ -121,7 +121,8 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     r, (shards, replicas) = cfg.rollout, shards_and_replicas(cfg)
     updates = cfg.train.updates_per_step
     samples, at_most = r.prompts_per_step * r.answers_per_prompt, tokens_per_turn(r, longest)
-    a_turn = has_turns(cfg) and not r.max_context_tokens
+    turns = has_turns(r, plays=False)
+    a_turn = turns and not r.max_context_tokens
     step_tokens, used = samples * at_most, cfg.steps * r.prompts_per_step
     microbatches = math.ceil(step_tokens / shards / updates / cfg.train.tokens_per_microbatch)
     overlong = sum(length > r.max_prompt_tokens for length in lengths)
@@ -135,7 +136,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                           + (f"; {overlong} of {len(lengths)} are longer (data.overlong={cfg.data.overlong})"
                              if overlong else "")),
         ("a step", f"{describe_samples(r)}; {samples / replicas:g} a replica, {samples / shards:g} a data shard"),
-        ("its tokens", describe_tokens(cfg, longest)),
+        ("its tokens", describe_tokens(r, turns, longest)),
         ("updates", f"{updates} a step of {samples / updates:g} samples, {cfg.steps * updates} in all; each at most "
                     f"{microbatches} micro-batches of {cfg.train.tokens_per_microbatch} tokens a data shard"
                     + " and turn" * a_turn),
@@ -144,12 +145,12 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                      f"{'turns' if a_turn else 'samples'} side by side (engine.max_running={cfg.engine.max_running})"),
         ("optimizer", f"{cfg.algorithm.name}: lr {cfg.policy.lr:g}, {cfg.policy.schedule}, "
                       f"{cfg.policy.warmup_steps} warm-up updates"),
-        ("evaluation", describe_evaluation(cfg, len(prompts.eval))),
+        ("evaluation", describe_evaluation(cfg.eval, cfg.steps, len(prompts.eval))),
     ]  # fmt: skip
     return [(name, text) for name, text in lines if cfg.steps or name not in training]
 
 
-def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
+def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
     """Return the lines that all pipelines begin with: the models, their dtype and what the ranks do."""
     placement, (shards, replicas) = Placement.of(cfg.placement, world_size()), shards_and_replicas(cfg)
     ranks = str(world_size())
@@ -161,13 +162,13 @@ def roles_and_ranks(cfg: PipelineConfig) -> list[tuple[str, str]]:
     return [
         ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
         ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
-        *((role, str(getattr(cfg, role).model)) for role in loaded_roles(cfg) if role != "policy"),
+        *((role.name, str(role.own.model)) for role in loaded_roles(cfg.roles) if role.name != "policy"),
         ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x {axes}; "
                   f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
     ]  # fmt: skip
 
 
-def shards_and_replicas(cfg: PipelineConfig) -> tuple[int, int]:
+def shards_and_replicas(cfg: RlConfig) -> tuple[int, int]:
     """Return the numbers of data shards and of the engine's replicas."""
     placement = Placement.of(cfg.placement, world_size())
     shards, replicas = len(placement.train) // cfg.train.ranks_per_shard, len(placement.generate) // cfg.engine.tp

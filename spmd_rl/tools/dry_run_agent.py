@@ -75,7 +75,7 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
         ("updates", f"{updates} a step of {samples / updates:g} episodes, {cfg.steps * updates} in all"),
         ("warm-up", warmup),
         ("optimizer", f"{cfg.algorithm.name} ({cfg.algorithm.advantage}): lr {cfg.policy.lr:g}, {cfg.policy.schedule}"),
-        ("evaluation", describe_evaluation(cfg, len(tasks.eval))),
+        ("evaluation", describe_evaluation(cfg.eval, cfg.steps, len(tasks.eval))),
     ]  # fmt: skip
 
 

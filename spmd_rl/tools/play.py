@@ -137,7 +137,7 @@ def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Ca
         rollout, policy = cfg.rollout, cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.env.chat_template_kwargs)
         with solo() as world:
-            agree_on_dtype(world, cfg)
+            agree_on_dtype(world, policy)
             generator = engine.build(cfg.engine, policy, cfg.train.offload, world)
             model = build_model(policy.model, getattr(torch, policy.dtype), world.device, policy.trust_remote_code)
             generator.load(weights_of(model).items(), 0)
@@ -161,7 +161,7 @@ def run(argv: Sequence[str]) -> int:
         if not {"-h", "--help"}.isdisjoint(argv):
             print(f"usage: {program('play')} [play.policy=true] [play.env=TAG] [key=value ...]\n\n{__doc__}", end="")
             return 0
-        asked = parse("agentic", [word for word in argv if word.partition("=")[0] not in OWN])
+        asked = parse("agentic", AgenticConfig, [word for word in argv if word.partition("=")[0] not in OWN])
         cfg = load("agentic", AgenticConfig, asked.overrides, asked.config_dir, asked.config_name)
         tag = _tag(cfg, own["play.env"])
         if own["play.policy"].lower() not in ("true", "false"):
@@ -169,7 +169,7 @@ def run(argv: Sequence[str]) -> int:
         with local_environments(cfg) as environments:
             if own["play.policy"].lower() == "true":
                 check(cfg)
-                fetch_models(cfg)
+                fetch_models(cfg.roles)
                 build_policy(cfg, tag, environments)(console)
             else:
                 asyncio.run(person(cfg, tag, environments, _ask, console))

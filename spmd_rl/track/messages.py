@@ -1,45 +1,55 @@
 """What a run prints on rank 0's terminal before its first step and after its last."""
 
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from spmd_rl.config.apply import apply
 from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import EngineConfig, EvalConfig, PipelineConfig, PlacementConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.track import goodput
 from spmd_rl.track.svg import duration
 
 
-def header(cfg: RlvrConfig, world: World, num_train: int, num_eval: int) -> str:
-    """Describe the run: model, ranks, prompts, the arithmetic of a step, dtype, directory."""
+def header(cfg: PipelineConfig, world: World, num_train: int, num_eval: int) -> str:
+    """Describe the run: model, ranks, directory; where it generates, prompts and the arithmetic of a step."""
     axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
     ranks, nodes = world_size(), -(-world_size() // world.local_size)
-    placement = Placement.of(cfg.placement, ranks)
-    trains, generates = f"({cfg.train.name}, {axes})", f"({cfg.engine.name}, tp={cfg.engine.tp})"
-    tasks = f"each trains {trains} and generates {generates}"
-    if cfg.placement.is_split:
-        tasks = f"{ranks_do(placement.train, 'train')} {trains}, {ranks_do(placement.generate, 'generate')} {generates}"
-    elif cfg.placement.is_overlapped:
-        tasks += ", the next step before it trains"
-    model = Path(cfg.policy.model)
-    epochs = cfg.steps * cfg.rollout.prompts_per_step / max(num_train, 1)
-    train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
+    trains, model = f"({cfg.train.name}, {axes})", Path(cfg.policy.model)
+    generates = apply((partial(_tasks, trains),), cfg)
+    where = "forward passes and the engine" if generates else "forward passes"
+    tasks = generates[0] if generates else f"each trains {trains}"
+    more = apply((partial(_prompts, num_train, num_eval), *[describe_batch] * (cfg.steps > 0)), cfg)
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps} steps, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),
-        ("dtype", f"{cfg.policy.dtype} in forward passes and the engine; master weights and optimizer in float32"),
-        (
-            "ranks",
-            f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}",
-        ),
-        *([("prompts", f"{train}, {num_eval} held out")] if cfg.steps else []),
-        ("evaluation", describe_evaluation(cfg, num_eval)),
-        *(describe_batch(cfg, len(placement.train), len(placement.generate)) if cfg.steps else []),
+        ("dtype", f"{cfg.policy.dtype} in {where}; master weights and optimizer in float32"),
+        ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
+        *chain.from_iterable(more),
         ("run.dir", cfg.run.dir),
     ]
     return _aligned(lines)
+
+
+def _tasks(trains: str, placement: PlacementConfig, engine: EngineConfig) -> str:
+    generates, ranks = f"({engine.name}, tp={engine.tp})", Placement.of(placement, world_size())
+    if placement.is_split:
+        return f"{ranks_do(ranks.train, 'train')} {trains}, {ranks_do(ranks.generate, 'generate')} {generates}"
+    ahead = ", the next step before it trains" if placement.is_overlapped else ""
+    return f"each trains {trains} and generates {generates}{ahead}"
+
+
+def _prompts(
+    num_train: int, num_eval: int, rollout: RolloutConfig, eval: EvalConfig, steps: int
+) -> list[tuple[str, str]]:
+    epochs = steps * rollout.prompts_per_step / max(num_train, 1)
+    train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
+    prompts = [("prompts", f"{train}, {num_eval} held out")] if steps else []
+    return [*prompts, ("evaluation", describe_evaluation(eval, steps, num_eval))]
 
 
 def footer(run_dir: Path, steps: int) -> str:

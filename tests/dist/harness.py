@@ -29,7 +29,6 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from spmd_rl.config.schema import JournalConfig, RlvrConfig, RunConfig
 from spmd_rl.distributed import World
 from tests.forked import Forked, new_store, rank_environments
 from tests.patience import patient
@@ -191,8 +190,7 @@ def _start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Pop
 def main(module: str, name: str, args: str, directory: str, stall_seconds: str) -> None:
     """One rank's program."""
     fn = getattr(importlib.import_module(module), name)
-    cfg = RlvrConfig(run=RunConfig(dir=f"{directory}/run"), journal=JournalConfig(float(stall_seconds)))
-    with World.open(cfg) as world:
+    with World.open(Path(directory) / "run", float(stall_seconds)) as world:
         result = fn(world, *json.loads(args))
         (Path(directory) / f"rank-{world.rank}.json").write_text(json.dumps(result))
 

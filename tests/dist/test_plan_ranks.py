@@ -39,7 +39,7 @@ def measured(world: World, overrides: list[str], count: int) -> dict[str, Any]:
     cfg, before = settings(overrides), resident()
     with Book() as book:
         role = build_role(cfg.role("policy"), world)
-        batch = full_batch(cfg, count, TOKENS, 49152)
+        batch = full_batch(cfg.algorithm, 128, count, TOKENS, 49152)
         with book.window("publish"):
             for _ in role.weights():
                 pass

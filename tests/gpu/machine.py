@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, RunConfig, TrainConfig
+from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights
@@ -43,7 +43,7 @@ def random_model(name: str, path: Path) -> Path:
 @contextmanager
 def one_rank(path: Path) -> Iterator[World]:
     """A world of one on this machine's accelerator; its run directory is `path`."""
-    with World.open(RlvrConfig(run=RunConfig(dir=str(path)), debug=True)) as world:
+    with World.open(path, 300, debug=True) as world:
         assert world.device.type != "cpu"
         yield world
 

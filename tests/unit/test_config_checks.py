@@ -246,7 +246,8 @@ def test_ranks_that_can_share_a_role(place, monkeypatch, tp, overrides, words):
 
 def test_a_step_that_may_generate_more_than_it_trains_on_says_so(place):
     def step(*overrides: str) -> str:
-        return dict(describe_batch(settings(place, *overrides), num_train=1, num_generate=1))["step"]
+        cfg = settings(place, *overrides)
+        return dict(describe_batch(cfg.rollout, cfg.train, cfg.engine, cfg.placement))["step"]
 
     plain = "8 prompts x 8 answers = 64 samples"
     assert step() == plain

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmd_rl.config.sections.models import PolicyConfig
 from spmd_rl.distributed import agree_on_dtype
 from spmd_rl.distributed.dtype import choose_cpu_dtype, choose_dtype, cpu_flags
 
@@ -54,13 +55,13 @@ def test_all_ranks_get_one_dtype(choices, dtype, line, capsys):
     for rank in (0, 1):
         found = [(choice, f"of {choice}") for choice in choices]
         world = SimpleNamespace(rank=rank, size=2, device=torch.device("cpu"), gather=lambda name, mine: found)
-        cfg = SimpleNamespace(policy=SimpleNamespace(dtype="auto"))
-        agree_on_dtype(world, cfg)
-        assert cfg.policy.dtype == dtype
+        policy = PolicyConfig()
+        agree_on_dtype(world, policy)
+        assert policy.dtype == dtype
     assert capsys.readouterr().err == line + "\n"
 
 
 def test_a_dtype_that_is_given_stays_and_meets_nobody():
-    cfg = SimpleNamespace(policy=SimpleNamespace(dtype="bfloat16"))
-    agree_on_dtype(SimpleNamespace(), cfg)
-    assert cfg.policy.dtype == "bfloat16"
+    policy = PolicyConfig(dtype="bfloat16")
+    agree_on_dtype(SimpleNamespace(), policy)
+    assert policy.dtype == "bfloat16"

@@ -1,21 +1,20 @@
 """What cannot be of `env` is told before the process group forms: one line, which names the key."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
+from spmd_rl.config.sections.run import JournalConfig
 from spmd_rl.errors import UserError
 
 HERE = Path(__file__).parent
 
 
-def settings(stall_seconds: float = 600.0, debug: bool = False, **env) -> SimpleNamespace:
+def check(debug: bool = False, **env) -> None:
     env = EnvConfig(**{"target": "session_toys:Counts"} | env)
-    journal = SimpleNamespace(stall_seconds=stall_seconds)
-    return SimpleNamespace(env=EnvsConfig(tags={"toy": env}), journal=journal, debug=debug)
+    check_envs(EnvsConfig(tags={"toy": env}), JournalConfig(stall_seconds=600.0), debug)
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +42,12 @@ def toys(monkeypatch):
 )
 def test_one_line_for_each_mistake(env, line):
     with pytest.raises(UserError) as error:
-        check_envs(settings(**env))
+        check(**env)
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
 
 
 def test_what_can_be_is_let_pass():
-    check_envs(settings(args={"goal": 3}, eval_args={"goal": 4}))
-    check_envs(settings(target="session_toys:make", args={"goal": 3}))
-    check_envs(settings(target="session_toys:NeedsSandbox"))
-    check_envs(settings(step_timeout=600.0, debug=True))
+    check(args={"goal": 3}, eval_args={"goal": 4})
+    check(target="session_toys:make", args={"goal": 3})
+    check(target="session_toys:NeedsSandbox")
+    check(step_timeout=600.0, debug=True)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from spmd_rl.config.checks import check_episode
-from spmd_rl.config.schema import RlvrConfig, RolloutConfig
+from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.errors import UserError
 
 
@@ -26,12 +26,11 @@ def test_what_cannot_be_an_episode_is_told_before_the_start(tmp_path, monkeypatc
         (tmp_path / "my_mistake.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_mistake", raising=False)
-    cfg = RlvrConfig(rollout=RolloutConfig(target="my_mistake:mine"))
     with pytest.raises(UserError) as raised:
-        check_episode(cfg)
+        check_episode(RolloutConfig(target="my_mistake:mine"))
     assert str(raised.value).startswith(line)
 
 
 def test_an_episode_or_none_passes() -> None:
-    check_episode(RlvrConfig(rollout=RolloutConfig(target="spmd_rl.rollout:single_turn")))
-    check_episode(RlvrConfig())
+    check_episode(RolloutConfig(target="spmd_rl.rollout:single_turn"))
+    check_episode(RolloutConfig())

@@ -8,7 +8,16 @@ from safetensors.torch import save_file
 
 from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.model_files import describe_model, num_weights
-from spmd_rl.config.schema import EvalConfig, PolicyConfig, RlvrConfig, RolloutConfig, RunConfig, TrainConfig
+from spmd_rl.config.schema import (
+    EngineConfig,
+    EvalConfig,
+    PlacementConfig,
+    PolicyConfig,
+    RlvrConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from spmd_rl.distributed import solo
 from spmd_rl.track import Run, messages
 from spmd_rl.track.phase_reporter import PhaseReporter
@@ -27,14 +36,13 @@ def test_a_model_is_described_by_its_files(tmp_path: Path) -> None:
     assert describe_model(folder) == "0.5 M weights, llama, 3 layers of width 64"
 
 
-def test_the_arithmetic_of_a_step() -> None:
-    cfg = RlvrConfig(
-        rollout=RolloutConfig(
-            prompts_per_step=6, answers_per_prompt=4, over_sample=2, max_prompt_tokens=100, max_new_tokens=28
-        ),
-        train=TrainConfig(tp=2, updates_per_step=3),
+def test_the_arithmetic_of_a_step(monkeypatch) -> None:
+    rollout = RolloutConfig(
+        prompts_per_step=6, answers_per_prompt=4, over_sample=2, max_prompt_tokens=100, max_new_tokens=28
     )
-    told = dict(describe_batch(cfg, 8, 8))
+    train = TrainConfig(tp=2, updates_per_step=3)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    told = dict(describe_batch(rollout, train, EngineConfig(), PlacementConfig()))
     assert told["step"] == "6 prompts x 4 answers = 24 samples; 2 prompts more are started"
     assert told["generation"].startswith("8 engines, up to 512 answers at once")
     assert told["training"] == "4 data shards of about 6 samples, 3 optimizer steps a step on about 8 samples each"
@@ -46,7 +54,7 @@ def test_the_tokens_of_an_episode_of_ones_own_are_those_of_a_turn_unless_they_ar
         rollout = RolloutConfig(prompts_per_step=6, answers_per_prompt=4, max_prompt_tokens=100, max_new_tokens=28)
         for key, value in settings.items():
             setattr(rollout, key, value)
-        return dict(describe_batch(RlvrConfig(rollout=rollout), 1, 1))["tokens"]
+        return dict(describe_batch(rollout, TrainConfig(), EngineConfig(), PlacementConfig()))["tokens"]
 
     own = {"target": "mine:episode"}
     turn = "at most 128 in the first turn of an episode (100 prompt + 28 answer), more with each further one, 4,096 a"

@@ -11,7 +11,6 @@ import zmq
 
 from launch import sidecar_keys
 from spmd_rl import curve_keys, sidecar, wire
-from spmd_rl.config import RlvrConfig
 from spmd_rl.config.checks import check_sidecar
 from spmd_rl.config.sections.run import SidecarConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
@@ -73,11 +72,11 @@ def test_a_node_is_named_not_pathed(tmp_path, name, capsys):
     ids=range(8),
 )
 def test_keys_that_are_none_end_the_run_before_torch(keys, spoil, line):
-    config = RlvrConfig(sidecar=SidecarConfig("tcp://*:5555", str(keys)))
-    check_sidecar(config)
+    settings = SidecarConfig("tcp://*:5555", str(keys))
+    check_sidecar(settings, debug=False)
     spoil(keys)
     with pytest.raises(UserError, match=r"^sidecar\.keys: .*" + line) as error:
-        check_sidecar(config)
+        check_sidecar(settings, debug=False)
     assert "\n" not in str(error.value)
 
 

@@ -88,8 +88,9 @@ class RewardConfig:
     cpus: str | None = None
     """CPUs to which the workers are pinned, as `0-3,8`, so that a slow domain takes no time from others or from the
     ranks. Default: those that the run itself may use."""
-    timeout: float = 10.0
-    """Seconds after which an answer without a score gets the verdict `timeout`."""
+    timeout: float = 50.0
+    """Seconds of wall time after which an answer without a score gets the verdict `timeout`: far more than a rewarder's
+    own limits, so that a busy machine decides nothing. It ends what hangs."""
     start_seconds: float = 300.0
     """Seconds within which a worker must have built the rewarder, and the domain's own server must answer."""
     devices: str | None = None

@@ -64,6 +64,11 @@ class CheckpointConfig:
         self.resume = expanduser(self.resume)
         at_least(self, every=0, keep=1)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether `resume` is the path of a checkpoint."""
+        return self.resume not in ("auto", "never")
+
 
 @dataclass
 class DeviceSpecConfig:

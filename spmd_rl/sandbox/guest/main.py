@@ -23,10 +23,8 @@ import types
 from spmd_rl.sandbox.guest import program
 from spmd_rl.sandbox.guest.common import common
 
-MAX_DIGITS = 100_000
-"""The longest number that tests may make a text of: the time grows with the square of its length."""
-THREADS = 64
-"""The number of threads that a program may have if it may not fork."""
+MAX_DIGITS = 100_000  # the longest number that tests may make a text of: the time grows with the square of its length
+THREADS = 64  # the number of threads that a program may have if it may not fork
 
 
 def main(job, report, rpc):

@@ -43,15 +43,15 @@ class Maker:
 class Remote:
     """Stands for a name or an object of the code's."""
 
-    __slots__ = ("client", "made", "maker", "node", "record")
+    __slots__ = ("client", "made", "maker", "node", "record", "truth")
 
     def __init__(self, client, node, maker=None, record=None, made=None):
         """`node`: how the code's side finds it; None before the code has made it as `made` says: (class, arguments)."""
-        for name, value in zip(Remote.__slots__, (client, made, maker, node, record)):  # noqa: B905 - Python 3.8
+        for name, value in zip(Remote.__slots__, (client, made, maker, node, record, False)):  # noqa: B905 - Python 3.8
             object.__setattr__(self, name, value)
 
     def __call__(self, *args, **kwargs):
-        client, maker, node = _client(self), _maker(self), node_of(self)
+        client, maker, node = _client(self), maker_of(self), node_of(self)
         if maker:
             return Remote(client, None, None, maker.record(node[1], args, kwargs), (self, args, kwargs))
         found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
@@ -66,7 +66,7 @@ class Remote:
             raise AttributeError(name)
         if name == "__class__" and _client(self).collects:  # pytest looks whether a parameter is of a kind of its own
             return Remote
-        if name.startswith("__") and name not in ("__name__", "__doc__"):
+        if name.startswith("__") and name not in ("__name__", "__doc__", "__qualname__"):
             _client(self).want(f"the tests read {name} of an object of the code's")
         return _client(self).ask("get", self, [], [name])
 
@@ -74,14 +74,15 @@ class Remote:
         _client(self).ask("set", self, [value], [name])
 
     def __eq__(self, other):
-        mine, theirs = _record(self), _record(other) if type(other) is Remote else None
+        mine, theirs = record_of(self), record_of(other) if type(other) is Remote else None
         if other is self or other is None or (mine and theirs):
             return other is self or (other is not None and mine == theirs)
         if mine and mine[3] and type(other) is tuple:
             return mine[2] == other
         if type(value := _value(self)) is not Remote:
             return value == other
-        return _client(self).want("the tests compare an object of the code's")
+        own = type(other) is Remote and (_made(self) or _made(other))
+        return _client(self).want("the tests compare an object of the code's", always=bool(own))
 
     def __ne__(self, other):
         return not self == other
@@ -89,7 +90,7 @@ class Remote:
     def __hash__(self):
         if type(value := _value(self)) is not Remote:
             return value.__hash__()
-        record = _record(self)
+        record = record_of(self)
         return record.__hash__() if record else _client(self).want("the tests hash an object of the code's")
 
     def __instancecheck__(self, thing):
@@ -99,8 +100,8 @@ class Remote:
         return _client(self).ask("issubclass", self, [thing]) is True
 
 
-_client, _made, _maker, node_of, _record = (vars(Remote)[name].__get__ for name in Remote.__slots__)
-_set_node, set_record, _set_made = (vars(Remote)[name].__set__ for name in ("node", "record", "made"))
+_client, _made, maker_of, node_of, record_of, _truth = (vars(Remote)[name].__get__ for name in Remote.__slots__)
+_set_node, set_record, _set_made, set_truth = (vars(Remote)[n].__set__ for n in ("node", "record", "made", "truth"))
 
 
 def settle(remote):
@@ -115,21 +116,26 @@ def settle(remote):
 
 def _value(remote):
     """Return what the code has under a name, if that is plain, else what stands for it."""
-    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not _maker(remote)
+    is_name = node_of(remote) is not None and node_of(remote)[0] == "name" and not maker_of(remote)
     return _client(remote).ask("value", remote) if is_name else remote
 
 
 def _special(name):
     def special(self, *args):
-        client, node, record = _client(self), node_of(self), _record(self)
+        client, node, record = _client(self), node_of(self), record_of(self)
         if record and record[3] and name in ("iter", "len", "getitem"):
             return getattr(record[2], f"__{name}__")(*args)
         if type(value := _value(self)) is not Remote:
             return _apply(name, value, *args)
-        if name in ASKED and (_made(self) or record or (node[0] == "name" and name in ("getitem", "iter", "len"))):
-            return client.ask(name, self, args)
-        if name in ("str", "repr") and node[0] == "name":
+        if name in ("str", "repr") and node and node[0] == "name":
             return f"<{node[1]}>"
+        if name == "format" and args == ("",):
+            return str(self)
+        if name == "bool" and node and (_truth(self) or node[0] == "name"):
+            return True
+        known = node and node[0] == "name" and name in ("getitem", "iter", "len")
+        if name in ("str", "repr", "format") or (name in ASKED and (_made(self) or record or known)):
+            return client.ask(name, self, args)
         return client.want(f"the tests use __{name}__ of an object of the code's")
 
     return special
@@ -164,6 +170,10 @@ class Stream:
     def __next__(self):
         return self._client.ask("next", self.remote)
 
+    def remote_of(self):
+        """Return what stands for it as an object."""
+        return self.remote
+
     def __getattr__(self, name):
         return getattr(self.remote, name)
 
@@ -174,11 +184,12 @@ class Stream:
         return self._client.want("the tests use the truth of an iterator of the code's")
 
 
-def record_of(thing):
-    """Return the class's number, field names and values of what stands for an object of named fields, else None."""
-    return _record(thing) if type(thing) is Remote else None
+def member(remote, plain):
+    """Return what stands for an enum's member that is a number or a text too: the same here, with its attributes."""
 
+    def ask(verb):
+        return lambda self, *given: _client(remote).ask(verb, remote, given)
 
-def maker_of(thing):
-    """Return what a class of named fields says of itself, else None."""
-    return _maker(thing) if type(thing) is Remote else None
+    names = {name: ask(name[2:-2]) for name in ("__str__", "__repr__", "__format__")}
+    made = {"__getattr__": lambda self, name: getattr(remote, name), "remote_of": lambda self: remote, **names}
+    return type("Member", (type(plain),), made)(plain)

@@ -1,6 +1,7 @@
 """The code's side of a check: it executes the code as the module `solution` and answers the questions of its tests.
 
-A question is [verb, references, names, nodes], the references being to the target and what it is given:
+A question is [verb, references, names, nodes, gone], the references being to the target and what it is given, `gone`
+the numbers of containers that the tests no longer have:
 
 | verb | what is asked |
 |---|---|
@@ -8,22 +9,23 @@ A question is [verb, references, names, nodes], the references being to the targ
 | get | the attribute `names[0]` of the target |
 | set | set that attribute |
 | value | the target, which may have a plain form |
+| type | the class of the target |
 | isinstance, issubclass | whether the target is among the classes of the other |
 | len, iter, next, getitem, setitem, delitem, str, repr | that of the target |
 
-An answer is [sort, references, texts, changed, nodes, printed]. `sort`: `=` a value; `!` an exception and its
+An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its
 arguments, its module, name (empty for a builtin), text and builtin bases as texts; `~=` and `~!` the same of a
-coroutine; `end` the end of an iterator; `refused` why there is no answer. `changed`: [number, node] of each container
-of the tests that has other contents than before the call. `printed`: to standard output, and to standard error.
+coroutine; `end` the end of an iterator; `refused` why there is no answer. `printed`: to standard output, and to
+standard error. The nodes of both have the `shared` containers that have changed too.
 
 Before the first question it says `ready`, and of the classes of the code which are exceptions, and which have objects
 that are nothing but their fields.
 """
 
 import builtins
-import copy
 import dataclasses
 import enum
+import functools
 import importlib
 import io
 import operator
@@ -33,18 +35,15 @@ from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.main import execute
+from spmd_rl.sandbox.guest.shared import Shared
 
-MAX_TEXT = 100_000
-"""Characters of what an exception says."""
-MAX_KNOWN = 100_000
-"""Items in containers of earlier questions that are compared after each call; with more of them, none are."""
+_Missing = type("_Missing", (Exception,), {})
+MAX_TEXT = 100_000  # characters of what an exception says
 SPECIAL = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
-SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr)})
-ITERATORS = (
-    *(map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter("")), type(iter({}))),
-    *(type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(iter(range(0)))),
-    *(type(reversed(thing)) for thing in ([], {}, {}.values(), {}.items())),
-)
+SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format)})
+_VIEWS = {}, {}.values(), {}.items()
+ITERATORS = {map, filter, zip, enumerate, reversed, *(type(reversed(thing)) for thing in ([], *_VIEWS))}
+ITERATORS |= {type(iter(thing)) for thing in ([], (), "", set(), range(0), *_VIEWS)}
 
 
 def serve(job, rpc):
@@ -54,7 +53,8 @@ def serve(job, rpc):
         try:
             namespace = execute(job, "solution")
             server = Server(namespace, job["prints"])
-            link.send(lambda big: ["ready", *server.packed(classes_of(namespace, server), big)])
+            told = classes_of(namespace, server)
+            link.send(lambda big: ["ready", *values.encode(told, server.node, None, None, big)])
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - untrusted code
@@ -66,10 +66,6 @@ def serve(job, rpc):
     return 0
 
 
-class _Missing(Exception):
-    pass
-
-
 class Server:
     """Answers questions. It keeps each object that the tests have a number for."""
 
@@ -77,20 +73,15 @@ class Server:
         """`prints`: whether the tests want what is printed during a call."""
         self._namespace, self._prints = namespace, prints
         self._objects, self._numbers = [], {}
-        self._known, self._before = {}, {}  # containers of the tests by number; what was in them
-        self._special = {"handle": self._objects.__getitem__, "name": self._named}
+        self._shared, self._records = Shared(-1), {}  # fields of objects by number, as the tests know them
+        self._special = {"handle": self._objects.__getitem__, "name": self._named, "builtin": _builtin}
 
     def answer(self, link, question):
         """Answer one question. Gone if nobody waits for it."""
-        verb, refs, names, nodes = question
-        if verb == "forget":
-            self._known, self._before = {}, {}
-            return
-        printed, touched = [io.StringIO(), io.StringIO()], []
+        verb, refs, names, nodes, gone = question
+        printed = [io.StringIO(), io.StringIO()]
         try:
-            target, *given = values.decode(refs, nodes, self._special, self._known)
-            self._watch({node[3] for node in nodes if node[0] in values.MUTABLE})
-            touched = [thing for thing in (target, getattr(target, "__self__", None), *given) if fields_of(thing)]
+            target, *given = self._shared.unpack(refs, nodes, self._special, gone)
             with redirect_stdout(printed[0]) if self._prints else nullcontext():
                 with redirect_stderr(printed[1]) if self._prints else nullcontext():
                     reply = self._do(verb, target, given, names)
@@ -102,12 +93,13 @@ class Server:
             reply = ("!", *_described(error))
         try:
             said = [stream.getvalue() for stream in printed]
-            link.send(lambda big: self._packed(*reply, touched, said, big))
+            link.send(lambda big: self._packed(*reply, said, big))
+            self._shared.sent()
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - most likely it is too large
             why = f"{type(error).__name__}: {error}"[:1000]
-            link.send(lambda big: ["refused", [], [why], [], [], []])
+            link.send(lambda big: ["refused", [], [why], [], []])
 
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
@@ -119,8 +111,8 @@ class Server:
         if verb in ("isinstance", "issubclass"):
             kind = type(given[0]) if verb == "isinstance" else given[0]
             return "=", [any(base is target for base in kind.__mro__)], []
-        if verb == "value":
-            return "=", [target], []
+        if verb in ("value", "type"):
+            return "=", [target if verb == "value" else type(target)], []
         if verb in SPECIAL:
             return "=", [SPECIAL[verb](target, *given)], []
         split = len(given) - len(names)
@@ -132,25 +124,11 @@ class Server:
         except Exception as error:  # noqa: BLE001 - untrusted code
             return ("~!", *_described(error))
 
-    def packed(self, objects, big, known=None):
-        """Return the references and nodes of objects."""
-        return values.encode(objects, self._handle, known, None, big, self._record)
-
-    def _packed(self, sort, objects, texts, touched, printed, big):
-        ids = {id(container): number for number, container in self._known.items()}
-        changed = [n for n, container in self._known.items() if not _same(_contents(container), self._before[n])]
-        copies = [copy.copy(self._known[number]) for number in changed]
-        refs, nodes = self.packed([*objects, *copies, *touched], big, ids)
-        first, last = len(objects), len(objects) + len(copies)
-        indices = [ref[0] for ref in refs[first:last]]
-        return [sort, refs[:first], texts, list(zip(changed, indices)), nodes, printed]  # noqa: B905 - Python 3.8
-
-    def _watch(self, received):
-        """Note what is in the containers of the tests, to find later what a call has changed."""
-        if len(self._known) > len(received) and sum(map(len, self._known.values())) > MAX_KNOWN:
-            self._known = {number: self._known[number] for number in received}
-        for number in received:
-            self._before[number] = _contents(self._known[number])
+    def _packed(self, sort, objects, texts, printed, big):
+        changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
+        roots = [*objects, *(self._objects[number] for number in changed)]
+        refs, nodes = self._shared.pack(roots, self.node, big, self._record)
+        return [sort, refs[: len(objects)], texts, nodes, printed]
 
     def number(self, value):
         """Return the number by which the tests know an object."""
@@ -160,19 +138,25 @@ class Server:
             self._objects.append(value)
         return self._numbers[key]
 
-    def _handle(self, value):
+    def node(self, value):
         """Return the node of an object that has no plain form."""
         kind = type(value)
         if kind is types.GeneratorType or kind in ITERATORS or kind.__module__ == "itertools":
             return ["stream", self.number(value), kind is types.GeneratorType]
-        return ["handle", self.number(value)]
+        if isinstance(kind, enum.EnumMeta):
+            return ["member", self.number(value), plain_of(value)]
+        if isinstance(value, type) and self._namespace.get(value.__name__) is value:
+            return ["name", value.__name__]
+        return ["handle", self.number(value), has_truth(kind)]
 
     def _record(self, value):
         fields = fields_of(value)
         if fields is None:
             return None
-        items = list(tuple.__iter__(value)) if isinstance(value, tuple) else [getattr(value, name) for name in fields]
-        return items, [self.number(value), self.number(type(value)), fields, isinstance(value, tuple)]
+        items, number = _items(value), self.number(value)
+        if not isinstance(value, (tuple, enum.Enum)):
+            self._records[number] = items
+        return items, [number, self.number(type(value)), fields, isinstance(value, tuple), has_truth(type(value))]
 
     def _named(self, name):
         if name not in self._namespace or name.startswith("__"):
@@ -180,11 +164,33 @@ class Server:
         return self._namespace[name]
 
 
+def _builtin(module, *names):
+    return functools.reduce(getattr, names, importlib.import_module(module))
+
+
+def has_truth(kind):
+    """Return whether objects of a class say themselves whether they are true. Others all are."""
+    return any(name in vars(base) for base in kind.__mro__ for name in ("__bool__", "__len__"))
+
+
+def plain_of(value):
+    """Return the number or text that a member of an enum is, None if it is neither."""
+    kind = next((kind for kind in (int, str, float) if isinstance(value, kind)), None)
+    return kind and (str.__getitem__(value, slice(None)) if kind is str else kind.__pos__(value))
+
+
+def _items(value):
+    """Return the values of an object's fields."""
+    if isinstance(value, tuple):
+        return list(tuple.__iter__(value))
+    return [getattr(value, name) for name in fields_of(value)]
+
+
 def fields_of(value):
-    """Return the names of the fields of an object of a dataclass, a named tuple or an enum, else None."""
+    """Return the names of the fields of an object of a dataclass, a named tuple or a plain enum, else None."""
     kind = type(value)
     if isinstance(kind, enum.EnumMeta):
-        return ["name"]
+        return ["name"] if plain_of(value) is None else None
     if hasattr(kind, "__dataclass_fields__"):
         return [field.name for field in dataclasses.fields(kind)]
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
@@ -225,14 +231,6 @@ def _fields_and_defaults(kind):
     if not all(type(each) in values.SCALARS or each in (list, dict, set) for each in defaults):
         return None
     return [field.name for field in fields], defaults
-
-
-def _contents(container):
-    return list(container) if type(container) is bytearray else values.parts(container)
-
-
-def _same(left, right):
-    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _described(error):

@@ -1,26 +1,32 @@
 """The tests' side of a check: what stands for the names of the code, and the questions that it asks.
 
 No object of the code is ever here. A `Remote` stands for a name of the code's or for an object that has no plain form:
-tests can call it, read and set its attributes and compare its identity; of one that they have made of a class they can
-ask its length, items and texts too, which are plain values. An object of named fields (a dataclass, a named tuple, an
-enum's member) brings a record of them along as they were when it was returned, and records are compared here. Nothing
-else is asked of an object: no comparison, operator or truth value. Where tests need one, they have failed.
+tests can call it, read and set its attributes, compare its identity and ask for its text; of one that they have made of
+a class they can ask its length and items too, which are plain values. An object of named fields (a dataclass, a named
+tuple, an enum's member) brings a record of them along, and records are compared here. Nothing else is asked of an
+object: no comparison, operator or truth value of its own. Where tests need one, they have failed; if they need it of
+what they have made themselves, or hand over what has no plain form, they are not supported.
 """
 
 import _thread
 import builtins
 import importlib
 import sys
+import types
 
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, Stream, node_of, set_record, settle
+from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, Stream, member, node_of, set_record, set_truth, settle
+from spmd_rl.sandbox.guest.shared import Shared
 from spmd_rl.sandbox.guest.values import Malformed
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
 STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
+
+_FUNCTIONS = type(len), type(str.upper), type(int.__add__), type(dict.fromkeys)
+_OWNERS = {"builtins", "math", "_operator", *values.TYPES} - {"object"}
 
 
 class Refused(BaseException):
@@ -29,19 +35,21 @@ class Refused(BaseException):
 
 class Client:
     """Asks questions. `refused` says why a test failed, even if it caught the exception; `beyond`, where it wanted more
-    of an object than plain values; `collects`, whether pytest collects tests, of which none runs meanwhile."""
+    of an object than plain values; `unsupported`, why the tests need more whatever the code is; `collects`,
+    whether pytest collects tests, of which none runs meanwhile."""
 
     def __init__(self, link, first):
         """`first` is called before the first question."""
-        self.asked, self.refused, self.beyond, self.gone, self.collects = 0, "", "", "", False
+        self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
-        self._remotes, self._names, self._containers, self._numbers = {}, {}, [], {}
+        self._remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
         self._special = {
             "handle": self._handle,
             "record": self._record,
             "stream": lambda number, real: Stream(self, self._handle(number), real),
-            "known": self._containers.__getitem__,
+            "member": self._member,
+            "name": lambda name: self.name(str(name)),
         }
 
     def greet(self):
@@ -68,14 +76,7 @@ class Client:
 
     def start(self):
         """Begin a source of tests."""
-        self.asked, self.refused = 0, ""
-        if self._containers:
-            self._containers.clear()
-            self._numbers.clear()
-            try:
-                self._send("forget", [], [])
-            except Gone as error:
-                self.gone = str(error)
+        self.asked, self.refused, self.unsupported = 0, "", ""
 
     def name(self, name):
         """Return what stands for a name of the code's."""
@@ -85,9 +86,10 @@ class Client:
         """Return what stands for these names of the code's, by name."""
         return {name: self.name(name) for name in names}
 
-    def want(self, why):
-        """End the test: it wants more than plain values."""
+    def want(self, why, always=False):
+        """End the test: it wants more than plain values, `always`: whatever the code is."""
         self.beyond = self.beyond or why
+        self.unsupported = self.unsupported or (why if always else "")
         self.refuse(why)
 
     def refuse(self, why):
@@ -100,7 +102,7 @@ class Client:
         if self.gone or self.refused:
             self.refuse(self.gone or "an answer was refused before")
         if _thread.get_ident() != self._thread:
-            self.want("the tests ask in a thread of their own")
+            self.want("the tests ask in a thread of their own", always=True)
         self.asked += 1
         if self._first:
             self._first = self._first()
@@ -120,34 +122,28 @@ class Client:
 
     def _send(self, verb, targets, names):
         def build(big):
-            refs, nodes = values.encode(targets, self._packed, None, self._number, big)
-            return [verb, refs, names, nodes]
+            refs, nodes = self._shared.pack(targets, self._packed, big, release=True)
+            return [verb, refs, names, nodes, self._shared.gone]
 
         while True:
             try:
-                return self._link.send(build)
+                self._link.send(build)
+                return self._shared.sent()
             except MemoryError as error:
                 self.want(f"the tests hand over {error}")
             except Pending as pending:
                 settle(pending.args[0])
 
-    def _understood(self, verb, sort, refs, texts, changed, nodes, printed):
+    def _understood(self, verb, sort, refs, texts, nodes, printed):
         """Return a function that returns or raises what an answer says, and what was printed."""
-        refs += [[index] for _, index in changed]
-        found = values.decode(refs, nodes, self._special)
-        first, texts = len(found) - len(changed), list(map(str, texts))
-        for (number, _), container in zip(changed, found[first:]):  # noqa: B905 - Python 3.8
-            ours = self._containers[number]
-            if type(ours) is not type(container):
-                raise Malformed
-            values.replace(ours, values.parts(container))
-        sort, printed = str(sort), list(map(str, printed))
+        found = self._shared.unpack(refs, nodes, self._special)
+        sort, printed, texts = str(sort), list(map(str, printed)), list(map(str, texts))
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
         if (sort, verb) == ("end", "next"):
             return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
-        error = self._error(found[0], found[1:first], *texts) if sort.endswith("!") else None
+        error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None
 
         def answer():
             if isinstance(error, str):
@@ -176,10 +172,18 @@ class Client:
         error.args, error.__dict__["_said"] = args, (remote, text)
         return error
 
-    def _handle(self, number):
+    def _handle(self, number, truth=True):
         if type(number) is not int or number < 0:
             raise Malformed
-        return self._remote("handle", number)
+        remote = self._remote("handle", number)
+        set_truth(remote, truth is False)
+        return remote
+
+    def _member(self, number, plain):
+        if type(plain) not in (int, str, float):
+            raise Malformed
+        remote = self._handle(number)
+        return self._members.setdefault(number, member(remote, plain))
 
     def _record(self, remote, found, kind, names, is_tuple):
         if type(kind) is not int or len(names) != len(found):
@@ -193,21 +197,19 @@ class Client:
 
     def _packed(self, value):
         """Return the node of an object that has no plain form."""
-        if type(value) is Stream:
-            value = value.remote
+        value = getattr(type(value), "remote_of", lambda value: value)(value)
+        if type(value) in _FUNCTIONS:
+            owner = getattr(value, "__objclass__", None) or value.__self__
+            if type(owner) in (type, types.ModuleType) and owner.__name__ in _OWNERS:
+                return ["builtin", *([] if type(owner) is not type else ["builtins"]), owner.__name__, value.__name__]
+        for name, known in self._names.items():
+            if known is value:
+                return ["name", name]
         if type(value) is not Remote:
-            self.want(f"the tests hand a {type(value).__name__} to the code")
+            self.want(f"the tests hand a {type(value).__name__} to the code", always=True)
         if node_of(value) is None:
             raise Pending(value)
         return node_of(value)
-
-    def _number(self, container):
-        """Return the number of a container of ours, which the code may change."""
-        key = id(container)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._containers)
-            self._containers.append(container)
-        return self._numbers[key]
 
 
 def _text_of(error):

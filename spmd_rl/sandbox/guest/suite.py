@@ -61,31 +61,24 @@ def run(names, client, told):
     return list(filter(None, plugin.outcomes)) if session.items else None
 
 
-class Ids:
-    """Names of tests."""
-
-    def pytest_make_parametrize_id(self, val, argname):
-        """Name a parameter that is an object of the code's, of which nothing is asked."""
-        return argname if type(val) in (Remote, Stream) else None
-
-
 def _plugin(pytest, module, client, told):
     """Return the plug-in that has pytest collect a module in memory, and notes how its tests end."""
-
     in_memory = type("InMemory", (pytest.Module,), {"_getobj": lambda self: module})
 
-    class Plugin(Ids):
+    class Plugin:
         def __init__(self):
             self.outcomes, self.wrong, self.why, self.left_out = [], "", "", False
             self.asked = 0, client.asked  # before the test that runs, and before all tests
 
-        @pytest.hookimpl
+        def pytest_make_parametrize_id(self, val, argname):
+            return argname if type(val) in (Remote, Stream) else None  # nothing is asked of an object of the code's
+
         def pytest_collection(self, session):
             found = in_memory.from_parent(session, path=session.config.rootpath / "tests.py", name="tests.py")
             session.items = list(session.genitems(found))
             session.testscollected = len(session.items)
-            config = session.config
-            config.hook.pytest_collection_modifyitems(session=session, config=config, items=session.items)
+            modify = session.config.hook.pytest_collection_modifyitems
+            modify(session=session, config=session.config, items=session.items)
             return True
 
         @pytest.hookimpl(wrapper=True)

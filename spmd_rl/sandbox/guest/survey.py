@@ -47,8 +47,6 @@ TYPE_OF = "type_of_"
 FOR_PYTEST = _words("async fixture skip xfail yield pytestmark setup_module setup_function")
 """Words without which test functions that have no arguments and no decorators need nothing but to be called."""
 DUNDERS = _words("__init__ __name__ __doc__ __class__")
-CHANGES = _words("add append appendleft clear discard extend insert pop popleft remove reverse setdefault sort update")
-"""Methods that change a container."""
 
 
 class BadTests(Exception):
@@ -70,13 +68,21 @@ class Survey:
         self.bound = {name for node in nodes for name in _bound(node)} - self.imported
         self.loaded = {node.id for node in nodes if type(node) is ast.Name and type(node.ctx) is ast.Load}
         self.called = {node.func.id for node in calls}
+        made = [node for node in nodes if type(node) is ast.Assign and _is_construction(node.value)]
+        made = [ast.unparse(node.targets[0]) for node in made if self.is_code(node.value.func.id)]
+        self._made = set(made) if hasattr(ast, "unparse") else set()
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
         self._handed = defined - classes - {node.arg for node in nodes if type(node) is ast.arg}
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
         named = [node for node in functions if node.name.startswith("test")]
-        plain = [node.name for node in tree.body if node in named and not (node.decorator_list or _arguments(node))]
+        calm = [
+            node
+            for node in named
+            if not (node.decorator_list or node.args.args or node.args.posonlyargs or node.args.kwonlyargs)
+        ]
+        plain = [node.name for node in tree.body if node in calm]
         is_plain = len({*plain}) == len(named) and not (classes or self.words & FOR_PYTEST)
         self.plain_tests = plain if is_plain else []
         for node in calls:
@@ -122,9 +128,6 @@ class Survey:
         return f"the tests use {name}" if own or name in ASSERTIONS else ""
 
     def _call(self, node, tried):
-        changed = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES else None
-        if isinstance(changed, ast.Attribute) and not _is_own(changed):
-            return "the tests change an attribute in place"
         if not isinstance(node.func, ast.Name):
             return ""
         for part in [*node.args, *(keyword.value for keyword in node.keywords)] if self.is_code(node.func.id) else ():
@@ -133,17 +136,21 @@ class Survey:
                 return "the tests hand a function to the code"
         return ""
 
-    def _subscript(self, node, tried):
-        root = node.value
-        while isinstance(root, ast.Subscript):
-            root = root.value
-        if not isinstance(node.ctx, ast.Load) and isinstance(root, ast.Attribute) and not _is_own(root):
-            return "the tests change an attribute in place"
-        return ""
+    def _operator(self, node, tried):
+        """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values."""
+        if type(node) is ast.Compare:
+            odd = (ast.In, ast.NotIn, ast.Lt, ast.Gt, ast.LtE, ast.GtE)
+            pairs = zip([node.left, *node.comparators], node.ops, node.comparators)  # noqa: B905 - Python 3.8
+            sides = [side for a, op, b in pairs if type(op) in odd for side in (a, b)[type(op) in odd[:2] :]]
+        else:
+            sides = [node.operand] if type(node) is ast.UnaryOp else [node.left, node.right]
+            sides = [] if type(getattr(node, "op", None)) is ast.Not else sides
+        return "the tests use an operator of what they make" if any(map(self._is_made, sides)) else ""
 
-    def _binop(self, node, tried):
-        sides = [side.func.id for side in (node.left, node.right) if _is_construction(side)]
-        return f"the tests use an operator of {sides[0]}" if any(map(self.is_code, sides)) else ""
+    def _is_made(self, node):
+        if _is_construction(node):
+            return self.is_code(node.func.id)
+        return isinstance(node, (ast.Name, ast.Attribute)) and bool(self._made) and ast.unparse(node) in self._made
 
     def _with(self, node, tried):
         made = [item.context_expr for item in node.items]
@@ -152,19 +159,11 @@ class Survey:
 
     def _classdef(self, node, tried):
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-        if code := [base for base in bases if self.is_code(base) and base in self.imported]:
-            return f"the tests inherit from {code[0]}"
-        is_plain = not (node.bases or node.keywords or node.name.startswith("Test"))
-        used = node.name in self.called and not any(_is_test(part) for part in node.body)
-        return f"the tests have a class {node.name} for the code" if is_plain and used else ""
+        code = [base for base in bases if self.is_code(base) and base in self.imported]
+        return f"the tests inherit from {code[0]}" if code else ""
 
     def _arg(self, node, tried):
         return f"the tests need the fixture {node.arg}" if node.arg in FIXTURES else ""
-
-    def _decorated(self, node, tried):
-        names = [part.id for part in node.decorator_list if isinstance(part, ast.Name)]
-        names += [part.func.id for part in node.decorator_list if isinstance(getattr(part, "func", None), ast.Name)]
-        return "the tests hand a function to the code" if any(name in self.imported for name in names) else ""
 
     def _special(self, node, tried):
         return f"{type(node).__name__} needs the code's own objects"
@@ -176,15 +175,15 @@ _CHECKS = {
     ast.Name: Survey._name,
     ast.Attribute: Survey._attribute,
     ast.Call: Survey._call,
-    ast.Subscript: Survey._subscript,
-    ast.BinOp: Survey._binop,
+    ast.BinOp: Survey._operator,
+    ast.Compare: Survey._operator,
+    ast.UnaryOp: Survey._operator,
     ast.With: Survey._with,
     ast.ClassDef: Survey._classdef,
     ast.arg: Survey._arg,
-    ast.FunctionDef: Survey._decorated,
 }
 _CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
-_LOOKED_AT = {*_CHECKS, ast.AsyncFunctionDef, ast.Compare, ast.ExceptHandler, ast.Try}
+_LOOKED_AT = {*_CHECKS, ast.Assign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
 
 
 def _read(read):
@@ -201,18 +200,6 @@ def _is_construction(node):
 
 def _is_import_of_code(node):
     return type(node) is ast.ImportFrom and node.module == "solution"
-
-
-def _is_own(node):
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-
-
-def _is_test(node):
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-
-
-def _arguments(node):
-    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def _bound(node):

@@ -17,7 +17,7 @@ from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.guest.common import MODULES, WORD, common
 from spmd_rl.sandbox.guest.link import Link
 from spmd_rl.sandbox.guest.main import execute
-from spmd_rl.sandbox.guest.remote import Remote, Stream, maker_of, record_of
+from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
 from spmd_rl.sandbox.guest.survey import TYPE_OF, BadTests, Survey
 
@@ -66,7 +66,7 @@ class Beside:
     """Stands for a client where the code runs in this process: nothing that it makes of its tests is proven."""
 
     def __init__(self, job):
-        self.asked, self.refused, self.beyond, self.gone, self.collects = 0, "", "", "", False
+        self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
         self._names = {}
         try:
             self._names = execute(job, "solution", shared=True)
@@ -126,12 +126,14 @@ class Tester:
             plain = survey.loaded == shared and "assert" in survey.words
             if len(shared) == 1 and (plain or any(why for _, why in outcomes)):
                 outcomes = self._outcomes(survey, shared)
-        if not (survey.words & CHECKS or any(map(_is_check, survey.words | self._words))):
+        if not (survey.words & CHECKS or any(w.startswith(("assert", "fail")) for w in survey.words | self._words)):
             raise BadTests("the tests check nothing")
         if not (client.asked or self._beside):
             raise BadTests("the tests ask the code nothing" + "".join(f" ({why})" for _, why in outcomes[:1] if why))
         if not outcomes:
             raise BadTests("the tests skip themselves")
+        if client.unsupported:
+            return False, [], client.unsupported, ""
         details = [f"{name}: {why}" for name, why in outcomes if why]
         return True, [not why for _, why in outcomes], (details or [""])[0][:1000], client.beyond
 
@@ -176,9 +178,10 @@ class Tester:
             return client.refused or _text_of(error) or client.gone
 
     def _type_of(self, thing):
-        if type(thing) in (Remote, Stream) and record_of(thing) is None:
-            self._client.want("the tests ask for the type of an object of the code's")
-        return type(thing)
+        remote = thing.remote_of() if hasattr(type(thing), "remote_of") else thing
+        if type(remote) is not Remote:
+            return type(thing)
+        return self._client.ask("type", remote)
 
     def _out_of_time(self, *_):
         self._client.gone = "the processor time is used up"
@@ -194,17 +197,13 @@ def _teach_dataclasses():
 
 def _local(thing):
     """Return an object of a dataclass made here in the place of each record in a thing, or that class for a class."""
-    if maker := maker_of(thing):
+    if type(thing) is Remote and (maker := maker_of(thing)):
         return dataclasses.make_dataclass("Record", maker.fields)
-    if record := record_of(thing):
+    if type(thing) is Remote and (record := record_of(thing)):
         return dataclasses.make_dataclass("Record", record[1])(*map(_local, record[2]))
     if type(thing) in (list, tuple):
         return type(thing)(map(_local, thing))
     return {key: _local(value) for key, value in thing.items()} if type(thing) is dict else thing
-
-
-def _is_check(word):
-    return word.startswith(("assert", "fail"))
 
 
 def _text_of(error):

@@ -9,29 +9,32 @@ beside its number.
     (value,) = decode(refs, nodes, {})
 """
 
+import builtins
+import gc
 import importlib
 import json
+import operator
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
-DIGITS = 4300
-"""Longer integers travel as hexadecimal digits, which take a time that is linear in their number."""
+DIGITS = 4300  # longer integers travel as hexadecimal digits, which take a time that is linear in their number
 SCALARS = frozenset((type(None), bool, int, float, str))
 MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, bytearray)}
+VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
 FROZEN = {
     "tuple": tuple,
     "frozenset": frozenset,
-    "dict_keys": lambda items: dict.fromkeys(items).keys(),
-    "dict_values": lambda items: dict(enumerate(items)).values(),
-    "dict_items": lambda items: dict(items).items(),
+    "view": lambda items: _method(items[0], {name: name for name in VIEWS.values()}[items[1]])(),
+    "method": lambda items: _method(*items),
+    "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
 }
-_ITEMS = {tuple, frozenset, *(type(view) for view in ({}.keys(), {}.values(), {}.items()))}
-TYPES = {
-    kind.__name__: kind
-    for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, object)
-}
-TYPES["NoneType"] = type(None)
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
+_OWNERS = {str, *MUTABLE.values()}
+_ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+_ITEMS = {tuple: "tuple", frozenset: "frozenset", **dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")}
+TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
+_ISO = (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text))
 LEAVES = {
     "builtins.int": (lambda n: [format(n, "x")], lambda kind, text: kind(text, 16)),
     "builtins.bytes": (lambda b: [b.hex()], lambda kind, text: kind.fromhex(text)),
@@ -39,9 +42,7 @@ LEAVES = {
     "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda kind, *parts: kind(*parts)),
     "decimal.Decimal": (lambda d: [str(d)], lambda kind, text: kind(text)),
     "fractions.Fraction": (lambda f: [str(f)], lambda kind, text: kind(text)),
-    "datetime.date": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
-    "datetime.time": (lambda t: [t.isoformat()], lambda kind, text: kind.fromisoformat(text)),
-    "datetime.datetime": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
+    **dict.fromkeys(("datetime.date", "datetime.time", "datetime.datetime"), _ISO),
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
@@ -95,11 +96,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse)
 def encode(roots, other, known=None, number=None, big=False, record=None):
     """Return (references to the roots, nodes).
 
-    `other(value)` returns the node of an object without a plain form, or raises. `known`: containers that the receiver
-    has already, by id, and their numbers. `number(value)` returns the number by which a container is known from now on.
-    `record(value)` returns the values of an object's fields and the rest of its node, or None.
+    `other(value)` returns the node of an object without a plain form, or raises. `known(value)`: the number of a
+    container that the receiver has as it is, or None. `number(value)` returns the number by which a container is known
+    from now on. `record(value)` returns the values of an object's fields and the rest of its node, or None.
     """
-    nodes, refs, entered, unfilled = [], {}, set(), []
+    nodes, refs, entered, unfilled, kept = [], {}, set(), [], {}
     inline = SCALARS - {int} if big else SCALARS
     stack = [root for root in roots if type(root) not in inline]
     while stack:
@@ -107,24 +108,27 @@ def encode(roots, other, known=None, number=None, big=False, record=None):
         kind, key = type(value), id(value)
         if key in refs:
             continue
-        if known and key in known:
-            node = ["known", known[key]]
-        elif MUTABLE.get(kind.__name__) is kind and plain_factory(value):
+        is_container = MUTABLE.get(kind.__name__) is kind and plain_factory(value)
+        if is_container and known and (place := known(value)):
+            node = ["known", place]
+        elif is_container:
             refs[key] = [len(nodes)]
             items = parts(value)
             unfilled.append((len(nodes), value, items, None))
             nodes.append(None)
             stack += [part for part in items if type(part) not in inline and id(part) not in entered]
             continue
-        elif kind in _ITEMS or is_named(kind):
-            items = list(value)
+        elif kind in _ITEMS or _is_method(value) or is_named(kind):
+            if key not in kept:
+                kept[key] = _items(value, kind)
+            items = kept[key]
             if key not in entered and not inline.issuperset(map(type, items)):
                 entered.add(key)
                 stack.append(value)
                 stack += [part for part in items if type(part) not in inline and id(part) not in entered]
                 continue
-            node = [kind.__name__, _refer(items, refs, inline)]
-            if kind not in _ITEMS:
+            node = [_ITEMS.get(kind, "method"), _refer(items, refs, inline)]
+            if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], kind.__name__, list(kind._fields)]
         elif kind is int and -(1 << 64) < value < 1 << 64:
@@ -149,11 +153,45 @@ def encode(roots, other, known=None, number=None, big=False, record=None):
     return _refer(roots, refs, inline), nodes
 
 
+def _items(value, kind):
+    if _is_method(value):
+        return [value.__self__, value.__name__]
+    if _ITEMS.get(kind) == "error":
+        return [kind.__name__, *BaseException.args.__get__(value)]
+    if kind not in VIEWS:
+        return list(value)
+    (mapping,) = gc.get_referents(value)
+    if MUTABLE.get(type(mapping).__name__) is not type(mapping) or not SCALARS.issuperset(map(type, mapping)):
+        copies = {"keys": dict.fromkeys, "values": lambda items: dict(enumerate(items)), "items": dict}
+        mapping = copies[VIEWS[kind]](value)
+    return [mapping, VIEWS[kind]]
+
+
+def _is_method(value):
+    return type(value) is type([].append) and type(value.__self__) in _OWNERS
+
+
+def _method(owner, name):
+    if type(owner) not in _OWNERS or name.startswith("_"):
+        raise ValueError(name)
+    return getattr(owner, name)
+
+
 def parts(value):
     """Return the objects in a container; those of a dictionary as its keys, then its values."""
     if isinstance(value, bytearray):
         return []
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def contents(container):
+    """Return what is in a container, to find later whether that has changed."""
+    return tuple(container if type(container) is bytearray else parts(container))
+
+
+def same_items(left, right):
+    """Return whether two sequences have the same objects."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _refer(items, refs, inline):
@@ -221,15 +259,15 @@ def decode(refs, nodes, special, known=None):
                 made[i] = _shell(node, known)
                 unfilled.append((i, node))
             elif node[0] == "record":
-                made[i] = special["handle"](node[2])
+                made[i] = special["handle"](node[2], node[6])
         for i, node in enumerate(nodes):
             if node[0] not in MUTABLE and node[0] != "record":
                 made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
         for i, node in unfilled:
-            replace(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
+            _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
         for i, node in enumerate(nodes):
             if node[0] == "record":
-                special["record"](made[i], _resolve(node[1], made), *node[3:])
+                special["record"](made[i], _resolve(node[1], made), *node[3:6])
         return _resolve(refs, made)
     except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError):
         raise Malformed from None
@@ -242,20 +280,14 @@ def _resolve(items, made):
 def _shell(node, known):
     """Return the container of a node, without its contents."""
     kind, extra = MUTABLE[node[0]], node[2]
-    if known is not None and len(node) > 3:
-        if type(known.get(node[3])) is not kind:
-            known[node[3]] = _empty(kind, extra)
-        return known[node[3]]
-    return _empty(kind, extra)
+    made = kind(maxlen=extra) if kind is deque else kind(extra and TYPES[extra]) if kind is defaultdict else kind()
+    found = made if known is None or len(node) < 4 else known.setdefault(node[3], made)
+    if type(found) is not kind:
+        raise TypeError(kind)
+    return found
 
 
-def _empty(kind, extra):
-    if kind is defaultdict:
-        return kind(extra and TYPES[extra])
-    return kind(maxlen=extra) if kind is deque else kind()
-
-
-def replace(container, items):
+def _fill(container, items):
     """Give a container other contents, as `parts` returns them."""
     if isinstance(container, (list, bytearray)):
         container[:] = items
@@ -265,10 +297,8 @@ def replace(container, items):
         half = len(items) // 2
         for key, value in zip(items[:half], items[half:]):  # noqa: B905 - Python 3.8
             container[key] = value  # `update` counts, or forgets the order
-    elif isinstance(container, set):
-        container.update(items)
     else:
-        container.extend(items)
+        getattr(container, "update" if isinstance(container, set) else "extend")(items)
 
 
 def _frozen(node, made):

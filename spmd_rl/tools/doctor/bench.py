@@ -70,7 +70,7 @@ class Bench:
     @cached_property
     def world(self) -> World:
         """[all] The world of all ranks."""
-        return self._stack.enter_context(World.open(self.cfg))  # [all]
+        return self._stack.enter_context(World.open(self.folder, self.cfg.journal.stall_seconds))  # [all]
 
     @cached_property
     def shared(self) -> Path:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import PlanConfig, RlConfig
 from spmd_rl.hub import model_folder
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.model.size import ModelSize
@@ -22,12 +22,12 @@ from spmd_rl.tools.plan.engine import EngineBytes, dtype_of, engine_bytes
 from spmd_rl.tools.plan.fit import nearest
 from spmd_rl.tools.plan.measured import measured_peaks
 from spmd_rl.tools.plan.rank import Trace, trace
-from spmd_rl.tools.plan.table import GB, Row, engine_rows, rows, show_map, show_rank, show_table
+from spmd_rl.tools.plan.table import GB, Row, engine_rows, rows, show_map, show_rank, show_table, sleeps_while_idle
 
 __all__ = ["show", "trace"]
 
 
-def show(cfg: PipelineConfig) -> None:
+def show(cfg: RlConfig) -> None:
     """Print the map of the ranks, what the planned ones hold, and whether it fits; if not, what would.
 
     Where `run.dir` holds steps of a run, their measured peaks stand beside the planned ones.
@@ -40,24 +40,24 @@ def show(cfg: PipelineConfig) -> None:
     tables = [rows(cfg, one) for one in found]
     for one, table in zip(found, tables, strict=True):
         show_rank(console, one, table, measured)
-    of_engine = engine_rows(cfg, _engine(cfg)) if generate else []
+    of_engine = engine_rows(_engine(cfg), sleeps_while_idle(cfg.train, cfg.plan)) if generate else []
     for who in generate:
         show_table(console, who, of_engine, {})
     console.print()
     worst = max((row for table in (*tables, of_engine) for row in table), key=lambda row: row.total)
-    console.print(verdict(cfg, worst))
-    if any(row.total > room(cfg) for table in tables for row in table):
-        for line in nearest(cfg, len(placement.train), found[0], room(cfg), _fits):
+    console.print(verdict(cfg.plan, worst))
+    if any(row.total > room(cfg.plan) for table in tables for row in table):
+        for line in nearest(cfg, len(placement.train), found[0], room(cfg.plan), _fits):
             console.print(line)
-    if any(row.total > room(cfg) for row in of_engine):
+    if any(row.total > room(cfg.plan) for row in of_engine):
         console.print("ranks that generate need a smaller engine.kv_tokens, or a larger engine.tp")
 
 
-def _placement(cfg: PipelineConfig) -> Placement:
+def _placement(cfg: RlConfig) -> Placement:
     return Placement.of(cfg.placement, world_size())
 
 
-def planned_ranks(cfg: PipelineConfig, placement: Placement) -> tuple[list[int], list[str]]:
+def planned_ranks(cfg: RlConfig, placement: Placement) -> tuple[list[int], list[str]]:
     """Which ranks that train are traced, and which that do nothing but generate are reckoned, in words."""
     apart = [rank for rank in placement.generate if rank not in placement.train]
     if (one := cfg.plan.rank) is not None:
@@ -69,34 +69,33 @@ def planned_ranks(cfg: PipelineConfig, placement: Placement) -> tuple[list[int],
     return list(train), generate
 
 
-def _traced(cfg: PipelineConfig, placement: Placement, ranks: Sequence[int]) -> list[Trace]:
+def _traced(cfg: RlConfig, placement: Placement, ranks: Sequence[int]) -> list[Trace]:
     """Of ranks that train, among those that do."""
     size = len(placement.train)
     return [replace(trace(cfg, placement.train.index(rank), size), rank=rank) for rank in ranks]
 
 
-def _engine(cfg: PipelineConfig) -> EngineBytes:
+def _engine(cfg: RlConfig) -> EngineBytes:
     model = shape_on_meta(model_folder(cfg.policy.model), torch.float32, cfg.policy.trust_remote_code)
-    return engine_bytes(cfg.engine, ModelSize.of(model), model.config.get_text_config(), dtype_of(cfg))
+    return engine_bytes(cfg.engine, ModelSize.of(model), model.config.get_text_config(), dtype_of(cfg.policy))
 
 
-def room(cfg: PipelineConfig) -> float:
+def room(plan: PlanConfig) -> float:
     """Bytes that a plan may fill."""
-    return (cfg.plan.device_gb - cfg.plan.reserve_gb) * GB
+    return (plan.device_gb - plan.reserve_gb) * GB
 
 
-def verdict(cfg: PipelineConfig, worst: Row) -> str:
+def verdict(plan: PlanConfig, worst: Row) -> str:
     """Say whether the fullest phase fits."""
-    plan = cfg.plan
-    says = "fits" if worst.total <= room(cfg) else "does not fit"
+    says = "fits" if worst.total <= room(plan) else "does not fit"
     return (
         f"{worst.total / GB:.1f} GB in {worst.phase} + {plan.reserve_gb:g} GB in reserve: {says} {plan.device_gb:g} GB "
         "(plan.device_gb)"
     )
 
 
-def _fits(cfg: PipelineConfig) -> bool:
+def _fits(cfg: RlConfig) -> bool:
     placement = _placement(cfg)
     train, _ = planned_ranks(cfg, placement)
     found = [rows(cfg, one) for one in _traced(cfg, placement, train)]
-    return max(row.total for table in found for row in table) <= room(cfg)
+    return max(row.total for table in found for row in table) <= room(cfg.plan)

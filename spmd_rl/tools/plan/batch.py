@@ -6,23 +6,24 @@ import torch
 
 from spmd_rl.batch import Batch, bounds_of
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 
 
-def num_microbatches(cfg: PipelineConfig, num_shards: int, tokens_per_microbatch: int) -> int:
-    """Micro-batches of an update on each of `num_shards` data shards, if all samples are as long as they can be."""
-    longest = tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
-    samples = cfg.rollout.prompts_per_step * cfg.rollout.answers_per_prompt / cfg.train.updates_per_step / num_shards
+def num_microbatches(rollout: RolloutConfig, updates: int, num_shards: int, tokens_per_microbatch: int) -> int:
+    """Micro-batches of each of a step's updates on each data shard, if all samples are as long as they can be."""
+    longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
+    samples = rollout.prompts_per_step * rollout.answers_per_prompt / updates / num_shards
     per_microbatch = max(1, tokens_per_microbatch // longest)
     return max(1, math.ceil(math.ceil(samples) / per_microbatch))
 
 
-def full_batch(cfg: PipelineConfig, count: int, tokens_per_microbatch: int, vocabulary: int) -> Batch:
+def full_batch(
+    algorithm: AlgorithmConfig, longest: int, count: int, tokens_per_microbatch: int, vocabulary: int
+) -> Batch:
     """So many micro-batches, each filled to the last token. In each the samples are of one unit.
 
     Every token but the first of a sample counts as sampled, and no two samples begin alike: nothing is saved.
     """
-    longest = tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
     whole, rest = divmod(max(tokens_per_microbatch, longest), longest)
     lengths = [longest] * whole + ([rest] if rest > 1 else [])
     sizes = torch.tensor(lengths * count)
@@ -43,8 +44,8 @@ def full_batch(cfg: PipelineConfig, count: int, tokens_per_microbatch: int, voca
         advantages=zeros,
         weights=zeros,
         old_logprobs=zeros,
-        ref_logprobs=zeros if cfg.algorithm.uses_reference else None,
-        values=zeros if cfg.algorithm.uses_critic else None,
-        returns=zeros if cfg.algorithm.uses_critic else None,
+        ref_logprobs=zeros if algorithm.uses_reference else None,
+        values=zeros if algorithm.uses_critic else None,
+        returns=zeros if algorithm.uses_critic else None,
         marked=torch.zeros(total, dtype=torch.bool),
     )

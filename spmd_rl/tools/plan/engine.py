@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from spmd_rl.config.schema import EngineConfig, PipelineConfig
+from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlConfig
 from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize
 
@@ -27,15 +27,15 @@ class EngineBytes:
 NOTHING = EngineBytes(0, 0, 0)
 
 
-def beside_training(cfg: PipelineConfig, size: ModelSize, config: Any) -> EngineBytes:
+def beside_training(cfg: RlConfig, size: ModelSize, config: Any) -> EngineBytes:
     """What the engine holds on a rank that trains: nothing where other ranks generate."""
     apart = cfg.placement.is_split and not cfg.placement.is_lent
-    return NOTHING if apart else engine_bytes(cfg.engine, size, config, dtype_of(cfg))
+    return NOTHING if apart else engine_bytes(cfg.engine, size, config, dtype_of(cfg.policy))
 
 
-def dtype_of(cfg: PipelineConfig) -> str:
+def dtype_of(policy: PolicyConfig) -> str:
     """In which the engine holds its weights."""
-    return "bfloat16" if cfg.policy.dtype == "auto" else cfg.policy.dtype
+    return "bfloat16" if policy.dtype == "auto" else policy.dtype
 
 
 def engine_bytes(engine: EngineConfig, size: ModelSize, config: Any, dtype: str) -> EngineBytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers
-from spmd_rl.config.schema import PipelineConfig, TrainConfig
+from spmd_rl.config.schema import RlConfig, TrainConfig
 from spmd_rl.errors import UserError
 from spmd_rl.model.logprobs import DEVICE_CHUNK
 from spmd_rl.model.moe import num_experts
@@ -29,9 +29,7 @@ MOST_TP = 8
 """Tensor parallelism beyond a node is slow, and not proposed."""
 
 
-def nearest(
-    cfg: PipelineConfig, ranks: int, found: Trace, room: float, fits: Callable[[PipelineConfig], bool]
-) -> Iterator[str]:
+def nearest(cfg: RlConfig, ranks: int, found: Trace, room: float, fits: Callable[[RlConfig], bool]) -> Iterator[str]:
     """Say what to add to a command so that ranks that train fit, nothing if no such thing is found."""
     with phase("looking for a layout that fits"):
         candidates = [other for other in _candidates(cfg, ranks, found) if estimate(other, ranks, found) <= room]
@@ -46,7 +44,7 @@ def nearest(
     yield f"no layout near it fits ({tried}): more ranks (plan.ranks), a smaller engine.kv_tokens or a larger engine.tp"
 
 
-def changes(cfg: PipelineConfig, other: PipelineConfig) -> list[str]:
+def changes(cfg: RlConfig, other: RlConfig) -> list[str]:
     """The overrides that lead from one to the other."""
     keys = (*AXES, "activation_checkpointing", "tokens_per_microbatch", "offload")
     found = [f"train.{key}={getattr(other.train, key)}" for key in keys if differ(cfg.train, other.train, key)]
@@ -58,7 +56,7 @@ def differ(one: TrainConfig, other: TrainConfig, key: str) -> bool:
     return getattr(one, key) != getattr(other, key)
 
 
-def _candidates(cfg: PipelineConfig, ranks: int, found: Trace) -> Iterator[PipelineConfig]:
+def _candidates(cfg: RlConfig, ranks: int, found: Trace) -> Iterator[RlConfig]:
     train, mixture = cfg.train, num_experts(found.config)
     sizes = {axis: _near(getattr(train, axis)) for axis in AXES}
     sizes["dp_replicate"] = sorted({1, train.dp_replicate})
@@ -100,7 +98,7 @@ def _is_possible(axes: dict[str, int], vpp: int, ranks: int, found: Trace) -> bo
     return shared and tp <= MOST_TP and not (latent and (tp > 1 or axes["pp"] > 1))
 
 
-def _distance(cfg: PipelineConfig, other: PipelineConfig) -> float:
+def _distance(cfg: RlConfig, other: RlConfig) -> float:
     """How much the settings differ: doublings of axes, steps of checkpointing."""
     pairs = [(getattr(cfg.train, axis), getattr(other.train, axis)) for axis in (*AXES, "tokens_per_microbatch")]
     pairs.append((cfg.engine.tp, other.engine.tp))
@@ -108,10 +106,10 @@ def _distance(cfg: PipelineConfig, other: PipelineConfig) -> float:
     return sum(abs(log2(a / b)) for a, b in pairs) + modes[1] - modes[0] + (cfg.train.offload != other.train.offload)
 
 
-def estimate(cfg: PipelineConfig, ranks: int, found: Trace) -> float:
+def estimate(cfg: RlConfig, ranks: int, found: Trace) -> float:
     """Bytes of a rank at its fullest, roughly: what a trace would find, from the model's sizes alone."""
     train, config, size = cfg.train, found.config, found.size
-    sizes, width = LayoutSizes.of("train", ranks, **train.axes), 2 if dtype_of(cfg) == "bfloat16" else 4
+    sizes, width = LayoutSizes.of("train", ranks, **train.axes), 2 if dtype_of(cfg.policy) == "bfloat16" else 4
     engine = beside_training(cfg, size, config)
     own = size.parameters / (ranks / sizes.dp_replicate)
     experts, dense = _of_layer(size, config)

@@ -20,7 +20,7 @@ from torch import nn
 from spmd_rl.batch import Batch
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.phases import phase as progress
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.hub import model_folder
@@ -71,7 +71,7 @@ class Trace:
     """tokens of the longest sample"""
 
 
-def trace(cfg: PipelineConfig, rank: int, size: int) -> Trace:
+def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
     """What rank `rank` of `size` holds. UserError if the layout is impossible.
 
     At most as many micro-batches are run as can be in flight, and one more, on which gradients are added up.
@@ -89,7 +89,7 @@ def trace(cfg: PipelineConfig, rank: int, size: int) -> Trace:
         return run.traced()
 
 
-def planned(cfg: PipelineConfig) -> PipelineConfig:
+def planned(cfg: RlConfig) -> RlConfig:
     """Settings for a plan: every tensor stays where it is, and nothing is drawn at random."""
     policy = cfg.policy
     if policy.dtype == "auto":
@@ -110,7 +110,7 @@ def _met(book: Book, pretend: Pretend, name: str) -> None:
 class _Run:
     """The roles of a run, and what they do in a step."""
 
-    def __init__(self, cfg: PipelineConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
+    def __init__(self, cfg: RlConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
         """offload: weights and moments are off the device where nothing reads them."""
         self._offload, self._cfg, self._world, self._book, self._pretend = offload, cfg, world, book, pretend
         self._models: dict[str, nn.Module] = {}
@@ -124,7 +124,9 @@ class _Run:
                 self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
             self._tag(role.name)
         policy = self._roles["policy"]
-        most = num_microbatches(cfg, policy.layout.data.size, cfg.train.tokens_per_microbatch)
+        rollout, train = cfg.rollout, cfg.train
+        shards = policy.layout.data.size
+        most = num_microbatches(rollout, train.updates_per_step, shards, train.tokens_per_microbatch)
         vocabulary = self._models["policy"].config.get_text_config().vocab_size
         self._run("publish", "policy", lambda: _emptied(policy.whole_parameters()))
         for name, role in self._roles.items():
@@ -141,7 +143,7 @@ class _Run:
         held = Counter[str]()
         for entry in self._book.entries:
             held[entry.tag] += entry.num_bytes * (entry.died > self._book.now and bool(entry.tag))
-        longest = tokens_per_turn(cfg.rollout, cfg.rollout.max_prompt_tokens)
+        longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
         config = self._models["policy"].config.get_text_config()
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
 
@@ -157,14 +159,11 @@ class _Run:
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
         """A batch for a role, how many micro-batches it has, and how many those of a step have."""
         cfg, layout = self._cfg, self._roles[name].layout
-        train = cfg.role(name).train
-        count = num_microbatches(cfg, layout.data.size, train.tokens_per_microbatch)
+        train, rollout, updates = cfg.role(name).train, cfg.rollout, cfg.train.updates_per_step
+        longest, budget = tokens_per_turn(rollout, rollout.max_prompt_tokens), train.tokens_per_microbatch
+        count = num_microbatches(rollout, updates, layout.data.size, budget)
         traced = min(count, 2 * layout.size("pp") if train.vpp > 1 else layout.size("pp") + 1)  # as many as can matter
-        return (
-            full_batch(cfg, traced, train.tokens_per_microbatch, vocabulary),
-            traced,
-            count * cfg.train.updates_per_step,
-        )
+        return full_batch(cfg.algorithm, longest, traced, budget, vocabulary), traced, count * updates
 
     def _update(self, name: str, vocabulary: int) -> None:
         role, settings = self._roles[name], self._cfg.algorithm

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import LayoutSizes
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import PlanConfig, RlConfig, TrainConfig
 from spmd_rl.tools.plan.engine import NOTHING, EngineBytes, beside_training
 from spmd_rl.tools.plan.rank import GRADIENTS, OPTIMIZER, WEIGHTS, Phase, Trace
 
@@ -35,9 +35,9 @@ class Row:
         return sum(self.columns.values())
 
 
-def rows(cfg: PipelineConfig, found: Trace) -> list[Row]:
+def rows(cfg: RlConfig, found: Trace) -> list[Row]:
     """The phases of a step in their order, each with what is on the device when the most is: of a rank that trains."""
-    engine, sleeps, made = beside_training(cfg, found.size, found.config), _sleeps(cfg), []
+    engine, sleeps, made = beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan), []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
         parts = [_columns(part) for part in found.phases.get(phase, ())]
         if phase == GENERATE:
@@ -53,14 +53,14 @@ def rows(cfg: PipelineConfig, found: Trace) -> list[Row]:
     return made
 
 
-def engine_rows(cfg: PipelineConfig, engine: EngineBytes) -> list[Row]:
+def engine_rows(engine: EngineBytes, sleeps: bool) -> list[Row]:
     """The phases of a rank that does nothing but generate."""
-    return [Row(phase, _of_engine(engine, phase, _sleeps(cfg))) for phase in ("publish", GENERATE)]
+    return [Row(phase, _of_engine(engine, phase, sleeps)) for phase in ("publish", GENERATE)]
 
 
-def _sleeps(cfg: PipelineConfig) -> bool:
+def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
     """Whether what computes nothing is off the device."""
-    return cfg.train.offload and cfg.plan.device != "cpu"
+    return train.offload and plan.device != "cpu"
 
 
 def _of_engine(engine: EngineBytes, phase: str, sleeps: bool) -> dict[str, int]:
@@ -87,7 +87,7 @@ def _columns(part: Phase) -> tuple[dict[str, int], str]:
     return dict(columns), f"{size / GB:.2f} GB by {made_by.partition('::')[2]} in {part.peak.meeting or part.role}"
 
 
-def show_map(console: Console, cfg: PipelineConfig, placement: Placement, found: Sequence[Trace]) -> None:
+def show_map(console: Console, cfg: RlConfig, placement: Placement, found: Sequence[Trace]) -> None:
     """Print which ranks stand along which axis, and which generate."""
     if found:
         _show_axes(console, cfg, placement.train, found[0])
@@ -96,7 +96,7 @@ def show_map(console: Console, cfg: PipelineConfig, placement: Placement, found:
     console.print(f"  engine        {where}{count}replicas of {cfg.engine.name} x tp {cfg.engine.tp}")
 
 
-def _show_axes(console: Console, cfg: PipelineConfig, ranks: Sequence[int], found: Trace) -> None:
+def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Trace) -> None:
     sizes = LayoutSizes.of("train", len(ranks), **cfg.train.axes)
     used = {"pp": sizes.pp, "dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "cp": sizes.cp}
     used |= {"tp": sizes.tp}

@@ -35,6 +35,8 @@ from spmd_rl.types import AnswerInfo, Prompt
 
 FOLDER = Path(__file__).parent
 INFO = AnswerInfo(1, "stop")
+FEW = 40
+"""Families with fewer answers are one line of a table."""
 STDIN = "\nimport json, sys\nprint(json.dumps([{name}(*json.loads(line)) for line in sys.stdin]))\n"
 
 
@@ -181,18 +183,32 @@ def rows(name: str, default: str, gold: bool = False) -> list[Case]:
         expect, row = tuple(record.keys.get("expect", default).split("|")), known.get(record.keys.get("row", ""))
         expect = ("1",) if record.id in known else expect
         known_answer = {"solution": record.text("code")} if gold else {}
-        kind = name, "right" if expect == ("1",) else record.keys.get("row", "other")
         extra = (row or record).extra() | known_answer
+        kind = _shape(extra), "right" if expect == ("1",) else record.keys.get("family", name)
         found.append(Case(f"{name}/{record.id}", extra, record.answer(), expect, kind))
     return found
 
 
+def _shape(extra: dict[str, Any]) -> str:
+    """Return which of the shapes that `rewards.code` knows a row has, the files of tests told apart."""
+    if "test" not in extra:
+        return "calls" if extra.get("test_case_function") else "asserts" if "case_type" in extra else "stdin"
+    return "check" if "def check(" in extra["test"] else "unittest" if "unittest" in extra["test"] else "pytest"
+
+
 def table(found: Iterable[tuple[Case, str]]) -> str:
-    """Return how many answers of each shape and family were paid, of how many, as a table."""
-    asked, paid = Counter(), Counter()
+    """Return how many answers of each family and shape were paid, of how many, in Markdown."""
+    asked, paid, size = Counter(), Counter(), Counter()
+    found = list(found)
+    size.update(case.kind[1] for case, _ in found)
     for case, verdict in found:
-        asked[case.kind] += 1
-        paid[case.kind] += verdict == "1"
-    shapes, families = (sorted({kind[i] for kind in asked}) for i in (0, 1))
-    lines = [f"{shape:32}" + "".join(f"{paid[shape, f]:4}/{asked[shape, f]:<4}" for f in families) for shape in shapes]
-    return "\n".join([" " * 32 + "".join(f"{family[:8]:>9}" for family in families), *lines])
+        kind = case.kind[1] if size[case.kind[1]] >= FEW else "others", _shape(case.extra)
+        asked[kind] += 1
+        paid[kind] += verdict == "1"
+    families, shapes = (sorted({kind[i] for kind in asked}) for i in (0, 1))
+    lines = [["family", *shapes, "all"], ["---"] * (len(shapes) + 2)]
+    for family in families:
+        counts = [(paid[family, shape], asked[family, shape]) for shape in shapes]
+        counts.append((sum(each for each, _ in counts), sum(each for _, each in counts)))
+        lines.append([family, *(f"{mine}/{all_}" if all_ else "" for mine, all_ in counts)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

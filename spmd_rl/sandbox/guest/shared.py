@@ -1,0 +1,77 @@
+"""The mutable containers that tests and code both have, by number, whoever made them: what either does to one of them
+crosses with the next message, so that a list is one list on both sides, as in one process."""
+
+import sys
+
+from spmd_rl.sandbox.guest import values
+
+_ONE = {0: []}
+_ALONE = sys.getrefcount(_ONE[0])  # of a container that a dictionary has and nobody else
+FEW = 64  # so many are always looked through for those that nobody has any more; of more, when they have doubled
+
+
+class Shared:
+    """One side's containers. `sign` of the numbers that it gives: 1 or -1."""
+
+    def __init__(self, sign):
+        self._sign, self._last, self._kept = sign, 0, 0
+        self._things, self._numbers, self._before = {}, {}, {}
+        self._changed, self._fresh, self.gone = (), {}, []
+
+    def pack(self, roots, other, big, record=None, release=False):
+        """Return references to the roots, and nodes, with those of the containers that have changed. If they are sent,
+        `sent` is called. `release`: forget the containers that nobody has here; their numbers are then in `gone`."""
+        self._changed = {
+            n for n, thing in self._things.items() if not values.same_items(values.contents(thing), self._before[n])
+        }
+        if release and (len(self._things) <= FEW or len(self._things) > 2 * self._kept):
+            self._release()
+        self._fresh = {}
+        roots = [*roots, *map(self._things.__getitem__, self._changed)]
+        refs, nodes = values.encode(roots, other, self._known, self._number, big, record)
+        return refs[: len(refs) - len(self._changed)], nodes
+
+    def sent(self):
+        """Note that what was packed last is known to the other side."""
+        self._last += self._sign * len(self._fresh)
+        self.gone.clear()
+        self._note({**self._fresh, **{number: self._things[number] for number in self._changed}})
+
+    def unpack(self, refs, nodes, special, gone=()):
+        """Return the values of references, and change the containers that the other side has changed."""
+        for number in gone:
+            del self._numbers[id(self._things.pop(number))], self._before[number]
+        found = values.decode(refs, nodes, {**special, "known": self._things.__getitem__}, self._things)
+        told = {node[3] for node in nodes if node[0] in values.MUTABLE and len(node) > 3}
+        if any(number * self._sign > 0 for number in told - self._before.keys()):
+            raise values.Malformed
+        self._note({number: self._things[number] for number in told})
+        return found
+
+    def _note(self, things):
+        self._things.update(things)
+        for number, thing in things.items():
+            self._numbers[id(thing)], self._before[number] = number, values.contents(thing)
+
+    def _known(self, value):
+        number = self._numbers.get(id(value))
+        return None if number in self._changed else number
+
+    def _number(self, value):
+        number = self._numbers.get(id(value)) or self._last + self._sign * (len(self._fresh) + 1)
+        if id(value) not in self._numbers:
+            self._fresh[number] = value
+        return number
+
+    def _release(self):
+        waiting = [number for number in self._things if number not in self._changed]
+        while waiting:
+            number = waiting.pop()
+            if number in self._things and sys.getrefcount(self._things[number]) == _ALONE:
+                del self._numbers[id(self._things[number])], self._things[number]
+                found = self._before.pop(number)
+                inner = [self._numbers[id(part)] for part in found if id(part) in self._numbers]
+                waiting += [number for number in inner if number not in self._changed]
+                self.gone.append(number)
+                del found
+        self._kept = len(self._things)
