@@ -134,7 +134,7 @@ class Journal:
                 self._write("kind_done")
 
     @contextmanager
-    def slow(self, limit_seconds: float) -> Iterator[None]:
+    def extend_timeout(self, limit_seconds: float) -> Iterator[None]:
         """The code inside may take so long without any progress: loading a model, starting a server, compiling.
 
         Meanwhile no rank's watchdog takes the time for a stall.
@@ -152,7 +152,7 @@ class Journal:
         self._expected_until = time.monotonic() + seconds
 
     def excused(self) -> bool:
-        """Whether this rank may be without progress for now; see `slow` and `expect`."""
+        """Whether this rank may be without progress for now; see `extend_timeout` and `expect`."""
         now = time.monotonic()
         return now < self._slow_until or (self._idle and now < self._expected_until)
 

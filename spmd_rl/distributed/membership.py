@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from spmd_rl.device_files import device_file, driver
 from spmd_rl.distributed import shared_group
-from spmd_rl.distributed.notice import waiting
+from spmd_rl.distributed.wait_message import waiting
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)

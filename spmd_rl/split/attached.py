@@ -19,7 +19,7 @@ from spmd_rl.curve_keys import HostKeys
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import common_values
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.errors import tell
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class HandedIn(HandedOver):
     def __init__(self, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide) -> None:
         super().__init__(cfg, prompts, tokenizer, side)
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
-        self._notice, self._start = Notice(side.world.rank), 0
+        self._wait_message, self._start = WaitMessage(side.world.rank), 0
 
     def begin(self, start: int) -> None:
         """[all] Open the steps after `start`, and wait until there are `placement.min_generate` ranks to do them."""
@@ -151,14 +151,14 @@ class HandedIn(HandedOver):
 
         while not self._exchange.at_desk(until):
             progress, there = self._exchange.at_desk(lambda desk: (desk.progress, desk.num_ready))
-            with journal.slow(self._cfg.placement.absent_seconds):
+            with journal.extend_timeout(self._cfg.placement.absent_seconds):
                 moved = False
                 while not moved:
-                    self._notice(f"waiting for {name}: {there} generating ranks are attached")
+                    self._wait_message(f"waiting for {name}: {there} generating ranks are attached")
                     with journal.waiting(f"{name} ({there} attached)"):
                         moved = self._exchange.wait(LOOK_SECONDS, come)
                     there = self._exchange.at_desk(lambda desk: desk.num_ready)
-        self._notice.over()
+        self._wait_message.over()
 
     def collect(self, step: int) -> Collected:
         """[all] Wait until attached ranks have made this step, and return what of it lies on this rank."""

@@ -50,7 +50,7 @@ def attach(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[
     """
     keys = ClientKeys.load(cfg.sidecar.keys) if cfg.sidecar.keys else None
     seconds = cfg.placement.absent_seconds
-    with world.phase("start"), world.journal.slow(seconds):
+    with world.phase("start"), world.journal.extend_timeout(seconds):
         found = None
         if world.rank == 0:
             with world.journal.waiting("start: training job"):

@@ -122,7 +122,7 @@ class CrewExchange(Exchange):
             except (wire.WireError, msgspec.MsgspecError, ValueError, LookupError) as error:
                 tell(f"attached: a message that makes no sense: {error}")
 
-    def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
+    def _answer(self, peer: bytes, message: wire.WireMessage, payload: list[zmq.Frame]) -> None:
         with self._lock:
             if (member := getattr(message, "member", getattr(message, "sender", None))) in self._heard:
                 self._heard[member] = self._loop.now
@@ -133,7 +133,7 @@ class CrewExchange(Exchange):
             elif isinstance(message, messages.REQUESTS):
                 super()._answer(peer, message, payload)
 
-    def _reply(self, message: wire.Message, payload: list[zmq.Frame]) -> wire.Message | None:
+    def _reply(self, message: wire.WireMessage, payload: list[zmq.Frame]) -> wire.WireMessage | None:
         """The answer, if it is not that of every exchange."""
         match message:
             case crew_messages.Hello():
@@ -162,7 +162,7 @@ class CrewExchange(Exchange):
                 return self._at_desk(message, payload) if self.desk is not None else None
         return None
 
-    def _at_desk(self, message: wire.Message, payload: list[zmq.Frame]) -> wire.Message | None:
+    def _at_desk(self, message: wire.WireMessage, payload: list[zmq.Frame]) -> wire.WireMessage | None:
         match message:
             case crew_messages.Join(name, leads):
                 member = self.desk.join(name, leads)

@@ -17,7 +17,7 @@ import zmq
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.sidecar.sockets import open_dealer, send
 from spmd_rl.split import crew_messages
@@ -56,9 +56,9 @@ def _address(attach: str, folder: Path) -> str | None:
 def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> crew_messages.Welcome:
     """Wait for the training job, and return what it says of itself. RunFailed after so many seconds."""
     where = attach if attach.startswith("tcp://") else str(folder)
-    deadline, notice = time.monotonic() + seconds, Notice(0)
+    deadline, message = time.monotonic() + seconds, WaitMessage(0)
     while time.monotonic() < deadline:
-        notice(f"waiting for a training job at {where}")
+        message(f"waiting for a training job at {where}")
         if (address := _address(attach, folder)) is None:
             time.sleep(0.1)
             continue
@@ -66,7 +66,7 @@ def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> 
             dealer = open_dealer(context, address, keys)
             send(dealer, crew_messages.Hello())
             if dealer.poll(HELLO_MS):
-                notice.over()
+                message.over()
                 reply = crew_messages.TO_CREW.decode(dealer.recv())
                 dealer.close()
                 assert isinstance(reply, crew_messages.Welcome), f"{type(reply).__name__} is no welcome"
@@ -202,7 +202,7 @@ class CrewCourier(Courier):
         """See `WeightClient`."""
         self.link.check()
 
-    def decode(self, header: bytes) -> wire.Message:
+    def decode(self, header: bytes) -> wire.WireMessage:
         """See `WeightClient`."""
         message = super().decode(header)
         if isinstance(message, crew_messages.Missing):  # what a rank holds is let go once it counts as dead

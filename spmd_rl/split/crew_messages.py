@@ -15,11 +15,11 @@ Kind = Literal["step", "eval", "probe"]
 Place = Annotated[list[wire.Id], msgspec.Meta(max_length=2)]
 
 
-class Hello(wire.Message, tag=20):
+class Hello(wire.WireMessage, tag=20):
     """Ask what the training job is; answered with `Welcome`."""
 
 
-class Welcome(wire.Message, tag=21):
+class Welcome(wire.WireMessage, tag=21):
     """What an attached job must have in common with the training job, and where its ranks are."""
 
     values: dict[str, str]
@@ -29,7 +29,7 @@ class Welcome(wire.Message, tag=21):
     lease_seconds: float
 
 
-class Join(wire.Message, tag=22):
+class Join(wire.WireMessage, tag=22):
     """Ask for a place; answered with `Joined`."""
 
     name: wire.Name
@@ -37,13 +37,13 @@ class Join(wire.Message, tag=22):
     """Whether the sender is the first rank of its replica."""
 
 
-class Joined(wire.Message, tag=23):
+class Joined(wire.WireMessage, tag=23):
     """A place: by this number the sender is known from now on."""
 
     member: wire.Id
 
 
-class Beat(wire.Message, tag=24):
+class Beat(wire.WireMessage, tag=24):
     """Say that the sender lives; answered with `News`. To all training ranks."""
 
     member: wire.Id
@@ -51,7 +51,7 @@ class Beat(wire.Message, tag=24):
     ready: bool
 
 
-class News(wire.Message, tag=25):
+class News(wire.WireMessage, tag=25):
     """How things stand."""
 
     known: bool
@@ -70,7 +70,7 @@ class News(wire.Message, tag=25):
     """Seconds until the next beat."""
 
 
-class Claim(wire.Message, tag=26):
+class Claim(wire.WireMessage, tag=26):
     """Ask for something to do; answered with `Claimed`."""
 
     member: wire.Id
@@ -82,7 +82,7 @@ class Claim(wire.Message, tag=26):
     room: wire.Id
 
 
-class Claimed(wire.Message, tag=27):
+class Claimed(wire.WireMessage, tag=27):
     """What the sender shall do."""
 
     known: bool
@@ -90,7 +90,7 @@ class Claimed(wire.Message, tag=27):
     places: list[Place]
 
 
-class Deposit(wire.Message, tag=28):
+class Deposit(wire.WireMessage, tag=28):
     """Leave a finished piece with the training rank that shall hold it; answered with `Kept`. Its bytes follow."""
 
     member: wire.Id
@@ -100,13 +100,13 @@ class Deposit(wire.Message, tag=28):
     digest: Digest
 
 
-class Kept(wire.Message, tag=29):
+class Kept(wire.WireMessage, tag=29):
     """Whether the piece has arrived, whole."""
 
     whole: bool
 
 
-class Report(wire.Message, tag=30):
+class Report(wire.WireMessage, tag=30):
     """Say that a piece is done and deposited; answered with `Reported`. What is said of it follows."""
 
     member: wire.Id
@@ -116,20 +116,20 @@ class Report(wire.Message, tag=30):
     digest: Digest
 
 
-class Reported(wire.Message, tag=31):
+class Reported(wire.WireMessage, tag=31):
     """Whether the piece counts."""
 
     known: bool
     accepted: bool
 
 
-class Leave(wire.Message, tag=32):
+class Leave(wire.WireMessage, tag=32):
     """Say that the sender does nothing more; not answered."""
 
     member: wire.Id
 
 
-class Missing(wire.Message, tag=33):
+class Missing(wire.WireMessage, tag=33):
     """The answer to a `FetchPiece` of a version that is not kept here any more, and to a `Hold` of who was silent."""
 
     version: wire.Id

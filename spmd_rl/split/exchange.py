@@ -127,7 +127,7 @@ class Exchange:
             with self._lock:
                 self._answer(peer.bytes, self.codec.decode(header.bytes), payload)
 
-    def _answer(self, peer: bytes, message: wire.Message, payload: list[zmq.Frame]) -> None:
+    def _answer(self, peer: bytes, message: wire.WireMessage, payload: list[zmq.Frame]) -> None:
         match message:
             case messages.Delivery(kind, number, sender, expected):
                 content = payload[0].bytes

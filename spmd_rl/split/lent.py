@@ -45,7 +45,7 @@ class Lent:
         world: World,
     ) -> Iterator["Lent"]:
         """[all] `world`: all ranks of the job, which also leave this together."""
-        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+        with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
             engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
         parts = cfg.generation, engine, prompts, services
         together = Rollouts(*parts, world, side.world.rank, side.handover)  # [all]

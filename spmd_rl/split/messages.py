@@ -4,7 +4,7 @@ from spmd_rl import wire
 from spmd_rl.weights.messages import REPLIES, REQUESTS, Digest
 
 
-class Delivery(wire.Message, tag=5):
+class Delivery(wire.WireMessage, tag=5):
     """Hand over what was generated; answered with `Received`. Its bytes follow."""
 
     kind: wire.Name
@@ -16,21 +16,21 @@ class Delivery(wire.Message, tag=5):
     digest: Digest
 
 
-class Received(wire.Message, tag=6):
+class Received(wire.WireMessage, tag=6):
     """A delivery has arrived, whole, and the training rank holds it."""
 
     kind: wire.Name
     number: wire.Id
 
 
-class TakeSlice(wire.Message, tag=8):
+class TakeSlice(wire.WireMessage, tag=8):
     """Ask for what this rank has begun of a slice and left to others; answered with a `LeftSlice` and its bytes."""
 
     ticket: wire.Id
     number: wire.Id
 
 
-class LeftSlice(wire.Message, tag=9):
+class LeftSlice(wire.WireMessage, tag=9):
     """What was begun of a slice; its bytes follow."""
 
     ticket: wire.Id

@@ -1,14 +1,14 @@
 """`PhaseReporter`: a line on rank 0 where a phase takes long, such as `starting the engine (35 s)`.
 
 A thread looks at the phase that the main thread is in; it meets no other rank, and counts as no progress. It prints
-nothing while a `Notice` is open, which names what a rank waits for.
+nothing while a `WaitMessage` is open, which names what a rank waits for.
 """
 
 import threading
 import time
 from collections.abc import Callable
 
-from spmd_rl.distributed.notice import EVERY_SECONDS, FIRST_SECONDS, Notice
+from spmd_rl.distributed.wait_message import EVERY_SECONDS, FIRST_SECONDS, WaitMessage
 from spmd_rl.errors import tell
 
 WAITS = {
@@ -65,7 +65,7 @@ class PhaseReporter:
         known = WAITS | FIRST_WAITS if self.first_step else WAITS
         now = self._clock()
         phase, began = next(((p, t) for p, t in reversed(self._open[:]) if p in known), ("", now))
-        if Notice.is_open or now - began < FIRST_SECONDS or now - self._printed < EVERY_SECONDS:
+        if WaitMessage.is_open or now - began < FIRST_SECONDS or now - self._printed < EVERY_SECONDS:
             return None
         self._printed = now
         text = "starting the engine" if where.startswith("engine: start") else known[phase]

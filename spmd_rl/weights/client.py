@@ -101,7 +101,7 @@ class WeightClient:
         """The number of ranks that train."""
         return len(self._sockets)
 
-    def send(self, trainer: int, message: wire.Message, *payload: bytes) -> None:
+    def send(self, trainer: int, message: wire.WireMessage, *payload: bytes) -> None:
         """Send to a training rank, by its index, modulo their number. One that has refused this rank's key takes
         nothing, ever."""
         socket, frames = self._sockets[trainer % self.num_trainers], [wire.encode(message), *payload]
@@ -129,6 +129,6 @@ class WeightClient:
         if self._given_up:
             raise RunFailed("nobody waits any longer for what training ranks were asked for")
 
-    def decode(self, header: bytes) -> wire.Message:
+    def decode(self, header: bytes) -> wire.WireMessage:
         """Return a message of a training rank."""
         return self.codec.decode(header)

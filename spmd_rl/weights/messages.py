@@ -21,7 +21,7 @@ class Base(msgspec.Struct, array_like=True, frozen=True):
     """Of all pieces, as it was announced."""
 
 
-class Hold(wire.Message, tag=1):
+class Hold(wire.WireMessage, tag=1):
     """Say that the sender will fetch a version, which must stay until it has; answered with `Held`."""
 
     version: wire.Id
@@ -30,7 +30,7 @@ class Hold(wire.Message, tag=1):
     """What the sender has already, of which it can take deltas."""
 
 
-class Held(wire.Message, tag=2):
+class Held(wire.WireMessage, tag=2):
     """Whether the version is kept here."""
 
     version: wire.Id
@@ -39,7 +39,7 @@ class Held(wire.Message, tag=2):
     """Whether deltas of the sender's base, to the bit, are kept with it."""
 
 
-class FetchPiece(wire.Message, tag=3):
+class FetchPiece(wire.WireMessage, tag=3):
     """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes.
 
     Only between `Hold` and `Release`."""
@@ -51,7 +51,7 @@ class FetchPiece(wire.Message, tag=3):
     """Whether a delta will do, where it is smaller; only after `Held.deltas`."""
 
 
-class Piece(wire.Message, tag=4):
+class Piece(wire.WireMessage, tag=4):
     """One tensor of the weights; its bytes follow."""
 
     version: wire.Id
@@ -68,7 +68,7 @@ class Piece(wire.Message, tag=4):
     """Where the payload is a delta (`weights.delta`): xxh3-128 of the tensor's bytes in the sender's base."""
 
 
-class Release(wire.Message, tag=7):
+class Release(wire.WireMessage, tag=7):
     """Say that a version which the sender holds need not be kept for it any longer; not answered."""
 
     version: wire.Id

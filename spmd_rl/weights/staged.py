@@ -83,7 +83,7 @@ class StagedWeights:
         """Return whether this piece of a version is here."""
         return index in self._versions.get(version, {})
 
-    def answer(self, message: wire.Message) -> list[bytes | memoryview]:
+    def answer(self, message: wire.WireMessage) -> list[bytes | memoryview]:
         """Return the frames that answer one of `messages.REQUESTS`. LookupError for a piece that is not here."""
         match message:
             case messages.FetchPiece(version, index, wants_delta):

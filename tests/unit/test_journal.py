@@ -111,11 +111,11 @@ def test_what_moves_is_progress_and_a_phase_is_not() -> None:
 
 def test_a_rank_is_excused_while_it_is_slow_or_expects_something(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0)
-    with journal.slow(60):
-        with journal.slow(0):
+    with journal.extend_timeout(60):
+        with journal.extend_timeout(0):
             assert journal.excused()
     assert not journal.excused()
-    with journal.slow(0):
+    with journal.extend_timeout(0):
         assert not journal.excused()
     journal.expect(60)
     assert not journal.excused(), "it has other things to do"

@@ -238,8 +238,8 @@ class NativeEngine:
             shares = [(requests[i].top_p, requests[i].min_p) for i in cut]
             top_p, min_p = torch.tensor(shares, dtype=torch.float64, device=self._device).unbind(-1)
             drawn = sample_truncated(logits[cut], temperatures[cut], uniforms[cut], top_k, top_p, min_p)
-            for i, token, logprob, survivors in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
-                rows[i].append(token, logprob, self._version, survivors)
+            for i, token, logprob, candidates in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
+                rows[i].append(token, logprob, self._version, candidates)
 
     def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
         """The reason to stop after the last token, if there is one."""

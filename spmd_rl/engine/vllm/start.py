@@ -33,7 +33,7 @@ BLOCK = 16
 """The same elsewhere, unless the attention kernel wants another."""
 
 TIES = 32
-"""Survivors that can be seen beyond twice `top_k`: vLLM keeps all tokens whose logit equals that of the last one."""
+"""Candidates that can be seen beyond twice `top_k`: vLLM keeps all tokens whose logit equals that of the last one."""
 MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 
 ALWAYS = {

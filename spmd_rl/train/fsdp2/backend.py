@@ -47,10 +47,10 @@ class FSDP2Backend(FSDP2Role):
         row = self._row(micro)
         self._head.targets = to_device(filled_up(micro.token_ids[row.targets]), self._world.device)
         self._head.temperature = temperature
-        self._head.survivors = None
-        if micro.survivors is not None:
-            lists = micro.survivors.index_select(0, row.targets)
-            self._head.survivors = tuple(
+        self._head.candidate_ids = None
+        if micro.candidate_ids is not None:
+            lists = micro.candidate_ids.index_select(0, row.targets)
+            self._head.candidate_ids = tuple(
                 to_device(part, self._world.device) for part in (lists.owners, lists.values.long())
             )
         logprobs, entropy = self._outputs(micro, row).unbind(-1)

@@ -298,7 +298,7 @@ class FSDP2Role:
 
     def _compiling(self) -> AbstractContextManager[None]:
         """Each shape of a micro-batch may have to be compiled."""
-        return self._world.journal.slow(COMPILE_SECONDS) if self._train.compile else nullcontext()
+        return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
 
     def _agree_on_count(self, what: str, count: int) -> int:
         counts = {"count": float(count)}
