@@ -7,7 +7,8 @@ vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel
 (Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053) combine four numbers a token, and never a logit.
 
 Where sampling cut tokens off (top-k, top-p, min-p), an answer's distribution is the softmax over the candidates that
-the engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same tokens.
+the engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same
+tokens.
 """
 
 from collections.abc import Iterator
@@ -52,8 +53,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]; candidate_ids: the softmax is over them alone, and
-    the targets are among them. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]. candidate_ids: the softmax is over them alone,
+    and the targets are among them. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
     `weight`; that of the entropy costs nothing where no loss uses it.
 
     share: `weight` has this rank's part of the vocabulary alone, token ids are those of the whole. [all] The ranks give

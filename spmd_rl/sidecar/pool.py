@@ -60,6 +60,7 @@ class _ScoreWorker(WorkerProcess):
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
+    """Whether it has run nothing, and no other has died since it started: what killed that one may have struck both."""
     alone: bool = False
     """Whether it runs a suspect."""
     running: dict[int, ScoreJob] = field(default_factory=dict)
