@@ -16,7 +16,7 @@ for name in (
     "spmd_rl.sidecar",
     "spmd_rl.weights",
     "spmd_rl.track",
-    "spmd_rl.train.fsdp2",
+    "spmd_rl.train.fsdp2.backend",
     "tests.dist.harness",
     "tests.e2e.runs",
 ):

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from spmd_rl.batch import Batch, Ragged, bounds_of
-from spmd_rl.config.schema import PolicyConfig, TrainConfig
+from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
+from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.accumulate import Critic, Policy
+from spmd_rl.train.fsdp2.backend import critic_of, policy_of
 from tests.unit.test_sharing import exact
 
 LENGTHS = [(3, 4), (12, 1), (5, 9), (1, 6), (30, 40), (7, 2), (4, 0), (9, 9), (2, 3)]
@@ -83,6 +85,21 @@ def share_of(role, name: str, batch: Batch) -> Batch:
     return batch.select(SHARES[name](data.rank, data.size))
 
 
+def fsdp2_policy(
+    model, layout: Layout, train: TrainConfig, dtype: torch.dtype, own: PolicyConfig | None = None, total_updates=1
+) -> Policy:
+    """[all] A policy on FSDP2 from a module; without settings of its own it is frozen."""
+    held = RoleConfig("policy", own or ReferenceConfig(), "", str(dtype)[6:], False, train, total_updates)
+    return policy_of(model, layout, held)
+
+
+def fsdp2_critic(
+    model, layout: Layout, train: TrainConfig, dtype: torch.dtype, own: CriticConfig, total_updates=1
+) -> Critic:
+    """[all] A critic on FSDP2 from a module that has a value head."""
+    return critic_of(model, layout, RoleConfig("critic", own, "", str(dtype)[6:], False, train, total_updates))
+
+
 def backend(
     world: World,
     path,
@@ -92,14 +109,14 @@ def backend(
     master="float32",
     axes=None,
     **settings,
-) -> FSDP2Backend:
+) -> Policy:
     """[all] A policy from a model directory; `axes` are the layout's sizes, `settings` the optimizer's."""
     train = TrainConfig(tokens_per_microbatch=budget, activation_checkpointing=checkpointing, **axes or {})
     layout = Layout(world, **train.axes)
     model = build_model(path, getattr(torch, master), "cpu")
     model = exact(model) if master == "float64" else model
     policy = PolicyConfig(**{**SETTINGS, **settings})
-    return FSDP2Backend(model, layout, train, getattr(torch, dtype), policy, total_updates=5)
+    return fsdp2_policy(model, layout, train, getattr(torch, dtype), policy, total_updates=5)
 
 
 def plain_forward(model, batch: Batch):

@@ -1,6 +1,6 @@
 """One atomic save and one exact restore of all roles and of all that is `Stateful`.
 
-    checkpoints/step-000010/   policy/, critic/ (each in its backend's format), state.json, hf/ on request, and
+    checkpoints/step-000010/   policy/, critic/ (see `train/state.py`), state.json, hf/ on request, and
                                manifest.json, which is written last
     checkpoints/latest         the name of the newest one; moves only after its directory is complete
 

@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All files of a checkpoint, by relative path. Example: `Manifest(10, 2, {"policy/__0_0.distcp": Entry(...)})`."""
+    """All files of a checkpoint, by relative path. Example: `Manifest(10, 2, {"state.json": Entry(...)})`."""
 
     step: int
     world_size: int

@@ -13,6 +13,7 @@ from spmd_rl.bundled import HOME
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
+from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.model_files import check_weights
@@ -167,6 +168,7 @@ def check_mesh(roles: list, placement: PlacementConfig | None = None) -> None:
     for role in roles:
         section, train, folder = role.key, role.train, model_folder(role.model)
         LayoutSizes.of(section, num_train, **train.axes)
+        backend(train.name).check(role, folder)
         if (count := experts_in(folder)) is not None:
             check_experts(section, count, str(folder), train.ep)
         if train.pp > 1 or train.vpp > 1:

@@ -26,21 +26,46 @@ MAPPED_BYTES = 2**24
 """Files are mapped into memory; after so many bytes the maps are given back, or they would count as this process's."""
 
 
-class WeightFiles:
-    """The tensors in the safetensors files of a model directory, of which any part can be read."""
+class MappedFiles:
+    """Safetensors files of a directory, of which any part of any tensor can be read."""
 
     def __init__(self, folder: Path) -> None:
-        """UserError if the directory has no such files, or if one of them is broken."""
+        """Nothing is opened yet."""
         self.folder, self.bytes_read = folder, 0
         self._opened: dict[str, Any] = {}
         self._mapped = 0
+
+    def open(self, file: str) -> Any:
+        """The library's view of a file. OSError or SafetensorError as it gives them."""
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, "pt")
+        return self._opened[file]
+
+    def read_part(self, file: str, name: str, region: Region) -> Tensor:
+        """Part of a tensor of a file, on the CPU, in the dtype in which it is stored."""
+        opened = self.open(file)
+        part = opened.get_slice(name)[region] if region else opened.get_tensor(name)
+        self.bytes_read += part.nbytes
+        self._mapped += part.nbytes
+        if self._mapped > MAPPED_BYTES:
+            self._opened.clear()
+            self._mapped = 0
+        return part
+
+
+class WeightFiles(MappedFiles):
+    """The tensors in the safetensors files of a model directory, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """UserError if the directory has no such files, or if one of them is broken."""
+        super().__init__(folder)
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         try:
             if index.is_file():
                 self._files = dict(json.loads(index.read_text())["weight_map"])
             else:
-                self._files = dict.fromkeys(self._open(single.name).keys(), single.name)
-            self._shapes = {name: self._open(file).get_slice(name).get_shape() for name, file in self._files.items()}
+                self._files = dict.fromkeys(self.open(single.name).keys(), single.name)
+            self._shapes = {name: self.open(file).get_slice(name).get_shape() for name, file in self._files.items()}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise UserError(f"policy.model: {folder} does not load: {error}".splitlines()[0]) from error
 
@@ -59,19 +84,7 @@ class WeightFiles:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Part of a tensor, on the CPU, in the dtype in which it is stored."""
-        opened = self._open(self._files[name])
-        part = opened.get_slice(name)[region] if region else opened.get_tensor(name)
-        self.bytes_read += part.nbytes
-        self._mapped += part.nbytes
-        if self._mapped > MAPPED_BYTES:
-            self._opened.clear()
-            self._mapped = 0
-        return part
-
-    def _open(self, file: str) -> Any:
-        if file not in self._opened:
-            self._opened[file] = safe_open(self.folder / file, "pt")
-        return self._opened[file]
+        return self.read_part(self._files[name], name, region)
 
 
 @torch.no_grad()
@@ -87,9 +100,9 @@ def load_weights(
     wanted = checked_weights(model, files, fresh)
     for name, tensor in model.named_parameters():
         if name in fresh:
-            _local(tensor).zero_()
+            local(tensor).zero_()
     for name, (tensor, part) in wanted.items():
-        _fill(_local(tensor), owned_region(tensor), name, part, files)
+        _fill(local(tensor), owned_region(tensor), name, part, files)
         on_progress()
 
 
@@ -121,13 +134,13 @@ def read_whole(tensor: Tensor, wanted: Wanted, files: WeightFiles) -> Tensor:
     return whole
 
 
-def _fill(local: Tensor, own: Region, name: str, part: Part, files: WeightFiles) -> None:
-    """Copy what the region `own` of a model's tensor, which is `local`, shares with the stored tensor `name`."""
-    common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(own, part.region, strict=True)]
-    if all(piece.stop > piece.start for piece in common):
-        source, place = (_within(common, outer) for outer in (part.region, own))
+def _fill(target: Tensor, own: Region, name: str, part: Part, files: WeightFiles) -> None:
+    """Copy what the region `own` of a model's tensor, which is `target`, shares with the stored tensor `name`."""
+    common = overlap(own, part.region)
+    if common is not None:
+        source, place = (within(common, outer) for outer in (part.region, own))
         found = files.read(name, source[part.is_expert :])
-        local[place].copy_(found[None] if part.is_expert else found)
+        target[place].copy_(found[None] if part.is_expert else found)
 
 
 def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> str:
@@ -143,7 +156,13 @@ def mismatch(model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) 
     return ""
 
 
-def _within(region: Iterable[slice], outer: Region) -> Region:
+def overlap(one: Region, other: Region) -> Region | None:
+    """What two regions of a tensor have in common; None if that is nothing."""
+    common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return common if all(piece.stop > piece.start for piece in common) else None
+
+
+def within(region: Iterable[slice], outer: Region) -> Region:
     """The region, counted from where `outer` begins."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, outer, strict=True))
 
@@ -179,7 +198,7 @@ def owned_region(tensor: Tensor) -> Region:
             if not tensor.placements[axis].is_replicate():
                 dim = tensor.placements[axis].dim
                 region[dim] = share(region[dim], mesh.size(axis), mesh.get_local_rank(axis))
-        assert tuple(part.stop - part.start for part in region) == _local(tensor).shape
+        assert tuple(part.stop - part.start for part in region) == local(tensor).shape
     return tuple(region)
 
 
@@ -190,5 +209,6 @@ def share(whole: slice, num_ranks: int, rank: int) -> slice:
     return slice(begin, min(whole.stop, begin + piece))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ written one after the other. A checkpoint's content is verified before anything 
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.export import MAX_SHARD_BYTES, copy_side_files
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
-from spmd_rl.checkpoint.streamed import Shape, write_streamed
+from spmd_rl.checkpoint.streamed import write_streamed
 from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, checked_weights, read_whole
-from spmd_rl.model.stored import stored_parts
-from spmd_rl.train.fsdp2.state import SavedState, write_state
+from spmd_rl.model.stored import Part, stored_parts
+from spmd_rl.train.state import MODEL, SavedState, Shape, head_of, key_of, write_safetensors
 
-ROLE, WEIGHTS = "policy", "model."
-"""The folder of a checkpoint that is converted, and what the names of weights begin with there."""
+ROLE = "policy"
+"""The folder of a checkpoint that is converted."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -61,16 +61,17 @@ def open_checkpoint(directory: Path, run: dict[str, Any], model: str | None, tru
                 manifest.check_file(directory / name, name, entry.hash)
     except TornCheckpoint as torn:
         raise UserError(f"{directory} is torn, or no checkpoint: {torn}") from torn
-    if f"{ROLE}/.metadata" not in complete.files:
-        raise UserError(f"{directory} holds no {ROLE} whose weights torch.distributed.checkpoint has written")
+    if not (directory / ROLE).is_dir():
+        raise UserError(f"{directory} holds no {ROLE}")
     settings = run.get("policy", {})
     if not (model := model or settings.get("model")):
         raise UserError(f"{directory} lies in no run's directory: name the model that was trained with --model")
     folder = model_directory(model)
     built = build_on_meta(folder, torch.float32, trust)
-    saved = SavedState(directory / ROLE)
-    ours = {WEIGHTS + name: tuple(p.shape) for name, p in built.named_parameters()}
-    theirs = {name: tuple(t.shape) for name, t in saved.tensors.items() if name.startswith(WEIGHTS)}
+    saved, parts = SavedState.open(directory / ROLE), stored_parts(built)
+    held = dict(built.named_parameters()) | saved_buffers(built, saved, parts)
+    ours = {MODEL + part.name: tuple(part.of(p).shape) for name, p in held.items() for part in parts[name]}
+    theirs = {name: whole.size for name, whole in saved.tensors.items() if name.startswith(MODEL)}
     if odd := sorted(ours.items() ^ theirs.items()):
         name = odd[0][0]
         shapes = f"{theirs.get(name, 'nothing')} of {name}, the model in {folder} {ours.get(name, 'nothing')}"
@@ -89,13 +90,12 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
     }
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                whole = checkpoint.saved.read(WEIGHTS + name).to(dtype)
-            else:  # nothing trains a buffer, and no checkpoint holds one
+        for part, tensor in ((part, tensor) for name, tensor in tensors.items() for part in parts[name]):
+            if MODEL + part.name in checkpoint.saved.tensors:
+                yield part.name, checkpoint.saved.read(MODEL + part.name).to(shapes[part.name].dtype)
+            else:  # a buffer that nothing trains
                 files = WeightFiles(checkpoint.model_dir)
-                whole = read_whole(tensor, checked_weights(checkpoint.model, files), files)
-            yield from ((part.name, part.of(whole)) for part in parts[name])
+                yield part.name, part.of(read_whole(tensor, checked_weights(checkpoint.model, files), files))
 
     with _new(out) as draft:
         write_streamed(shapes, weights(), draft, max_shard_bytes)
@@ -104,17 +104,24 @@ def to_hf(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, max_shard_bytes
 
 def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
     """Write the new directory `out`: the checkpoint with the weights in `weights_dir`, which are of the same model."""
-    files = WeightFiles(weights_dir)
-    wanted, tensors = checked_weights(checkpoint.model, files), dict(checkpoint.model.named_parameters())
+    files, model, saved = WeightFiles(weights_dir), checkpoint.model, checkpoint.saved
+    wanted, parts = checked_weights(model, files), stored_parts(model)
+    tensors = dict(model.named_parameters()) | saved_buffers(model, saved, parts)
+    others = [name for name in saved.tensors if not name.startswith(MODEL)]
+    order = [MODEL + part.name for name in tensors for part in parts[name]] + others
+    keys = {name: key_of(name, [0] * len(saved.tensors[name].size)) for name in order}
 
-    def read(name: str) -> Tensor:
-        if name.startswith(WEIGHTS):
-            return read_whole(tensors[name.removeprefix(WEIGHTS)], wanted, files)
-        return checkpoint.saved.read(name)
+    def state() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            whole = read_whole(tensor, wanted, files)
+            yield from ((keys[MODEL + part.name], part.of(whole)) for part in parts[name])
+        yield from ((keys[name], saved.read(name)) for name in others)
 
     with _new(out) as draft:
         (draft / ROLE).mkdir()
-        write_state(draft / ROLE, checkpoint.saved.tensors, read)
+        shapes = {keys[name]: saved.tensors[name] for name in order}
+        about = head_of({name: saved.tensors[name].size for name in order}, {"backend": "convert"})
+        write_safetensors(draft / ROLE / "00000.safetensors", shapes, state(), about)
         for name in checkpoint.manifest.files:
             if name.split("/")[0] not in (ROLE, EXPORT):
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +130,12 @@ def from_hf(weights_dir: Path, checkpoint: Checkpoint, out: Path) -> None:
             manifest.flush(draft / name)
         entries = {name: manifest.hash_file(draft / name, lambda: None) for name in written}
         Manifest(checkpoint.manifest.step, 1, entries).write(draft)
+
+
+def saved_buffers(model: nn.Module, saved: SavedState, parts: Mapping[str, Sequence[Part]]) -> dict[str, Tensor]:
+    """The buffers that training changes, and a checkpoint therefore holds: biases of routers."""
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in parts)
+    return {name: buffer for name, buffer in buffers if all(MODEL + part.name in saved.tensors for part in parts[name])}
 
 
 @contextmanager

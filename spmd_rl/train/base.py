@@ -1,19 +1,22 @@
-"""`TrainBackend` and `CriticBackend`: what the learner and the weight road need of a trainer.
+"""`TrainBackend` and `CriticBackend`: what the learner and the weight road need of a trainer; `ShardedModel`: what a
+backend gives for it. `accumulate.py` makes the one of the other.
 
 Lines marked [all] meet other ranks. Every backend passes `tests/dist/test_train_parity.py` against plain single-process
 Hugging Face + torch in fp32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from spmd_rl.batch import Batch
 from spmd_rl.distributed import Layout
 from spmd_rl.model.size import ModelSize
+from spmd_rl.train.state import Shard
 
 Metrics = dict[str, float]
 
@@ -132,4 +135,82 @@ class CriticBackend(Role, Protocol):
 
     def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
         """[all] As `TrainBackend.update`."""
+        ...
+
+
+class Ask(NamedTuple):
+    """What a model is asked at each token of the loss mask."""
+
+    temperature: float = 1.0
+    """of a policy: logits are divided by it"""
+    is_probe: bool = False
+    """of a critic: one of its hidden state, see `Role.probe`"""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One way of all ranks through their micro-batches, of which all have as many."""
+
+    what: str
+    """as the journal names it"""
+    count: int
+    is_trained: bool
+    """forward and backward, gradients added up; else forward alone, and without gradient"""
+    ask: Ask
+    select: Callable[[int], Batch]
+    """Micro-batch number so and so, on the CPU: whole samples, which may have no weight."""
+    finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor]
+    """To be called with a micro-batch's outputs, where the model ends: float32 [N] each, on the device, at the tokens
+    of the loss mask, in order: a policy's logprob and entropy, a critic's value. Gives the loss to be run backward,
+    whose gradients are to be summed over data shards, not averaged."""
+
+
+class ShardedModel(Protocol):
+    """A model and its optimizer, as a backend has them: this rank's shard."""
+
+    hidden_size: int
+    size: ModelSize
+    """See `Role`."""
+
+    def run(self, work: Pass) -> None:
+        """[all] Run all micro-batches. Of its ranks those that share a data shard get the same ones.
+
+        `accumulate.walk` goes from one to the next, where the backend has no loop of its own.
+        """
+        ...
+
+    def grad_square(self) -> float:
+        """[all] This rank's term of the squared norm of the gradients: the sum over all ranks counts each once."""
+        ...
+
+    def step(self, lr: float, norm: float | None) -> None:
+        """[all] Clip gradients of the global norm `norm`, update, drop them. With None: drop them, change nothing."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """[all] What else is to be said of the last update, equal on all ranks."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """[all] See `TrainBackend`."""
+        ...
+
+    def state(self) -> Sequence[Shard]:
+        """The live tensors that training changes, float32 masters first; on the device."""
+        ...
+
+    def loaded(self) -> None:
+        """The tensors of `state` have been filled anew."""
+        ...
+
+    def wake(self) -> None:
+        """Bring the weights to the device, if they are off it."""
+        ...
+
+    def sleep(self) -> None:
+        """Take weights and optimizer state off the device, if the settings say so."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
         ...

@@ -10,7 +10,6 @@ import math
 from array import array
 from itertools import starmap
 
-import torch
 from torch import Tensor
 
 from spmd_rl.batch import pack
@@ -22,11 +21,11 @@ A, ASKED, B = range(24, 34), range(30, 42), range(50, 60)
 """Token ids that any vocabulary has; 32 in all, which need no filling up"""
 EXCHANGED, ROUNDING = 1e-6, 10.0
 """Largest mean absolute difference of logprobs by the exchange, in nats, or as a multiple of what rounding makes"""
-ALONE = {torch.float32: 1e-4, torch.bfloat16: 0.2}
+ALONE = {"float32": 1e-4, "bfloat16": 0.2}
 """The same against the sequence alone: on the CPU at most 4e-7 of all models that are accepted, in float32"""
 
 
-def check_packing(model: str, role: Role, dtype: torch.dtype) -> None:
+def check_packing(model: str, role: Role, dtype: str) -> None:
     """[all] UserError, on all ranks alike, if what `role` makes of a sequence depends on those beside it.
 
     model: as the error names it. dtype: that it computes in.

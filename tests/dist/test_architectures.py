@@ -108,7 +108,7 @@ def compare(world, name: str, path: Path, axes: dict[str, int]) -> dict:
     except UserError as error:  # on all ranks
         assert str(error).startswith("train.")
         return {"refused": str(error)}
-    check_packing(name, role, torch.float32)  # [all]
+    check_packing(name, role, "float32")  # [all]
     batch, data = global_batch(), role.layout.data
     wanted, norm = plain(path, batch)
     samples = range(data.rank, batch.num_samples, data.size)
@@ -156,13 +156,13 @@ def guarded_critic(world, path: str, axes: dict[str, int]) -> str:
     """[all] What a critic with a short convolution in its layers is told; the critic without has passed."""
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"), train=TrainConfig(**axes))
     role = build_role(cfg.role("critic"), world)  # [all]
-    check_packing("critic", role, torch.float32)  # [all]
+    check_packing("critic", role, "float32")  # [all]
     batch = global_batch().select([0, 1])
     assert not role.values(batch).any()  # [all] its head starts at 0
     forward = LlamaMLP.forward
     LlamaMLP.forward = lambda self, x: forward(self, before(x))
     try:
-        check_packing("critic", role, torch.float32)  # [all]
+        check_packing("critic", role, "float32")  # [all]
     except UserError as error:
         return str(error)
     finally:

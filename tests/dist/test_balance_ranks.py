@@ -2,7 +2,6 @@
 
 from array import array
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.learn import losses, prepare
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.collected import Collected
+from spmd_rl.train.base import Ask
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
@@ -111,9 +111,9 @@ def gradients(world: World, path: str) -> dict[str, float]:
     for name, layout, num_ranks in (("reference", "round robin", 1), *((n, n, world.size) for n in LAYOUTS)):
         for number, batch in enumerate(moved(world, layout, num_ranks)[1]):
             batch.old_logprobs = batch.rollout_logprobs
-            mine._accumulate(batch, partial(mine._forward, temperature=TEMPERATURE), loss)
-            got = {key: p.grad.full_tensor() for key, p in mine._model.named_parameters()}
-            mine._optimizer.zero_grad()
+            mine.accumulate(batch, Ask(TEMPERATURE), loss)
+            got = {key: p.grad.full_tensor() for key, p in mine.model.module.named_parameters()}
+            mine.model.step(0.0, None)
             if name == "reference":
                 wanted.append(got)
                 assert all(float(g.norm()) > 0 for g in got.values())

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import World
+from spmd_rl.model.load import local
 from spmd_rl.train import build_role
-from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_load import bytes_read
 from tests.models import EXPERTS, tiny
@@ -63,7 +63,7 @@ def counted(world: World, path: str, axes: dict[str, int], budget: int) -> dict:
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"))
     cfg.train = TrainConfig(tokens_per_microbatch=budget, **axes)
     role = build_role(cfg.role("policy"), world)
-    held = {part: sum(local(t).nbytes for t in tensors.values()) for part, tensors in role.state_dict().items()}
+    held = {part: sum(local(t).nbytes for t in tensors.values()) for part, tensors in role.model.state_dict().items()}
     share = share_of(role, "dealt", global_batch())
     seen: list[int] = []
     hook = torch.nn.modules.module.register_module_forward_pre_hook(

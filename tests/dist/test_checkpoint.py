@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from spmd_rl.checkpoint import Checkpointer, manifest
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
-from spmd_rl.train.fsdp2.state import StateFiles
+from spmd_rl.model.load import local, owned_region
+from spmd_rl.train.state import SavedState, Shard, read_state, write_state
 from tests.dist.harness import launch, run_ranks
 
 
@@ -28,7 +28,10 @@ class Toy:
         self.model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))  # odd sizes: uneven shards
         fully_shard(self.model, mesh=world.mesh(dp=world.size))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.updates, self.files = 0, StateFiles(world)
+        self.updates, self.world = 0, world
+        for p in self.model.parameters():
+            self.optimizer.state[p] = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p]["step"] = torch.zeros(())
 
     def train(self) -> None:
         self.model(torch.linspace(-1, 1, 12).reshape(2, 6)).square().mean().backward()
@@ -49,18 +52,21 @@ class Toy:
     def awake(self):
         return nullcontext()
 
-    def state(self) -> dict:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer["state"]}
+    def state(self) -> list[Shard]:
+        steps = [p["step"] for p in self.optimizer.state.values()]
+        found = [Shard(f"optimizer/step/{i}", (), (), step, self.world.rank == 0) for i, step in enumerate(steps)]
+        for name, p in self.model.named_parameters():
+            begin = [piece.start for piece in owned_region(p)]
+            for prefix, tensor in {"model": p, **self.optimizer.state[p]}.items():
+                if prefix != "step":
+                    found.append(Shard(f"{prefix}/{name}", tuple(p.shape), begin, local(tensor.detach()), True))
+        return found
 
     def save(self, folder: Path) -> list[Path]:
-        return self.files.save(self.state(), folder)
+        return write_state(folder / f"{self.world.rank}.safetensors", self.state(), {})
 
     def load(self, folder: Path) -> None:
-        state = self.state()
-        self.files.load(state, folder)
-        optimizer = get_state_dict(self.model, self.optimizer)[1] | {"state": state["optimizer"]}
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        read_state(self.state(), SavedState.open(folder, self.world))
 
     def counters(self) -> dict[str, int]:
         return {"updates": self.updates}

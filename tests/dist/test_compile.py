@@ -8,11 +8,10 @@ import torch
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
-from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.model.load import local
 from tests.dist.harness import run_ranks
 from tests.models import tiny
-from tests.training import SETTINGS, SHARES, TEMPERATURE, global_batch, loss, relative
+from tests.training import SETTINGS, SHARES, TEMPERATURE, fsdp2_policy, global_batch, loss, relative
 
 
 def differences(world: World, path) -> list[float]:
@@ -21,13 +20,13 @@ def differences(world: World, path) -> list[float]:
     for compiled in (False, True):
         policy = PolicyConfig(**{**SETTINGS, "lr": 0.0})
         model = build_model(path, torch.float32, "cpu")
-        mine = FSDP2Backend(model, Layout(world), TrainConfig(compile=compiled), torch.float32, policy)
+        mine = fsdp2_policy(model, Layout(world), TrainConfig(compile=compiled), torch.float32, policy)
         found = []
         for seed in range(2):
             share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))
             found += mine.logprobs(share, TEMPERATURE)
             mine.update(share, loss, TEMPERATURE)
-            found += [local(moment).clone() for moment in mine._optimizer.moments()]
+            found += [local(moment).clone() for moment in mine.model.state_dict()["optimizer"].values()]
         seen.append(found)
     plain, compiled = seen
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

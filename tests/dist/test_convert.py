@@ -109,8 +109,8 @@ def test_files_are_cut_at_the_limit_as_the_export_cuts_them(once, tmp_path: Path
 
 
 def torn(saved: Path, path: Path) -> list[str]:
-    file = next(saved.glob("policy/*.distcp"))
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    file = next(saved.glob("policy/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
     return []
 
 
@@ -139,8 +139,8 @@ def wider(saved: Path, path: Path) -> list[str]:
 
 
 def hostile(saved: Path, path: Path) -> list[str]:
-    """Its table of tensors would run code, and its manifest vouches for it."""
-    (saved / "policy" / ".metadata").write_bytes(b"cposix\n_exit\n(I99\ntR.")
+    """It would run code where it is unpickled, and its manifest vouches for it."""
+    next(saved.glob("policy/*.safetensors")).write_bytes(b"cposix\n_exit\n(I99\ntR.")
     files = {name: manifest.hash_file(saved / name, int) for name in manifest.list_files(saved)}
     manifest.Manifest(1, 1, files).write(saved)
     return []
@@ -152,13 +152,13 @@ def in_the_way(saved: Path, path: Path) -> list[str]:
 
 
 REFUSED = {
-    torn: "step-000001 is torn, or no checkpoint: policy/__0_0.distcp does not have the content",
+    torn: "step-000001 is torn, or no checkpoint: policy/00000.safetensors does not have the content",
     not_one: "step-000001 is torn, or no checkpoint: manifest.json: No such file or directory",
     missing: "step-000001: no such directory",
     no_config: "name the model that was trained with --model",
-    foreign: "step-000001 is of another model: it holds (64,) of model.model.layers.1.",
+    foreign: "step-000001 is of another model: it holds (64,) of model/model.layers.1.",
     wider: "the model in ",
-    hostile: "policy/.metadata is no table of tensors: UnpicklingError: it asks for posix._exit",
+    hostile: "policy is no saved state that can be read: SafetensorError: ",
     in_the_way: "out exists already",
 }
 

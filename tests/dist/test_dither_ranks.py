@@ -17,7 +17,7 @@ def masters(world: World, path: str, tp: int, dither: bool) -> str:
     policy = PolicyConfig(model=path, dtype="bfloat16", dither=dither)
     role = build_role(RlvrConfig(policy=policy, train=TrainConfig(tp=tp)).role("policy"), world)
     found = sha256()
-    for name, tensor in sorted(role.state_dict()["model"].items()):
+    for name, tensor in sorted(role.model.state_dict()["model"].items()):
         found.update(name.encode() + tensor.full_tensor().numpy().tobytes())
     return found.hexdigest()
 

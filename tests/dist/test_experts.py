@@ -237,7 +237,7 @@ def started(world: World, path: str, axes: dict[str, int]) -> dict[str, float]:
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32", dither=False), train=TrainConfig(**axes))
     policy = build_role(cfg.role("policy"), world)
     lines = [json.loads(line) for line in world.journal.path.read_text().splitlines()]
-    held = sum(t.to_local().nbytes for t in policy.state_dict()["model"].values())
+    held = sum(t.to_local().nbytes for t in policy.model.state_dict()["model"].values())
     stored = build_role(RlvrConfig(policy=cfg.policy).role("policy"), world)
     pairs = zip(policy.weights(), stored.weights(), strict=True)
     equal = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)

@@ -14,7 +14,6 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,12 +33,13 @@ from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.base import Ask
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Verdict, concat
 from tests.agents import SEGMENTS
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
 from tests.models import tiny
+from tests.training import fsdp2_policy
 from tests.unit.algo.cases import KEYS
 from tests.unit.test_sharing import exact, sample
 
@@ -184,20 +184,19 @@ def errors(world: World, path: str, dtype: str) -> list[tuple[str, str, str, flo
     rows, squares = [], {}
     train = TrainConfig()
     model = exact(build_model(f"{path}/model", getattr(torch, dtype), "cpu"))
-    backend = FSDP2Backend(model, RankLayout(world), train, getattr(torch, dtype), PolicyConfig())
-    forward = partial(backend._forward, temperature=TEMPERATURE)
+    backend = fsdp2_policy(model, RankLayout(world), train, getattr(torch, dtype), PolicyConfig())
     wanted = torch.load(Path(path) / f"{dtype}.pt")
     for number, (case, settings) in enumerate(CASES.items()):
         arrangement = arrangement_of(number, world.size)
         train.tokens_per_microbatch = arrangement.budget
-        backend._accumulate(prepared(world, arrangement, settings), forward, bind_loss(settings))
-        for name, p in backend._model.named_parameters():
+        backend.accumulate(prepared(world, arrangement, settings), Ask(TEMPERATURE), bind_loss(settings))
+        for name, p in backend.model.module.named_parameters():
             whole = distribute_tensor(wanted[case][name], p.device_mesh, p.placements, src_data_rank=None)
             got, want = p.grad.to_local().double(), whole.to_local().double()
             squares[f"{len(rows)} error"] = float((got - want).square().sum())
             squares[f"{len(rows)} norm"] = float(want.square().sum())
             rows.append((*case, name))
-        backend._optimizer.zero_grad()
+        backend.model.step(0.0, None)
     sums = world.reduce("squares", squares)
     ratios = ((sums[f"{i} error"], sums[f"{i} norm"]) for i in range(len(rows)))
     return [(*row, (e / n) ** 0.5 if n else float("inf")) for row, (e, n) in zip(rows, ratios, strict=True)]

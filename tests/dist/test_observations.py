@@ -9,11 +9,11 @@ from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.train.sharing import share_prefixes
 from tests.agents import Step, collected, group, trajectory
 from tests.dist.harness import run_ranks
 from tests.models import tiny
+from tests.training import fsdp2_policy
 
 SETTINGS = AlgorithmConfig(advantage="gigpo", norm_std=False)
 
@@ -31,7 +31,7 @@ def update(world: World, path: str, rewards: tuple[float, float]) -> dict:
     model = build_model(path, torch.float32, "cpu")
     kept = []
     model.register_forward_pre_hook(lambda _, args, named: kept.append(named["logits_to_keep"]), with_kwargs=True)
-    backend = FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32, PolicyConfig(), total_updates=5)
+    backend = fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32, PolicyConfig(), total_updates=5)
     metrics = backend.update(batch, bind_loss(SETTINGS), temperature=1.0)
     before_sampled = share_prefixes(batch).gather_index[batch.sampled.index - 1]
     return {

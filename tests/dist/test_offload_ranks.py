@@ -3,8 +3,8 @@
 import pytest
 
 from spmd_rl.distributed import World
-from spmd_rl.train.fsdp2.offload import Offload
-from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.model.load import local
+from spmd_rl.train.offload import Offload
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_state import digest
 from tests.models import EXPERTS, tiny
@@ -16,7 +16,7 @@ def with_and_without(world: World, path: str, axes: dict[str, int]) -> list[str]
     found = []
     for moves in (False, True):
         mine = backend(world, path, axes=axes, optimizer="muon")
-        state = [tensor for part in mine.state_dict().values() for tensor in part.values()]
+        state = [tensor for part in mine.model.state_dict().values() for tensor in part.values()]
         moved = Offload(state)
         for seed in (0, 1):
             if moves:

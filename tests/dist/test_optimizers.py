@@ -123,7 +123,7 @@ def state_names(world: World, path: str, folder: str) -> list[str]:
     mine.update(share_of(mine, "dealt", global_batch()), loss, TEMPERATURE)
     save(world, mine, folder)
     mine.load(Path(folder))
-    return sorted(mine.state_dict()["optimizer"])
+    return sorted(mine.model.state_dict()["optimizer"])
 
 
 def test_matrices_of_layers_have_one_moment_and_all_else_has_two(tmp_path) -> None:

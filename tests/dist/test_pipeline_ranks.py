@@ -11,15 +11,14 @@ from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model
+from spmd_rl.model.load import local
 from spmd_rl.train import build_role
-from spmd_rl.train.fsdp2 import FSDP2Backend
-from spmd_rl.train.fsdp2.shard import local
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_load import bytes_read, settings
 from tests.dist.test_train_parity import LIMITS, gradients
 from tests.dist.test_train_state import restore, save, updates, weights
 from tests.models import EXPERTS, tiny
-from tests.training import SETTINGS, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, TEMPERATURE, backend, fsdp2_policy, global_batch, loss, share_of
 
 PP2 = {"pp": 2}
 TIED = "model.embed_tokens.weight"
@@ -27,7 +26,9 @@ TIED = "model.embed_tokens.weight"
 
 def held(mine) -> dict[str, str]:
     """A digest of this rank's part of each tensor that a checkpoint holds."""
-    state = {f"{part}.{name}": local(t) for part, tensors in mine.state_dict().items() for name, t in tensors.items()}
+    state = {
+        f"{part}.{name}": local(t) for part, tensors in mine.model.state_dict().items() for name, t in tensors.items()
+    }
     return {name: hashlib.blake2b(tensor.numpy().tobytes()).hexdigest() for name, tensor in state.items()}
 
 
@@ -120,8 +121,8 @@ def test_foreign_checkpoints_and_too_many_stages_are_refused(tmp_path) -> None:
     path, other = tiny("llama", tmp_path / "a"), tiny("llama", tmp_path / "b", num_hidden_layers=3)
     for told in run_ranks(4, refusals, str(path), str(other), str(tmp_path), timeout=200):
         (too_deep, too_flat, too_many) = told
-        assert "does not fit this model: only the checkpoint has model.model.layers.2." in too_deep
-        assert "does not fit this model: only this model has model.model.layers.2." in too_flat
+        assert "does not fit this model: only the checkpoint has model/model.layers.2." in too_deep
+        assert "does not fit this model: only this model has model/model.layers.2." in too_flat
         assert too_many == "train.pp: 4 stages cannot share 3 layers; at most 3"
 
 
@@ -167,7 +168,7 @@ def partly_frozen(world: World, path: str, folder: str) -> dict[str, bool]:
         model = build_model(path, torch.float32, "cpu").requires_grad_(False)
         model.model.layers[-1].requires_grad_(True)
         policy, train = PolicyConfig(**SETTINGS), TrainConfig(**PP2)
-        both.append(FSDP2Backend(model, Layout(world, **PP2), train, torch.float32, policy, 5))
+        both.append(fsdp2_policy(model, Layout(world, **PP2), train, torch.float32, policy, 5))
     writer, reader = both
     start = {name: tensor.clone() for name, tensor in writer.weights()}
     metrics = updates(world, writer, range(2))
@@ -184,8 +185,3 @@ def partly_frozen(world: World, path: str, folder: str) -> dict[str, bool]:
 def test_a_stage_of_which_nothing_is_trained(tmp_path) -> None:
     for facts in run_ranks(2, partly_frozen, str(tiny("llama", tmp_path)), str(tmp_path / "policy"), timeout=150):
         assert all(facts.values()), facts
-
-
-def test_a_pipeline_is_not_compiled() -> None:
-    with pytest.raises(ValueError, match="compile: not together with pp > 1"):
-        TrainConfig(compile=True, pp=2)

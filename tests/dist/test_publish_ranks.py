@@ -16,12 +16,12 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.split import meet
 from spmd_rl.split.sides import announce, announced
-from spmd_rl.train.fsdp2 import FSDP2Backend
 from spmd_rl.weights import Served
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.replica_broadcast import ReplicaBroadcast
 from tests.dist.harness import run_ranks
 from tests.models import tiny
+from tests.training import fsdp2_policy
 from tests.unit.test_publish import Hidden, Policy
 
 NAME = "model.layers.1.self_attn.v_proj.weight"
@@ -50,7 +50,7 @@ class Broken(NativeEngine):
 def parts(world, path):
     """A sharded policy and this rank's engine."""
     model = build_model(path, torch.float32, world.device)
-    policy = FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32)
+    policy = fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32)
     return policy, Broken(empty_module(path, torch.float32), 4, 256)
 
 

@@ -16,11 +16,12 @@ from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainC
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model, weights_of
-from spmd_rl.train.fsdp2 import FSDP2Backend, shard
+from spmd_rl.train.fsdp2 import shard
 from spmd_rl.types import Request
 from tests.dist.harness import run_ranks
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import EXPERTS, tiny
+from tests.training import fsdp2_policy
 from tests.unit.test_publish import Policy
 
 pytestmark = needs_vllm
@@ -239,7 +240,7 @@ def attempt(publish, version):
 def replica_of_two(world, path):
     """Publishes over a replica of two ranks: sound, then with each fault, on both ranks or on the last alone."""
     model = build_model(path, torch.float32, world.device)
-    policy = FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32)
+    policy = fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32)
     cfg = RlvrConfig(
         policy=PolicyConfig(model=path, dtype="float32"),
         engine=EngineConfig(name="vllm", tp=2, max_running=16, kv_tokens=1024),

@@ -116,7 +116,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
         metrics[name] = learner.update(batches)
         wholes = {}
         for role in filter(None, (roles.policy, roles.critic)):
-            moments = role.state_dict()["optimizer"].items()
+            moments = role.model.state_dict()["optimizer"].items()
             wholes |= {f"{len(wholes)} {key}": m.full_tensor() for key, m in moments if key.endswith("exp_avg")}
         if world.rank == 0:
             torch.save(wholes, Path(path) / f"{name}-{world.size}.pt")
@@ -125,7 +125,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
 
 def tensors(role) -> list[torch.Tensor]:
     """The weights and moments that an update changes."""
-    parts = role.state_dict()
+    parts = role.model.state_dict()
     return [*parts["model"].values(), *(m for name, m in parts["optimizer"].items() if name != "step")]
 
 

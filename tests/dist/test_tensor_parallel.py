@@ -11,10 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmd_rl.config.schema import PolicyConfig, RlvrConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
-from spmd_rl.model.load import share
+from spmd_rl.model.load import local, share
 from spmd_rl.model.logprobs import VocabularyShare, token_logprobs
 from spmd_rl.train import build_role
-from spmd_rl.train.fsdp2.shard import local
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from tests.dist.harness import run_ranks
 from tests.dist.test_train_parity import gradients
@@ -91,7 +90,7 @@ def held_and_sent(world: World, path: str) -> dict[str, int]:
     cfg = RlvrConfig(policy=PolicyConfig(model=path, dtype="float32"), train=TrainConfig(tp=world.size))
     role = build_role(cfg.role("policy"), world)
     (line,) = [line for line in map(json.loads, world.journal.path.open()) if line["event"] == "loaded"]
-    held = {part: sum(local(t).nbytes for t in tensors.values()) for part, tensors in role.state_dict().items()}
+    held = {part: sum(local(t).nbytes for t in tensors.values()) for part, tensors in role.model.state_dict().items()}
     with Traffic() as traffic:
         role.update(share_of(role, "dealt", global_batch()), loss, TEMPERATURE)
     return {"read": line["bytes"], **held, **traffic.seen}

@@ -14,10 +14,9 @@ from spmd_rl.config.sections.models import TrainOverrides
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
-from spmd_rl.train.fsdp2 import FSDP2Backend
 from tests.dist.harness import run_ranks
 from tests.models import EXPERTS, tiny
-from tests.training import SETTINGS, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, TEMPERATURE, backend, fsdp2_policy, global_batch, loss, share_of
 
 MEBIBYTE = 2**20
 
@@ -144,7 +143,7 @@ def some_frozen(world: World, path: str, tp: int) -> dict[str, bool]:
             p.data = p.data.bfloat16()
     start = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
     train, policy = TrainConfig(tokens_per_microbatch=50, tp=tp), PolicyConfig(**SETTINGS)
-    mine = FSDP2Backend(model, Layout(world, tp=tp), train, torch.bfloat16, policy)
+    mine = fsdp2_policy(model, Layout(world, tp=tp), train, torch.bfloat16, policy)
     metrics = mine.update(share_of(mine, "uneven", batch), loss, TEMPERATURE)
     held = {name: tensor.clone() for name, tensor in mine.weights()}
     return {

@@ -15,15 +15,17 @@ from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
+from spmd_rl.model.load import local
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.train.fsdp2 import FSDP2Backend, FSDP2Critic, with_value_head
-from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.train.fsdp2.backend import with_value_head
 from tests.dist.harness import run_ranks
 from tests.models import EXPERTS, tiny
 from tests.training import (
     SETTINGS,
     TEMPERATURE,
     backend,
+    fsdp2_critic,
+    fsdp2_policy,
     global_batch,
     loss,
     plain_backward,
@@ -268,7 +270,7 @@ def critics(world: World, paths: list[str], axes: dict[str, int]) -> list[float]
     for path in paths:
         settings, train = CriticConfig(lr=1e-2, eps=1e-3), TrainConfig(tokens_per_microbatch=50, **axes)
         model = with_random_head(build_model(path, torch.float32, "cpu"))
-        mine = FSDP2Critic(model, Layout(world, **train.axes), train, torch.float32, settings, 5)
+        mine = fsdp2_critic(model, Layout(world, **train.axes), train, torch.float32, settings, 5)
         plain = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
         adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
         batch = global_batch()
@@ -302,7 +304,7 @@ def bfloat16(world: World, path: str, axes: dict[str, int]) -> dict[str, bool]:
     for _ in range(2):
         model = build_model(path, torch.float32, "cpu")
         whole = {key: p.detach().clone() for key, p in as_stored(model, dict(model.named_parameters())).items()}
-        roles.append(FSDP2Backend(model, Layout(world, **axes), train, torch.bfloat16, PolicyConfig(**SETTINGS)))
+        roles.append(fsdp2_policy(model, Layout(world, **axes), train, torch.bfloat16, PolicyConfig(**SETTINGS)))
     for key, module in model.named_modules():
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             name = f"{key}.weight"

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2 import FSDP2Backend
-from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.model.load import local
+from spmd_rl.train.state import SavedState
 from tests.dist.harness import run_ranks
 from tests.models import tiny
-from tests.training import SETTINGS, SHARES, TEMPERATURE, backend, global_batch, loss, share_of
+from tests.training import SETTINGS, SHARES, TEMPERATURE, backend, fsdp2_policy, global_batch, loss, share_of
 
 
 def updates(world: World, mine, seeds) -> list[dict[str, float]]:
@@ -105,7 +104,7 @@ def test_a_checkpoint_loads_in_another_layout(saver, loader, tmp_path):
 def digest(mine) -> str:
     """[all] Of every tensor that a checkpoint holds, whole."""
     found = hashlib.blake2b()
-    for part in mine.state_dict().values():
+    for part in mine.model.state_dict().values():
         for name, tensor in sorted(part.items()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             found.update(name.encode() + whole.numpy().tobytes())
@@ -147,14 +146,13 @@ def partly_frozen(world: World, path, folder) -> list[bool]:
     for _ in range(2):
         model = build_model(path, torch.float32, "cpu").requires_grad_(False)
         model.model.layers[-1].requires_grad_(True)
-        both.append(FSDP2Backend(model, Layout(world), TrainConfig(), torch.float32, PolicyConfig(**SETTINGS), 5))
+        both.append(fsdp2_policy(model, Layout(world), TrainConfig(), torch.float32, PolicyConfig(**SETTINGS), 5))
     writer, reader = both
     updates(world, writer, range(2))
     before = weights(reader)
     save(world, writer, folder)
     reader.load(Path(folder))
-    names = {name.removeprefix("model.") for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
-    saved_weights = {name for name in names if not name.startswith("optimizer.")}
+    saved_weights = {name for name in SavedState.open(Path(folder)).tensors if name.startswith("model/")}
     return [
         all(".layers.1." in name for name in saved_weights) and len(saved_weights) > 5,
         torch.equal(weights(reader), weights(writer)) and not torch.equal(weights(reader), before),
@@ -174,10 +172,10 @@ def skips(world: World, path) -> list[bool]:
     if world.rank == world.size - 1:
         bad.weights[bad.loss_mask] = math.inf
     updates(world, mine, [0])
-    before, state = weights(mine), {k: v.clone() for k, v in mine.state_dict()["optimizer"].items()}
+    before, state = weights(mine), {k: v.clone() for k, v in mine.model.state_dict()["optimizer"].items()}
     facts = [mine.update(bad, loss, TEMPERATURE)["skipped"] == 1.0]
     facts.append(torch.equal(before, weights(mine)))
-    facts.append(all(torch.equal(v, state[k]) for k, v in mine.state_dict()["optimizer"].items()))
+    facts.append(all(torch.equal(v, state[k]) for k, v in mine.model.state_dict()["optimizer"].items()))
     facts.append(mine.counters() == {"updates": 2, "skipped_in_a_row": 1})
     facts.append(mine.update(good, loss, TEMPERATURE)["skipped"] == 0.0)
     facts.append(not torch.equal(before, weights(mine)))
@@ -211,16 +209,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     path, other = tiny("llama", tmp_path / "a"), tiny("llama", tmp_path / "b", num_hidden_layers=3)
     for told in run_ranks(2, refusals, str(path), str(other), str(tmp_path)):
         (too_deep, too_flat) = told
-        assert "does not fit this model: only the checkpoint has model.model.layers.2." in too_deep
-        assert "does not fit this model: only this model has model.model.layers.2." in too_flat
+        assert "does not fit this model: only the checkpoint has model/model.layers.2." in too_deep
+        assert "does not fit this model: only this model has model/model.layers.2." in too_flat
 
 
 def asleep_between_uses(world: World, path) -> list[bool]:
     """A backend whose tensors leave their device whenever it sleeps, beside one whose tensors stay."""
     stays, leaves = backend(world, path), backend(world, path)
-    leaves._offloads = True  # the CPU plays the device
+    leaves.model.offloads = True  # the CPU plays the device
     facts = []
-    tensors = (tensor for part in leaves.state_dict().values() for tensor in part.values())
+    tensors = (tensor for part in leaves.model.state_dict().values() for tensor in part.values())
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     for seed in range(3):
         share = global_batch(seed).select(SHARES["dealt"](world.rank, world.size))
@@ -234,7 +232,7 @@ def asleep_between_uses(world: World, path) -> list[bool]:
         facts.append(not any(tensor.to_local().untyped_storage().nbytes() for tensor in sharded))
     with leaves.awake():
         facts.append(torch.equal(weights(stays), weights(leaves)))
-        ours, theirs = (mine.state_dict()["optimizer"] for mine in (stays, leaves))
+        ours, theirs = (mine.model.state_dict()["optimizer"] for mine in (stays, leaves))
         facts += [torch.equal(local(ours[name]), local(theirs[name])) for name in ours]
     return facts
 

@@ -11,13 +11,13 @@ import torch
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import World
 from spmd_rl.rlvr import run
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.fsdp2.backend import FSDP2Policy
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 
 SKIP = os.environ["SKIP"]
 STEP = 2
 
-gather, forward, whole_grad_square = World.gather, FSDP2Backend._forward, Optimizer.local_grad_square
+gather, forward, whole_grad_square = World.gather, FSDP2Policy.outputs, Optimizer.local_grad_square
 
 
 def skips(world: World) -> bool:
@@ -29,13 +29,13 @@ def skipping_gather(world: World, name: str, record, type=Any):
     return [record] * world.size if skips(world) and name == SKIP else gather(world, name, record, type)
 
 
-def skipping_forward(backend: FSDP2Backend, micro, temperature: float):
+def skipping_forward(backend: FSDP2Policy, micro, ask):
     """Of a micro-batch: neither FSDP's gathers in the forward pass nor its reductions in the backward pass."""
     world = backend._world
     if skips(world) and world.journal.inside[0] == SKIP:
         values = torch.zeros(int(micro.loss_mask.sum()), requires_grad=True)
         return values, values.detach()
-    return forward(backend, micro, temperature)
+    return forward(backend, micro, ask)
 
 
 def grad_square(optimizer: Optimizer) -> float:
@@ -45,6 +45,6 @@ def grad_square(optimizer: Optimizer) -> float:
 
 
 if __name__ == "__main__":
-    World.gather, FSDP2Backend._forward = skipping_gather, skipping_forward
+    World.gather, FSDP2Policy.outputs = skipping_gather, skipping_forward
     Optimizer.local_grad_square = grad_square
     main("rlvr", RlvrConfig, run)

@@ -15,8 +15,9 @@ from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlvrConfig, TrainC
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_on_meta, model_directory
 from spmd_rl.model.load import WeightFiles, load_weights
-from spmd_rl.train.fsdp2 import FSDP2Backend
+from spmd_rl.train.accumulate import Policy
 from tests.models import tiny
+from tests.training import fsdp2_policy
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -48,13 +49,13 @@ def one_rank(path: Path) -> Iterator[World]:
         yield world
 
 
-def trainer(world: World, path: Path, **train: object) -> FSDP2Backend:
+def trainer(world: World, path: Path, **train: object) -> Policy:
     """A policy in bfloat16 from a model directory."""
     folder = model_directory(path)
     model, files = build_on_meta(folder, torch.float32), WeightFiles(folder)
     settings = TrainConfig(**train)
     own = PolicyConfig(model=str(path), lr=1e-5)
-    return FSDP2Backend(
+    return fsdp2_policy(
         model, Layout(world), settings, torch.bfloat16, own, 100, lambda model: load_weights(model, files)
     )
 

@@ -17,7 +17,7 @@ from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.model.logprobs import token_logprobs
-from spmd_rl.train.fsdp2.offload import Offload
+from spmd_rl.train.offload import Offload
 from tests.gpu.machine import ROOT, note, one_rank, pytestmark, random_model, samples, seconds, trainer  # noqa: F401
 from tests.models import tiny
 from tests.training import relative

@@ -22,18 +22,23 @@ from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import UserError
-from spmd_rl.train.fsdp2.state import StateFiles
+from spmd_rl.train.state import SavedState, Shard, read_state, write_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+FILE = "policy/00000.safetensors"
+
+
+def shards(tensors: dict[str, torch.Tensor]) -> list[Shard]:
+    """Each of them whole, and for this rank to write."""
+    return [Shard(f"model/{name}", tuple(t.shape), (0,) * t.ndim, t, True) for name, t in tensors.items()]
 
 
 class FakeRole:
-    """A few tensors and a counter, saved as FSDP2 saves its own."""
+    """A few tensors and a counter, saved as every backend saves its own."""
 
-    def __init__(self, world: World, seed: int = 0, size: int = 1000) -> None:
+    def __init__(self, seed: int = 0, size: int = 1000) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {"w": torch.randn(size, generator=generator), "step": torch.tensor(0.0)}
-        self.updates, self.files = 0, StateFiles(world)
+        self.updates = 0
 
     def train(self) -> None:
         self.tensors["w"] += 1
@@ -44,10 +49,10 @@ class FakeRole:
         return nullcontext()
 
     def save(self, folder: Path) -> list[Path]:
-        return self.files.save({"model": self.tensors}, folder)
+        return write_state(folder / "00000.safetensors", shards(self.tensors), {})
 
     def load(self, folder: Path) -> None:
-        self.files.load({"model": self.tensors}, folder)
+        read_state(shards(self.tensors), SavedState.open(folder))
 
     def counters(self) -> dict[str, int]:
         return {"updates": self.updates}
@@ -73,7 +78,7 @@ class Job:
     """One start of a program: a role, a part, a checkpointer."""
 
     def __init__(self, world: World, run_dir: Path, export: Callable | None = None, size: int = 1000, **cfg) -> None:
-        self.role, self.part = FakeRole(world, size=size), Part()
+        self.role, self.part = FakeRole(size=size), Part()
         settings = CheckpointConfig(**{"every": 1, **cfg})
         self.saver = Checkpointer(settings, run_dir, world, {"policy": self.role}, {"part": self.part}, export)
 
@@ -117,7 +122,7 @@ def test_the_manifest_names_every_file_with_size_and_hash(tmp_path: Path) -> Non
     directory = tmp_path / "checkpoints" / "step-000001"
     body = json.loads((directory / "manifest.json").read_text())
     assert (body["step"], body["world_size"], body["format"]) == (1, 1, 1)
-    assert set(body["files"]) == {"policy/.metadata", "policy/__0_0.distcp", "state.json"}
+    assert set(body["files"]) == {FILE, "state.json"}
     assert all(entry["size"] == (directory / name).stat().st_size for name, entry in body["files"].items())
     assert json.loads((directory / "state.json").read_text())["parts"]["part"]["cursor"] == 1
 
@@ -158,16 +163,16 @@ class Bomb:
 
 
 DAMAGE = {
-    "shard cut short": lambda d: truncate(d / "policy" / "__0_0.distcp"),
-    "flipped byte": lambda d: flip(d / "policy" / "__0_0.distcp"),
+    "shard cut short": lambda d: truncate(d / FILE),
+    "flipped byte": lambda d: flip(d / FILE),
     "flipped byte in the state": lambda d: flip(d / "state.json"),
     "manifest cut short": lambda d: truncate(d / "manifest.json"),
     "flipped byte in the manifest": lambda d: flip(d / "manifest.json"),
     "no manifest": lambda d: (d / "manifest.json").unlink(),
     "missing file": lambda d: (d / "state.json").unlink(),
     "extra file": lambda d: (d / "extra.txt").write_text("x"),
-    "link": lambda d: link(d / "policy" / "__0_0.distcp"),
-    "other metadata": lambda d: (d / "policy" / ".metadata").write_bytes(pickle.dumps(Bomb())),
+    "link": lambda d: link(d / FILE),
+    "other content": lambda d: (d / FILE).write_bytes(pickle.dumps(Bomb())),
     "all gone": shutil.rmtree,
 }
 
@@ -180,7 +185,7 @@ def test_a_torn_checkpoint_is_never_loaded(
     saved(tmp_path, 2)
     DAMAGE[damage](tmp_path / "checkpoints" / "step-000002")
     loads: list[Path] = []
-    monkeypatch.setattr(StateFiles, "load", lambda self, state, folder: loads.append(folder.parent))
+    monkeypatch.setattr(FakeRole, "load", lambda self, folder: loads.append(folder.parent))
     step, job = resumed(tmp_path)
     assert (step, job.part.held["cursor"], [path.name for path in loads]) == (1, 1, ["step-000001"])
     assert "warning: resuming from step-000001: step-000002 is torn (" in capfd.readouterr().err
@@ -195,7 +200,7 @@ def test_a_torn_checkpoint_is_never_loaded(
 
 def test_a_torn_checkpoint_is_written_again(tmp_path: Path) -> None:
     straight = saved(tmp_path, 3)
-    flip(tmp_path / "checkpoints" / "step-000003" / "policy" / "__0_0.distcp")
+    flip(tmp_path / "checkpoints" / "step-000003" / FILE)
     with solo() as world:
         job = Job(world, tmp_path)
         assert job.saver.restore() == 2
@@ -245,20 +250,38 @@ def test_a_checkpoint_of_another_model_is_one_clear_line(tmp_path: Path) -> None
     ("saved_names", "own_names", "word"), [("ab", "a", "checkpoint has"), ("a", "ab", "model has")]
 )
 def test_a_model_with_other_tensors_is_refused(tmp_path: Path, saved_names: str, own_names: str, word: str) -> None:
-    with solo() as world:
-        files = StateFiles(world)
-        files.save({"model": {name: torch.zeros(2) for name in saved_names}}, tmp_path)
-        with pytest.raises(ValueError, match=f"only (this|the) {word} model.b"):
-            files.load({"model": {name: torch.zeros(2) for name in own_names}}, tmp_path)
+    write_state(tmp_path / "0.safetensors", shards({name: torch.zeros(2) for name in saved_names}), {})
+    with pytest.raises(ValueError, match=f"only (this|the) {word} model/b"):
+        read_state(shards({name: torch.zeros(2) for name in own_names}), SavedState.open(tmp_path))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(UserError, match="no saved state that can be read: .* of an earlier version"):
+        SavedState.open(tmp_path)
+
+
+def test_pieces_of_any_cut_come_together_in_any_other(tmp_path: Path) -> None:
+    """Rows that several ranks wrote, one of them as two pieces, read as columns."""
+    whole = torch.arange(35.0).view(7, 5)
+    cuts = [[slice(0, 2)], [slice(2, 3), slice(3, 6)], [slice(6, 7)]]
+    for number, rows in enumerate(cuts):
+        mine = [Shard("model/w", (7, 5), (one.start, 0), whole[one], True) for one in rows]
+        write_state(tmp_path / f"{number}.safetensors", mine, {})
+    target = torch.zeros(7, 2)
+    read_state([Shard("model/w", (7, 5), (0, 3), target, False)], SavedState.open(tmp_path))
+    assert torch.equal(target, whole[:, 3:])
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(UserError, match="model/w is not complete"):
+        SavedState.open(tmp_path)
 
 
 def test_tensors_of_several_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
     wanted = {str(d): torch.arange(5).to(d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.int64)}
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    with solo() as world:
-        written = StateFiles(world).save({"model": wanted}, tmp_path)
-        assert {path.name for path in written} == set(os.listdir(tmp_path))
-        StateFiles(world).load({"model": found}, tmp_path)
+    written = write_state(tmp_path / "0.safetensors", shards(wanted), {})
+    assert {path.name for path in written} == set(os.listdir(tmp_path))
+    read_state(shards(found), SavedState.open(tmp_path))
     assert [tensor.dtype for tensor in found.values()] == [tensor.dtype for tensor in wanted.values()]
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -284,7 +307,7 @@ def test_what_a_killed_save_left_is_cleaned(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     left = tmp_path / "checkpoints" / ".step-000002.tmp-0123abcd"
     left.mkdir()
-    (left / "__0_0.distcp").write_text("half")
+    (left / "00000.safetensors").write_text("half")
     (tmp_path / "checkpoints" / ".step-000002.tmp-0123abcd-latest").write_text("step")
     assert resumed(tmp_path)[0] == 1
     assert names(tmp_path) == ["latest", "step-000001"]

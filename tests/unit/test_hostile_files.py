@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
@@ -21,22 +19,17 @@ from spmd_rl.config.load import load
 from spmd_rl.config.model_files import check_weights, num_weights
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import UserError
-from spmd_rl.train.fsdp2.metadata import read_metadata
-from spmd_rl.train.fsdp2.state import SavedState, write_state
+from spmd_rl.train.state import FORMAT, SavedState, Shard, write_state
 from tests.unit.test_checkpoint import resumed, saved
-
-TENSORS = {
-    "model.a": torch.empty(4, 3, device="meta"),
-    "optimizer.s": torch.empty((), device="meta", dtype=torch.int64),
-}
 
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    folder = tmp_path / "state"
-    folder.mkdir()
-    write_state(folder, TENSORS, lambda name: torch.ones(TENSORS[name].shape, dtype=TENSORS[name].dtype))
-    return folder
+    """The one file of a saved state."""
+    (tmp_path / "state").mkdir()
+    tensors = {"model/a": torch.ones(4, 3), "optimizer/step": torch.tensor(7)}
+    mine = [Shard(name, tuple(t.shape), (0,) * t.ndim, t, True) for name, t in tensors.items()]
+    return write_state(tmp_path / "state" / "0.safetensors", mine, {"backend": "test"})[0]
 
 
 class Call:
@@ -65,75 +58,68 @@ def touch(path: Path) -> list[bytes]:
     ]
 
 
-def edited(table: Metadata, **changes: Any) -> bytes:
-    return pickle.dumps(replace(table, **changes))
+def odd_files() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
+    """Files of safetensors whose names or metadata are nothing that is ever saved."""
+    a = {"model/a@0,0": torch.ones(4, 3)}
 
-
-def odd_tables(table: Metadata) -> dict[str, bytes]:
-    """What the reader of known classes could still be led astray by."""
-    name, tensor = next(iter(table.state_dict_metadata.items()))
-    key, place = next(iter(table.storage_data.items()))
-
-    def of_tensor(found: Any) -> bytes:
-        return edited(table, state_dict_metadata={**table.state_dict_metadata, name: found})
-
-    def of_place(**changes: Any) -> bytes:
-        return edited(table, storage_data={**table.storage_data, key: replace(place, **changes)})
+    def of(shapes: str) -> dict[str, str]:
+        return {"format": FORMAT, "shapes": shapes}
 
     return {
-        "bytes, which DCP would unpickle": of_tensor(BytesStorageMetadata()),
-        "no tensor": of_tensor(7),
-        "a shape of words": of_tensor(replace(tensor, size=("4", "3"))),
-        "a negative shape": of_tensor(replace(tensor, size=(-4, 3))),
-        "more than any memory": of_tensor(replace(tensor, size=torch.Size([2**40, 2**40]))),
-        "a file outside": of_place(relative_path="../../etc/passwd"),
-        "an absolute file": of_place(relative_path="/etc/passwd"),
-        "a missing file": of_place(relative_path="__9_9.distcp"),
-        "a transform": of_place(transform_descriptors=["zstd"]),
-        "a negative place": of_place(offset=-1),
-        "an endless piece": of_place(length=2**70),
-        "a path for a name": edited(table, storage_data={MetadataIndex(Path("a"), (0,), 0): place}),  # type: ignore[arg-type]
-        "no table": pickle.dumps(place),
-        "a class for a table": pickle.dumps(Metadata),
-        "a class with attributes": b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x05state}stb.",
-        "nothing": b"",
-        "text": b"hello",
-        "half": pickle.dumps(table)[:200],
-        "a bomb of a length": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".",
-        "a bomb of a number": b"\x80\x04Nr\xff\xff\xff\xff.",
-        "a nest": b"\x80\x04" + b"(" * 100_000 + b"t" * 100_000 + b".",
-        "a file of another class": edited(table, storage_data={key: _StorageInfo(7, 0, 1)}),  # type: ignore[arg-type]
+        "no metadata": (a, {}),
+        "another format": (a, {"format": "pt"}),
+        "no shapes": (a, {"format": FORMAT}),
+        "no JSON": (a, of("{")),
+        "a nest": (a, of("[" * 200_000)),
+        "a list": (a, of("[1]")),
+        "a shape of words": (a, of('{"model/a": ["4", "3"]}')),
+        "a negative shape": (a, of('{"model/a": [-4, -3]}')),
+        "more than any memory": (a, of('{"model/a": [1099511627776, 1099511627776]}')),
+        "an unknown name": (a, of('{"model/b": [4, 3]}')),
+        "a piece outside": ({"model/a@1,0": torch.ones(4, 3)}, of('{"model/a": [4, 3]}')),
+        "a piece before": ({"model/a@-1,0": torch.ones(4, 3)}, of('{"model/a": [4, 3]}')),
+        "a place of words": ({"model/a@a,b": torch.ones(4, 3)}, of('{"model/a": [4, 3]}')),
+        "no place": ({"model/a": torch.ones(4, 3)}, of('{"model/a": [4, 3]}')),
+        "too few dimensions": ({"model/a@0": torch.ones(4, 3)}, of('{"model/a": [4, 3]}')),
+        "half of it": ({"model/a@0,0": torch.ones(2, 3)}, of('{"model/a": [4, 3]}')),
+        "another dtype": ({"model/a@0,0": torch.ones(4, 3, dtype=torch.uint8)}, of('{"model/a": [4, 3]}')),
     }
 
 
-def test_a_table_of_tensors_comes_back_as_it_was_written(state: Path) -> None:
-    genuine = FileSystemReader(state).read_metadata()
-    found = read_metadata(state)
-    assert found.state_dict_metadata == genuine.state_dict_metadata and found.storage_data == genuine.storage_data
-    assert torch.equal(SavedState(state).read("model.a"), torch.ones(4, 3))
+def test_a_saved_state_comes_back_as_it_was_written(state: Path) -> None:
+    found = SavedState.open(state.parent)
+    assert torch.equal(found.read("model/a"), torch.ones(4, 3)) and found.read("optimizer/step").item() == 7
 
 
-def test_nothing_of_a_strangers_table_runs(state: Path, tmp_path: Path) -> None:
+def test_nothing_of_a_strangers_state_runs(state: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    genuine = FileSystemReader(state).read_metadata()
-    for name, content in [*((f"call {n}", c) for n, c in enumerate(touch(made))), *odd_tables(genuine).items()]:
-        (state / ".metadata").write_bytes(content)
-        with pytest.raises(UserError, match=r"\.metadata is no table of tensors") as caught:
-            read_metadata(state)
+    for content in touch(made):
+        state.write_bytes(content)
+        with pytest.raises(UserError, match="is no saved state that can be read: ") as caught:
+            SavedState.open(state.parent)
+        assert "\n" not in str(caught.value) and not made.exists()
+
+
+def test_a_state_of_odd_names_and_shapes_is_one_line(state: Path) -> None:
+    for name, (tensors, about) in odd_files().items():
+        save_file(tensors, state, about)
+        with pytest.raises(UserError, match="is no saved state that can be read: ") as caught:
+            SavedState.open(state.parent)
             pytest.fail(name)
-        assert "\n" not in str(caught.value) and not made.exists(), name
+        assert "\n" not in str(caught.value), name
 
 
-def test_a_damaged_table_is_a_line_or_a_table(state: Path) -> None:
+def test_a_damaged_state_is_a_line_or_a_state(state: Path) -> None:
     """Bytes changed at random never raise anything else."""
-    genuine, draw = (state / ".metadata").read_bytes(), random.Random(7)
+    genuine, draw = state.read_bytes(), random.Random(7)
     for _ in range(500):
         spoilt = bytearray(genuine)
         for _ in range(draw.randint(1, 4)):
             spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
-        (state / ".metadata").write_bytes(spoilt)
+        state.write_bytes(spoilt)
         try:
-            read_metadata(state)
+            found = SavedState.open(state.parent)
+            assert all(found.read(name).shape == whole.size for name, whole in found.tensors.items())
         except UserError as error:
             assert "\n" not in str(error)
 
@@ -148,9 +134,9 @@ def test_a_resume_runs_nothing_of_a_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "run", 1)
     checkpoint, made = tmp_path / "run" / "checkpoints" / "step-000001", tmp_path / "made"
     for content in touch(made):
-        (checkpoint / "policy" / ".metadata").write_bytes(content)
+        (checkpoint / "policy" / "00000.safetensors").write_bytes(content)
         forge(checkpoint)
-        with pytest.raises(UserError, match="no table of tensors"):
+        with pytest.raises(UserError, match="is no saved state that can be read"):
             resumed(tmp_path / "run")
         assert not made.exists()
 

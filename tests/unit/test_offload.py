@@ -2,8 +2,8 @@
 
 import torch
 
-from spmd_rl.train.fsdp2 import offload
-from spmd_rl.train.fsdp2.offload import Offload
+from spmd_rl.train import offload
+from spmd_rl.train.offload import Offload
 
 
 def test_tensors_come_back_as_the_objects_they_were() -> None:

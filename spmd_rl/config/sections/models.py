@@ -10,7 +10,8 @@ DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
-BACKENDS = ("fsdp2",)
+BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2"}
+"""Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
 ENGINES = ("native", "vllm")
 
@@ -148,11 +149,6 @@ class TrainConfig:
         one_of(self, name=BACKENDS)
         at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
         _name_checkpointing(self)
-        # torch may meet a layer's second pass with another graph than its first, and then refuses
-        both = self.compile and self.activation_checkpointing != "none"
-        require(not both, "compile: not together with activation_checkpointing")
-        for axis in ("tp", "cp", "ep", "pp"):
-            require(not (self.compile and getattr(self, axis) > 1), f"compile: not together with {axis} > 1")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -247,6 +243,11 @@ class RoleConfig:
     train: TrainConfig
     total_updates: int
     """Where the schedule of the learning rate ends."""
+
+    @property
+    def optimizer(self) -> TrainedModelConfig | None:
+        """Its section, with the settings of an optimizer; None of a role that is frozen."""
+        return self.own if isinstance(self.own, TrainedModelConfig) else None
 
     @property
     def key(self) -> str:

@@ -11,7 +11,7 @@ from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.tools.doctor.bench import Bench
 from spmd_rl.tools.doctor.checks import REPORT, Failed, gib
-from spmd_rl.train.fsdp2.offload import Offload
+from spmd_rl.train.offload import Offload
 from spmd_rl.types import Sample, Turn, Verdict
 
 PROMPT, ANSWER, SAMPLES = 32, 32, 4

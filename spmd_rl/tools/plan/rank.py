@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.phases import phase as progress
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.devices import cpu_as
 from spmd_rl.distributed.dtype import choose_dtype
+from spmd_rl.errors import UserError
 from spmd_rl.hub import model_folder
 from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
@@ -31,7 +33,8 @@ from spmd_rl.tools.plan.batch import full_batch, num_microbatches
 from spmd_rl.tools.plan.book import Book, Peak
 from spmd_rl.tools.plan.pretend import Pretend
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
-from spmd_rl.train import Stored, build_role
+from spmd_rl.train import build_role
+from spmd_rl.train.stored_model import Stored
 
 ACCUMULATED = "update: results"
 """The meeting after the last backward pass of an update."""
@@ -120,6 +123,8 @@ class _Run:
     def traced(self) -> Trace:
         cfg = self._cfg
         for role in cfg.roles:
+            if not backend(role.train.name).has_plan:
+                raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
             with progress(f"rank {self._world.rank}: building the {role.name}"):
                 self._roles[role.name] = build_role(role, self._world, source=partial(self._model, role.name))
             self._tag(role.name)
@@ -128,7 +133,7 @@ class _Run:
         shards = policy.layout.data.size
         most = num_microbatches(rollout, train.updates_per_step, shards, train.tokens_per_microbatch)
         vocabulary = self._models["policy"].config.get_text_config().vocab_size
-        self._run("publish", "policy", lambda: _emptied(policy.whole_parameters()))
+        self._run("publish", "policy", lambda: _emptied(policy.model.whole_parameters()))
         for name, role in self._roles.items():
             if name == "policy" and cfg.train.updates_per_step == 1 and not needs_old_logprobs(cfg.algorithm):
                 continue  # the update itself computes these numbers
@@ -153,7 +158,7 @@ class _Run:
 
     def _tag(self, name: str) -> None:
         self._book.tag(f"{name} {WEIGHTS}", self._models[name].parameters())
-        moments = self._roles[name].state_dict().get("optimizer", {})
+        moments = self._roles[name].model.state_dict().get("optimizer", {})
         self._book.tag(f"{name} {OPTIMIZER}", moments.values())
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:

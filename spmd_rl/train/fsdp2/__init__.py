@@ -1,6 +1,37 @@
-"""The FSDP2 backends: `fully_shard` over all ranks."""
+"""The backend `fsdp2`: `fully_shard` over all ranks, and every axis of a layout. Torch-free until it builds."""
 
-from spmd_rl.train.fsdp2.backend import FSDP2Backend
-from spmd_rl.train.fsdp2.critic import FSDP2Critic, with_value_head
+from typing import Any
 
-__all__ = ["FSDP2Backend", "FSDP2Critic", "with_value_head"]
+from spmd_rl.config.architectures import SCALES_HIDDEN_STATES
+from spmd_rl.config.backends import Backend
+from spmd_rl.config.sections.models import OPTIMIZERS, RoleConfig
+from spmd_rl.errors import UserError
+
+
+def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
+    """See `Backend.refuse`."""
+    train = role.train
+    if train.compile and train.activation_checkpointing != "none":
+        # torch may meet a layer's second pass with another graph than its first, and then refuses
+        raise UserError(f"{role.key}.compile: not together with activation_checkpointing")
+    if train.compile and (axis := next((axis for axis in ("tp", "cp", "ep", "pp") if train.axes[axis] > 1), "")):
+        raise UserError(f"{role.key}.compile: not together with {axis} > 1")
+    if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:  # each stage would
+        raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
+
+
+def build(role: RoleConfig, layout: Any, source: Any) -> Any:
+    """[all] See `Backend.build`."""
+    from spmd_rl.train.fsdp2.backend import build
+
+    return build(role, layout, source)
+
+
+BACKEND = Backend(
+    build=build,
+    axes=("tp", "cp", "ep", "pp", "vpp", "dp_replicate"),
+    settings=("activation_checkpointing", "reshard_after_forward", "compile", "offload"),
+    optimizers=OPTIMIZERS,
+    has_plan=True,
+    refuse=refuse,
+)

@@ -1,75 +1,89 @@
-"""`FSDP2Backend`: the policy, or its frozen reference: a causal language model on `FSDP2Role`."""
+"""The policy, its frozen reference and the critic on `FSDP2Model`: what their outputs are, and `build`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
-from spmd_rl.devices import to_device
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
-from spmd_rl.model.stored import stored_parts
-from spmd_rl.train.base import Loss, Metrics
-from spmd_rl.train.fsdp2 import shard
-from spmd_rl.train.fsdp2.gather import Gather
-from spmd_rl.train.fsdp2.role import FSDP2Role
-from spmd_rl.train.fsdp2.row import filled_up
+from spmd_rl.train.accumulate import Critic, Policy
+from spmd_rl.train.base import Ask
+from spmd_rl.train.fsdp2.model import FSDP2Model
+from spmd_rl.train.row import aim
+from spmd_rl.train.stored_model import Source
 
 
-class FSDP2Backend(FSDP2Role):
-    """See `train.base.TrainBackend`."""
+class FSDP2Policy(FSDP2Model):
+    """A causal language model; it gives logprob and entropy."""
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """[all] See `FSDP2Role`."""
-        self._parts = stored_parts(model)
+    def __init__(self, model: nn.Module, *args: Any) -> None:
+        """[all] See `FSDP2Model`."""
         factor = logit_factor(model.config.get_text_config())
         model.set_output_embeddings(TokenHead(model.get_output_embeddings(), factor))
-        super().__init__(model, *args, **kwargs)
-        self._head = model.get_output_embeddings()  # of another pipeline stage there is nothing left
-        self._gather: Gather | None = None
+        super().__init__(model, *args)
 
-    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `TrainBackend`."""
-        logprobs, entropy = self._evaluate("logprobs", batch, partial(self._forward, temperature=temperature), 2)
-        return logprobs, entropy
+    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+        """See `FSDP2Model`."""
+        row = self.row(micro)
+        aim(self.module.get_output_embeddings(), micro, row, ask.temperature, self.device)
+        return self.predictions(micro, row).unbind(-1)
 
-    def probe(self, batch: Batch) -> Tensor:
-        """See `Role`."""
-        return self.logprobs(batch, 1.0)[0]
 
-    def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
-        """See `TrainBackend`."""
-        return self._update(batch, partial(self._forward, temperature=temperature), loss)
+class FSDP2Value(FSDP2Model):
+    """A language model `with_value_head`; it gives the value of what stands before each token."""
 
-    def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-        """[all] Logprob and entropy at each token of the loss mask: float32 [N] each."""
-        row = self._row(micro)
-        self._head.targets = to_device(filled_up(micro.token_ids[row.targets]), self._world.device)
-        self._head.temperature = temperature
-        self._head.candidate_ids = None
-        if micro.candidate_ids is not None:
-            lists = micro.candidate_ids.index_select(0, row.targets)
-            self._head.candidate_ids = tuple(
-                to_device(part, self._world.device) for part in (lists.owners, lists.values.long())
-            )
-        logprobs, entropy = self._outputs(micro, row).unbind(-1)
-        return logprobs, entropy
+    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+        """See `FSDP2Model`."""
+        self.module.get_output_embeddings().is_probed = ask.is_probe
+        return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainBackend`: bitwise what the forward pass computes with."""
-        for name, tensor in self.whole_parameters():  # [all]
-            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
-        for name, buffer in self._model.named_buffers():
-            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """[all] The same by parameters, of which some are stored in parts: those of the whole model, whole."""
-        shard.reshard(self._model)
-        parameters = dict(self._model.named_parameters())
-        if self._gather is None:
-            self._gather = Gather(parameters, self._dtype, self.layout)  # [all] like this whole method
-        own = self._gather.whole(parameters)
-        for name, tensor in self._pipeline.of_owners(own, self._dtype):
-            self._world.progress()
-            yield name, tensor
+def with_value_head(model: nn.Module) -> nn.Module:
+    """The causal language model with a value head as its output embedding, in place: [.., hidden] -> [.., 1].
+
+    The head starts at 0, so that the first advantages are plain returns, and nothing random is drawn.
+    """
+    embedding = model.get_output_embeddings().weight
+    head = _ValueHead(embedding.shape[1], 1, device=embedding.device, dtype=embedding.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model.set_output_embeddings(head)
+    return model
+
+
+class _ValueHead(nn.Linear):
+    is_probed = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.is_probed:
+            return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
+        return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
+
+
+def policy_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Policy:
+    """[all] The policy or reference of a causal language model; see `FSDP2Model`."""
+    made = FSDP2Policy(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
+    return Policy(made, layout, role)
+
+
+def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Critic:
+    """[all] The critic of a model `with_value_head`; see `FSDP2Model`."""
+    return Critic(FSDP2Value(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load), layout, role)
+
+
+def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
+    """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
+    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
+    model, load, num_bytes = source(role.model, held, role.trust_remote_code, layout.world.progress)
+    if role.name == "critic":
+        head = with_value_head(model).get_output_embeddings()
+        fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
+        load = load and partial(load, fresh=fresh)
+    built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)
+    layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())
+    return built

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.config.schema import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.models import TrainedModelConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.model.load import owned_region
+from spmd_rl.model.load import local, owned_region
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.fsdp2.gather import Gather
-from spmd_rl.train.fsdp2.shard import decoder_layers, local
+from spmd_rl.train.fsdp2.shard import decoder_layers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial of degree five whose repeated use brings all singular values near 1."""
@@ -72,7 +72,7 @@ class Muon:
         parameters: Mapping[str, DTensor],
         pieces: Mapping[str, int],
         layout: Layout,
-        settings: PolicyConfig | CriticConfig,
+        settings: TrainedModelConfig,
     ) -> None:
         """`pieces`: as `matrices` gives them. The momentum of each parameter is there from the start."""
         self._parameters, self._pieces, self._layout = parameters, pieces, layout

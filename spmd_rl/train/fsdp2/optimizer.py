@@ -4,17 +4,17 @@ AdamW works on this rank's shards as plain tensors, so that parameters on differ
 needs whole matrices, see `muon.py`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from spmd_rl.config.schema import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.models import TrainedModelConfig
 from spmd_rl.distributed import Layout
+from spmd_rl.model.load import local
 from spmd_rl.train.fsdp2.muon import Muon
 from spmd_rl.train.fsdp2.pipeline import Pipeline
-from spmd_rl.train.fsdp2.shard import local
 from spmd_rl.train.fsdp2.tensor_parallel import complete_gradients, is_repeated
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,7 +30,7 @@ class Optimizer:
     def __init__(
         self,
         model: nn.Module,
-        settings: PolicyConfig | CriticConfig,
+        settings: TrainedModelConfig,
         layout: Layout,
         dtype: torch.dtype,
         pipeline: Pipeline,
@@ -57,6 +57,8 @@ class Optimizer:
         for name in others:  # torch makes it in the first step: too late for a checkpoint before
             shard, moments = self._shards[name], {m: local(self._moments[f"{name}.{m}"]) for m in MOMENTS}
             self._adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
+        self._steps = torch.zeros(())
+        """As many as AdamW has taken, which is the same of all its parameters and on all ranks"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
     def local_grad_square(self) -> float:
@@ -66,7 +68,7 @@ class Optimizer:
         repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
             complete_gradients(repeated, self._layout)
-        counted = [grad for name, grad in grads.items() if self._counts_here(name)]
+        counted = [grad for name, grad in grads.items() if self.counts_here(name)]
         return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
 
     def step(self, lr: float, norm: float) -> float:
@@ -86,7 +88,8 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
-        counted = [name for name, sample in before.items() if sample.numel() and self._counts_here(name)]
+        self._steps += 1
+        counted = [name for name, sample in before.items() if sample.numel() and self.counts_here(name)]
         shares = [(self._sample(self._shards[name]) != before[name]).float().mean() for name in counted]
         sizes = [self._shards[name].numel() for name in counted]
         found = torch.stack(shares).tolist() if shares else []
@@ -97,10 +100,10 @@ class Optimizer:
         stride = shard.numel() // SAMPLED if shard.numel() > LARGE else 1
         return shard.reshape(-1)[::stride].to(self._dtype)
 
-    def _counts_here(self, name: str) -> bool:
-        """Whether a parameter's elements on this rank count in sums over all ranks: each counts once."""
-        if self._layout.rank("dp_replicate") > 0:
-            return False  # the first copy counts for all of them
+    def counts_here(self, name: str, copy: int = 0) -> bool:
+        """Whether a parameter's elements on this rank count in sums over all ranks: each counts once, on one copy."""
+        if self._layout.rank("dp_replicate") != copy:
+            return False
         if not self._pipeline.counts_here(name):
             return False
         return self._layout.rank("tp") == 0 or not is_repeated(self._parameters[name])
@@ -115,19 +118,16 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Sharded tensors `<parameter>.exp_avg` and so on, and one `step`, which all parameters of AdamW share."""
-        step = [{"step": own["step"]} for own in self._adamw.state.values()][:1]
-        return dict(*step) | self._moments
+        return {"step": self._steps} | self._moments
 
-    def load_step(self, state: dict[str, Tensor]) -> None:
-        """Give every parameter its own copy of the step; the moments are loaded in place."""
+    def loaded(self) -> None:
+        """The tensors of `state_dict` have been filled anew."""
         for own in self._adamw.state.values():
-            own["step"].copy_(state["step"])
+            own["step"].copy_(self._steps)
 
-    def names_of(self, parameters: Iterable[str]) -> set[str]:
-        """The names in the `state_dict` of a pipeline stage that holds `parameters`, of which some may be frozen."""
-        trained = [name for name in parameters if self._pipeline.held[name].is_trained]
-        kinds = {name: MOMENTUM if name in self._matrices else MOMENTS for name in trained}
-        return {f"{name}.{moment}" for name in trained for moment in kinds[name]} | {"step"}
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """What is kept of a parameter of the whole model that is trained."""
+        return MOMENTUM if name in self._matrices else MOMENTS
 
     def moments(self) -> list[Tensor]:
         """The live tensors of the state that are as large as the parameters."""

@@ -53,11 +53,13 @@ class Pipeline:
                 self._tied_group = world.process_group("pp tied", ranks=[line[0], line[-1]])  # [the two]
 
     def steps(self, count: int, is_trained: bool) -> Iterator[Step]:
-        """This stage's steps over `count` micro-batches; what is called until the next one is about its chunk."""
+        """This stage's steps over `count` micro-batches."""
         shape = (self.num_stages, count, self._vpp)
-        for step in one_forward_one_backward(self.stage, *shape) if is_trained else forward_only(*shape):
-            self._chunks.current, self._received = step.chunk, None
-            yield step
+        return one_forward_one_backward(self.stage, *shape) if is_trained else forward_only(*shape)
+
+    def begin(self, step: Step) -> None:
+        """What is called until the next one is about its chunk."""
+        self._chunks.current, self._received = step.chunk, None
 
     @property
     def is_first(self) -> bool:
@@ -68,11 +70,6 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether the step's chunk ends with the model's output."""
         return self.has_end and self._chunks.current == self._vpp - 1
-
-    @property
-    def part(self) -> str:
-        """The step's chunk in the journal's words: empty where a stage has one."""
-        return f"chunk {self._chunks.current + 1} of " if self._vpp > 1 else ""
 
     def receive(self, num_tokens: int) -> Tensor:
         """[stage] The hidden states of the next micro-batch from the chunk before: [1, num_tokens, hidden size]."""
@@ -118,10 +115,6 @@ class Pipeline:
         tensor, target = tensor.contiguous(), self.stage + (1 if way == "down" else -1)
         group = self._groups[way, not 0 <= target < self.num_stages]
         self._sends.append((dist.isend(tensor, group=group, group_dst=target % self.num_stages), tensor))
-
-    def of_last(self, tensor: Tensor) -> Tensor:
-        """[all] The tensor of the last stage, on all stages; the others pass one of its shape."""
-        return self._of(tensor, self.num_stages - 1)
 
     def of_owners(self, own: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """[all] Every parameter of the whole model, by name and in its order, from the first stage that holds it.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmd_rl.config.schema import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.models import TrainedModelConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
 from spmd_rl.model.moe import probabilities, router_class
@@ -34,7 +34,7 @@ METRICS = ("moe/load_max_mean", "moe/entropy", "moe/aux_loss")
 class Routing:
     """Watches the routers of the layers that are here, in forward passes that keep a graph."""
 
-    def __init__(self, model: nn.Module, layout: Layout, settings: PolicyConfig | CriticConfig) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, settings: TrainedModelConfig) -> None:
         """UserError if the load is to be kept even and the model has no routers, or no biases, to do it with.
 
         Of the layers of a pipeline, `model` holds this stage's alone.

@@ -7,11 +7,12 @@ parallelism the experts of a layer are a unit of their own, sharded over `expert
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from spmd_rl.distributed import Layout
+from spmd_rl.model.load import local
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.fsdp2.recompute import recompute
 
@@ -80,14 +81,6 @@ def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
     return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % num_ranks == 0), None)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the shards of a model on the meta device memory on `device`; buffers keep what was computed for them."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` would forget them
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that transformers declares not to be split, in order. Of a model not sharded yet."""
     names = set(model._no_split_modules or ())
@@ -113,8 +106,3 @@ def sum_over_copies(model: nn.Module, now: bool) -> None:
     Of no effect where there is one copy.
     """
     fsdp_units(model)[0].set_requires_all_reduce(now)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
 from spmd_rl.model.differentiable import gather_rows, sum_rows
-from spmd_rl.model.load import owned_region, share
+from spmd_rl.model.load import local, owned_region, share
 from spmd_rl.model.logprobs import TokenHead
 from spmd_rl.model.moe import stacked_experts
 from spmd_rl.train.fsdp2.stages import PassThrough
@@ -169,7 +169,7 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> Non
 
 
 def _some_outputs(linear: nn.Linear, rows: slice | None, x: Tensor) -> Tensor:
-    weight, bias = _local(linear.weight), None if linear.bias is None else _local(linear.bias)
+    weight, bias = local(linear.weight), None if linear.bias is None else local(linear.bias)
     if rows is not None:
         weight, bias = weight[rows], None if bias is None else bias[rows]
     return F.linear(x, weight, bias)
@@ -177,7 +177,7 @@ def _some_outputs(linear: nn.Linear, rows: slice | None, x: Tensor) -> Tensor:
 
 def _sum_of_inputs(linear: nn.Linear, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """[all] [1, t, inputs / size] -> [1, t / size, outputs]."""
-    out = sum_rows(F.linear(x, _local(linear.weight))[0], group)[None]
+    out = sum_rows(F.linear(x, local(linear.weight))[0], group)[None]
     return out if linear.bias is None else out + linear.bias
 
 
@@ -211,16 +211,11 @@ def _computed_alike(size: int, _: nn.Module, args: tuple[Any, ...], output: Tens
 @contextmanager
 def _local_weight(module: nn.Module) -> Iterator[None]:
     """Within, `module.weight` is this rank's part: an attribute of the object hides the parameter of that name."""
-    module.__dict__["weight"] = _local(module.weight)
+    module.__dict__["weight"] = local(module.weight)
     try:
         yield
     finally:
         del module.__dict__["weight"]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, to which gradients flow."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_dim(parameter: Tensor) -> int | None:

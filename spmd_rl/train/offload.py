@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, UntypedStorage
 
-from spmd_rl.train.fsdp2.shard import local
+from spmd_rl.model.load import local
 
 BLOCK_BYTES = 2**26
 """Host memory is reserved in blocks of this size: torch rounds what it pins up to powers of two, up to twice of it."""

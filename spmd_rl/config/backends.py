@@ -1,0 +1,59 @@
+"""Training backends, as far as settings, `--plan` and `doctor` know them: without torch and their code.
+
+    backend(train.name).check(role, folder)
+
+To add one: a folder in `train/` whose package has a `BACKEND`, and a line in `BACKENDS`.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.config.sections.models import BACKENDS, RoleConfig, TrainConfig
+from spmd_rl.errors import UserError
+
+OWN = ("activation_checkpointing", "reshard_after_forward", "compile", "offload")
+"""Settings of `train` that a backend may lack; all others but the axes are for every one."""
+AXES = ("tp", "cp", "ep", "pp", "vpp", "dp_replicate")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend is and is not for; `build` alone imports it."""
+
+    build: Callable[[RoleConfig, Any, Any], Any]
+    """[all] Called with the role's settings (`role.model` is the folder, `role.train` its section), its `Layout` and a
+    `stored_model.Source`, which it may call for a module of transformers; returns the `train.base.Role`."""
+    axes: tuple[str, ...] = ()
+    """of `AXES`, those that it has"""
+    settings: tuple[str, ...] = ()
+    """of `OWN`, those that it has"""
+    optimizers: tuple[str, ...] = ("adamw",)
+    has_plan: bool = False
+    """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
+    refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None
+    """Called with a role and its model's `config.json`; raises a UserError for what else this backend cannot do."""
+
+    def check(self, role: RoleConfig, folder: Path) -> None:
+        """Raise a UserError, naming the setting, for what this backend cannot do."""
+        train, default = role.train, {one.name: one.default for one in fields(TrainConfig)}
+        for key in (key for key in (*AXES, *OWN) if key not in (*self.axes, *self.settings)):
+            if getattr(train, key) != default[key]:
+                raise UserError(f"{role.key}.{key}: train={train.name} has it not; must be {default[key]}")
+        optimizer = getattr(role.own, "optimizer", self.optimizers[0])
+        if optimizer not in self.optimizers:
+            known = ", ".join(self.optimizers)
+            raise UserError(f"{role.name}.optimizer: {optimizer} is unknown to train={train.name}; known: {known}")
+        try:
+            model = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError):
+            model = {}  # `check_model` reports this
+        self.refuse(role, model)
+
+
+def backend(name: str) -> Backend:
+    """What is known of a backend by its name."""
+    return importlib.import_module(BACKENDS[name]).BACKEND

@@ -1,0 +1,256 @@
+"""`Policy` and `Critic`: what every backend does alike, over what each does its own way (`base.ShardedModel`).
+
+A batch is cut into micro-batches, as many on all ranks; ranks that have fewer run dummies without weight. Weights of
+tokens are global, so that each data shard's gradient is a term of one sum, and the gradient is the same however the
+batch is spread over ranks and cut into micro-batches. The norm, the averages and whether the update is skipped are the
+same numbers on all ranks.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.distributed import Layout
+from spmd_rl.errors import RunFailed
+from spmd_rl.train import averages
+from spmd_rl.train.base import Ask, Loss, Metrics, Pass, ShardedModel, ValueLoss
+from spmd_rl.train.microbatch import dummy, plan, token_index
+from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
+from spmd_rl.train.schedule import learning_rate
+from spmd_rl.train.state import SavedState, read_state, write_state
+
+PerToken = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+"""From what a forward gives, and the micro-batch on the device, to the loss per token and named quantities: see
+`train.base.Loss`."""
+
+
+class TrainedRole:
+    """What `train.base.Role` asks for, except `probe`; with `optimize`, or frozen without."""
+
+    def __init__(self, model: ShardedModel, layout: Layout, role: RoleConfig) -> None:
+        """`model`: sharded over `layout`, from the settings `role`."""
+        self.model, self.layout, self.lr_factor = model, layout, 1.0
+        self.hidden_size, self.size = model.hidden_size, model.size
+        self._role, self._settings, self._world = role, role.optimizer, layout.world
+        self._updates = self._skipped_in_a_row = 0
+
+    @torch.no_grad()
+    def evaluate(self, what: str, batch: Batch, ask: Ask, num_columns: int) -> list[Tensor]:
+        """[all] The model's outputs over the whole batch: float32 [T] each, 0 outside of the loss mask."""
+        bins = plan(batch, self._role.train.tokens_per_microbatch)
+        found = []
+
+        def finish(i: int, micro: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+            if i < len(bins):
+                found.append((token_index(batch, bins[i])[micro.sampled.index], outputs))
+            return outputs[0]
+
+        self.model.run(Pass(what, self._agree_on_count(what, len(bins)), False, ask, _chosen(batch, bins), finish))
+        columns = torch.zeros(num_columns, batch.num_tokens, device=batch.token_ids.device)
+        with self._world.collective(f"{what}: results"):  # where a rank waits whose device waits for another rank
+            for places, outputs in found:
+                for column, output in zip(columns, outputs, strict=True):
+                    column[places] = output.to(column.device)
+            columns = self._of_last_stage(columns)  # [all]
+        return list(columns)
+
+    def optimize(self, batch: Batch, ask: Ask, loss: PerToken) -> Metrics:
+        """[all] One optimizer step. RunFailed after `max_skipped_updates` gradients in a row that are not finite."""
+        settings = self._settings
+        assert settings is not None, "a frozen role has no update"
+        sums, count = self.accumulate(batch, ask, loss)
+        sums = self._of_block(sums)  # [all]
+        sums["grad_square"] = self.model.grad_square()  # [all]
+        greatest = {name: sums.pop(name) for name in sorted(sums) if averages.is_extreme(name)}
+        sums = self._world.reduce("update: gradient norm and averages", sums, op="sum")  # [all]
+        if greatest:  # the loss has the same quantities on all ranks
+            greatest = self._world.reduce("update: extremes", greatest, op="max")  # [all]
+        norm = math.sqrt(sums.pop("grad_square"))
+        lr = self.lr_factor * learning_rate(
+            self._updates,
+            peak=settings.lr,
+            schedule=settings.schedule,
+            warmup=settings.warmup_steps,
+            total=self._role.total_updates,
+        )
+        skipped = not math.isfinite(norm)  # the same number on every rank, so the same branch
+        self.model.step(lr, None if skipped else norm)  # [all]
+        self._count(skipped, settings.max_skipped_updates)
+        total, num_tokens = sums.pop("loss"), max(1.0, sums.pop("num_tokens"))
+        means = {name: value / num_tokens for name, value in sums.items()} | averages.extremes(greatest)
+        means |= {"loss": total, "grad_norm": norm, "lr": lr} | self.model.metrics()  # [all]
+        return means | {"skipped": float(skipped), "num_microbatches": float(count)}
+
+    def accumulate(self, batch: Batch, ask: Ask, loss: PerToken) -> tuple[dict[str, float], int]:
+        """[all] Gradients; the loss, its quantities and its tokens over this data shard (see `averages`); micro-batches
+        run."""
+        bins = plan(batch, self._role.train.tokens_per_microbatch)
+        count = max(1, self._agree_on_count("update", len(bins)))
+        sums: dict[str, Tensor | float] = {}
+
+        def finish(i: int, micro: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+            micro = micro.to(self._world.device)
+            per_token, quantities = loss(*outputs, micro)
+            total = (per_token * micro.weights[micro.sampled.index]).sum()
+            columns = {"loss": total, "num_tokens": torch.ones_like(per_token), **quantities}
+            for name, values in columns.items():
+                sums[name] = averages.joined(name, sums.get(name), values.detach() if i < len(bins) else None)
+            return total
+
+        self.model.run(Pass("update", count, True, ask, _chosen(batch, bins), finish))
+        with self._world.collective("update: results"):  # where a rank waits whose device waits for another rank
+            return {name: float(value) for name, value in sums.items()}, count
+
+    def _of_block(self, sums: dict[str, float]) -> dict[str, float]:
+        """[all] A data shard's sums on one of the ranks that have them; nothing under the same names on the others."""
+        if self.layout.size("pp") > 1:  # the last stage alone knows the names
+            src = self._world.size - 1
+            names = self._world.broadcast("update: names of averages", sorted(sums), src)  # [all]
+            sums = {name: sums.get(name, averages.nothing(name)) for name in names}
+        has_end = self.layout.rank("pp") == self.layout.size("pp") - 1
+        counts = has_end and not self.layout.rank("cp") and not self.layout.rank("tp")
+        return sums if counts else {name: averages.nothing(name) for name in sums}
+
+    def _of_last_stage(self, columns: Tensor) -> Tensor:
+        """[all] What the last stage of the pipeline has, on all stages."""
+        if self.layout.size("pp") == 1:
+            return columns
+        sent = columns.to(self._world.device).contiguous()
+        dist.broadcast(sent, group=self.layout.group("pp"), group_src=self.layout.size("pp") - 1)  # [all] of the line
+        return sent.to(columns.device)
+
+    def _agree_on_count(self, what: str, count: int) -> int:
+        counts = {"count": float(count)}
+        agreed = self.layout.data.reduce(f"{what}: number of micro-batches", counts, op="max")  # [all]
+        return int(agreed["count"])
+
+    def _count(self, skipped: bool, most: int) -> None:
+        self._updates += 1
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row >= most:
+            raise RunFailed(f"the gradient was not finite in {self._skipped_in_a_row} updates in a row")
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """See `Role`. The optimizer's state comes for its step alone, and for `save` and `load`."""
+        self.model.wake()
+        yield
+        self.model.sleep()
+
+    def save(self, folder: Path) -> list[Path]:
+        """See `Role`."""
+        about = {"backend": self._role.train.name, "layout": str(self._role.train.used_axes)}
+        path = folder / f"{self._world.rank:05d}.safetensors"
+        return write_state(path, self.model.state(), about, self._world.progress)
+
+    def load(self, folder: Path) -> None:
+        """See `Role`."""
+        read_state(self.model.state(), SavedState.open(folder, self._world), self._world.progress)  # [all]
+        self.model.loaded()
+
+    def counters(self) -> dict[str, int]:
+        """`updates` (skipped ones too: the schedule follows the step) and `skipped_in_a_row`."""
+        return {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """The inverse."""
+        self._updates, self._skipped_in_a_row = counters["updates"], counters["skipped_in_a_row"]
+
+    def close(self) -> None:
+        """See `Role`."""
+        self.model.close()
+
+
+class Policy(TrainedRole):
+    """See `train.base.TrainBackend`: the policy, or its frozen reference."""
+
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """See `TrainBackend`."""
+        logprobs, entropy = self.evaluate("logprobs", batch, Ask(temperature), 2)  # [all]
+        return logprobs, entropy
+
+    def probe(self, batch: Batch) -> Tensor:
+        """See `Role`."""
+        return self.logprobs(batch, 1.0)[0]
+
+    def update(self, batch: Batch, loss: Loss, temperature: float) -> Metrics:
+        """See `TrainBackend`."""
+        return self.optimize(batch, Ask(temperature), loss)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainBackend`."""
+        return self.model.weights()
+
+
+class Critic(TrainedRole):
+    """See `train.base.CriticBackend`."""
+
+    def values(self, batch: Batch) -> Tensor:
+        """See `CriticBackend`."""
+        return self.evaluate("values", batch, Ask(), 1)[0]
+
+    def probe(self, batch: Batch) -> Tensor:
+        """See `Role`."""
+        return self.evaluate("values", batch, Ask(is_probe=True), 1)[0]
+
+    def update(self, batch: Batch, loss: ValueLoss) -> Metrics:
+        """See `CriticBackend`."""
+        return self.optimize(batch, Ask(), loss)
+
+
+def _chosen(batch: Batch, bins: list[list[int]]) -> Callable[[int], Batch]:
+    return lambda i: batch.select(bins[i]) if i < len(bins) else dummy(batch)
+
+
+class Pace:
+    """Keeps the CPU at most one micro-batch ahead of a device: it need not wait, and what it calls progress is some."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, None
+
+    def keep(self) -> None:
+        """Wait for what the device was given before the last call; a CPU is never ahead."""
+        if self._device.type == "cpu" or not torch.accelerator.is_available():
+            return
+        event = torch.Event(self._device)
+        event.record()
+        if self._before is not None:
+            self._before.synchronize()
+        self._before = event
+
+
+def walk(
+    work: Pass,
+    layout: Layout,
+    steps: Iterable[Step],
+    forward: Callable[[Step], object],
+    backward: Callable[[Step], object],
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """[all] Run the steps of a pass on this rank, each journalled and counted as progress.
+
+    steps: of a backend without a pipeline, `alone(work)`. beside: what each of them runs within.
+    """
+    pace, steps = Pace(layout.world.device), list(steps)
+    several = any(step.chunk for step in steps)
+    for step in steps:
+        way = f"{'forward' if step.is_forward else 'backward'} of " if work.is_trained else ""
+        part = f"chunk {step.chunk + 1} of " if several else ""
+        name = f"{work.what}: {way}{part}micro-batch {step.microbatch + 1}/{work.count}"
+        with layout.collective(name), beside():  # [stage]
+            (forward if step.is_forward else backward)(step)
+            if not (work.is_trained and step.is_forward):
+                pace.keep()
+        layout.world.progress()
+
+
+def alone(work: Pass) -> Iterator[Step]:
+    """The steps of a backend without a pipeline: each micro-batch goes back at once."""
+    return one_forward_one_backward(0, 1, work.count) if work.is_trained else forward_only(1, work.count)

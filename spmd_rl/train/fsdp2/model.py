@@ -1,0 +1,269 @@
+"""`FSDP2Model`: a module sharded over its layout's ranks, with an optimizer; or frozen and forward-only.
+
+Trainable parameters are float32 shards, gathered in the compute dtype layer by layer. What a forward computes is for
+the policy (`backend.py`) and the critic (`critic.py`) to say.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
+from spmd_rl.devices import kind, to_device
+from spmd_rl.distributed import Layout
+from spmd_rl.model.context import context_of
+from spmd_rl.model.differentiable import collect
+from spmd_rl.model.load import Region, local, owned_region
+from spmd_rl.model.size import ModelSize
+from spmd_rl.model.stored import stored_parts
+from spmd_rl.train.accumulate import walk
+from spmd_rl.train.base import Ask, Metrics, Pass
+from spmd_rl.train.dither import dither
+from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.experts import spread_experts
+from spmd_rl.train.fsdp2.gather import Gather
+from spmd_rl.train.fsdp2.muon import matrices
+from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.pipeline import Pipeline
+from spmd_rl.train.fsdp2.replay import Replay
+from spmd_rl.train.fsdp2.routing import Routing
+from spmd_rl.train.fsdp2.tensor_parallel import parallelize
+from spmd_rl.train.offload import Offload
+from spmd_rl.train.pipeline import Step
+from spmd_rl.train.row import Row, filled_up, row_of
+from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
+from spmd_rl.train.stored_model import materialize
+
+COMPILE_SECONDS = 3600.0
+"""What compiling one shape may take without any progress."""
+
+
+class FSDP2Model(ABC):
+    """See `train.base.ShardedModel`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        train: TrainConfig,
+        dtype: torch.dtype,
+        optimizer: TrainedModelConfig | None = None,
+        load: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
+
+        dtype: compute dtype, bfloat16 or float32. Parameters that require a gradient are float32; frozen ones may be of
+        any dtype. Without `optimizer` all of them are frozen.
+        """
+        self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
+        self.device = layout.world.device
+        self._parts = stored_parts(model)
+        self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
+        self.module = model
+        self._context = None
+        if (group := layout.group("cp")) is not None:
+            config, tp = model.config.get_text_config(), layout.size("tp")
+            heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+            self._context = context_of(group, heads // tp, max(1, (kv_heads or heads) // tp))
+        if optimizer is None:
+            model.requires_grad_(False)
+        self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
+        self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
+        self._pipeline = Pipeline(model, layout, dtype, train.vpp)  # [all]
+        recomputed = "none" if optimizer is None else train.activation_checkpointing
+        for layer in shard.decoder_layers(model) if train.compile else ():
+            layer.compile()  # before it is sharded: FSDP's hooks stay outside of the graph
+        # A gathered layer holds the weights until the next update: whoever has room need not gather it again
+        on_device = kind(self.device) != "cpu"
+        costly = not on_device or layout.size("pp") > 1
+        self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
+        self._replay.watch(model)  # before whoever counts the choices
+        self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
+        spread_experts(model, layout)  # [all]
+        parallelize(model, layout)  # [all]
+        shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
+        if load is not None:
+            materialize(model, self.device)
+            load(model)
+        if optimizer is not None and optimizer.dither:
+            dither(model, dtype)
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline, for_muon)
+        self._changed, self._gather = 0.0, None
+        self.offloads = train.offload and on_device
+        self._weights = Offload(model.parameters())
+        self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
+        self.sleep()
+
+    def run(self, work: Pass) -> None:
+        """See `ShardedModel`."""
+        stage = self._pipeline
+        if work.is_trained:
+            self._routing.begin(work.count)
+
+        def forward(step: Step) -> None:
+            stage.begin(step)
+            micro = work.select(step.microbatch)
+            if stage.is_last:
+                stage.forwarded(work.finish(step.microbatch, micro, self.outputs(micro, work.ask)))
+            else:
+                stage.forwarded(self._run(self.row(micro), 0))
+
+        def backward(step: Step) -> None:
+            stage.begin(step)
+            # between nodes, not for each micro-batch
+            shard.sum_over_copies(self.module, now=step.microbatch == work.count - 1)
+            stage.backward()
+
+        walk(work, self._layout, stage.steps(work.count, work.is_trained), forward, backward, self._compiling)
+        if work.is_trained or not self._keep_gathered:
+            shard.reshard(self.module)  # trained weights are about to change
+        with self._world.collective(f"{work.what}: sends"):  # [all]
+            stage.finish()
+
+    @abstractmethod
+    def outputs(self, micro: Batch, ask: Ask) -> tuple[Tensor, ...]:
+        """[stage] Of the last chunk: see `Pass.finish`."""
+
+    def grad_square(self) -> float:
+        """See `ShardedModel`."""
+        self._moments.to_device()  # not before: what the micro-batches held is free again
+        return self._optimizer.local_grad_square()  # [all]
+
+    def step(self, lr: float, norm: float | None) -> None:
+        """See `ShardedModel`."""
+        self._changed = 0.0
+        if norm is not None:
+            self._changed = self._optimizer.step(lr, norm)
+            self._routing.balance()  # [all]
+            self._weights.changed()
+            self._moments.changed()
+        self._optimizer.zero_grad()
+        if self.offloads:  # the next update's micro-batches may need the room
+            with self._world.journal.kind("copy"):
+                self._moments.to_host()
+
+    def metrics(self) -> Metrics:
+        """See `ShardedModel`."""
+        found: Metrics = {}
+        if self._optimizer.rounds:  # alike on all ranks
+            changed = self._world.reduce("update: changed weights", {"changed": self._changed}, op="sum")  # [all]
+            found["changed_share"] = changed["changed"] / self._num_trained
+        return found | self._routing.metrics() | self._replay.metrics()  # [all]
+
+    def row(self, micro: Batch) -> Row:
+        """What this rank computes of a micro-batch."""
+        return row_of(micro, self.device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+
+    def _run(self, row: Row, kept: Tensor | int) -> Tensor:
+        """[stage] What the step's chunk of the model makes of a row; at the end of those `kept`: [1, n, ..]."""
+        device = self.device
+        if self._pipeline.is_first:
+            tokens = {"input_ids": to_device(row.token_ids[None], device)}
+        else:
+            tokens = {"inputs_embeds": self._pipeline.receive(len(row.token_ids) // self._layout.size("tp"))}
+        positions, routed = to_device(row.position_ids[None], device), to_device(row.routed, device)
+        common = {"position_ids": positions, "packing": row.packing, "routed": routed, "use_cache": False}
+        if row.chosen is not None:
+            common["chosen"] = to_device(row.chosen, device)
+        return self.module(**tokens, **common, logits_to_keep=kept).logits
+
+    def predictions(self, micro: Batch, row: Row) -> Tensor:
+        """[stage] What the output embedding makes of the hidden states that predict the loss mask's tokens: [N, ..].
+
+        Of the last chunk. It gets those of `row` alone, in order, filled up by `filled_up`.
+        """
+        device = self.device
+        # the output's projection runs only where a target is predicted
+        found = self._run(row, to_device(filled_up(row.keep), device))[0, : len(row.keep)]
+        if row.own is None:
+            return found
+        group = self._layout.group("cp")
+        return collect(found, to_device(row.own, device), len(micro.sampled.index), group)  # [all]
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        """Each shape of a micro-batch may have to be compiled."""
+        return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`: bitwise what the forward pass computes with."""
+        for name, tensor in self.whole_parameters():  # [all]
+            yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+        for name, buffer in self.module.named_buffers():
+            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
+
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """[all] The same by parameters, of which some are stored in parts: those of the whole model, whole."""
+        shard.reshard(self.module)
+        parameters = dict(self.module.named_parameters())
+        if self._gather is None:
+            self._gather = Gather(parameters, self._dtype, self._layout)  # [all] like this whole method
+        own = self._gather.whole(parameters)
+        for name, tensor in self._pipeline.of_owners(own, self._dtype):
+            self._world.progress()
+            yield name, tensor
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The live tensors of `state`, by parameter: under `model` those that are not frozen, and `optimizer`."""
+        shard.reshard(self.module)
+        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+        if self._optimizer is None:
+            return {"model": trained}
+        self._moments.to_device()
+        return {"model": trained | self._routing.biases(), "optimizer": self._optimizer.state_dict()}
+
+    def state(self) -> list[Shard]:
+        """See `ShardedModel`."""
+        live, optimizer = self.state_dict(), self._optimizer
+        if optimizer is None:
+            return []
+        weights, moments = live["model"], live["optimizer"]
+        found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
+        for name, bias in self._routing.biases().items():  # alike on all ranks
+            found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
+        for name, held in self._pipeline.held.items():
+            if held.is_trained:
+                here = name in weights
+                own = owned_region(weights[name]) if here else _whole(held.shape)
+                copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")  # which share the work
+                is_mine = here and optimizer.counts_here(name, copy)
+                kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in optimizer.kinds(name)}
+                for prefix, tensor in ({MODEL: weights.get(name)} | kept).items():
+                    mine = None if tensor is None else local(tensor)
+                    found += shards_of(prefix, mine, own, self._parts[name], is_mine)
+        return found
+
+    def loaded(self) -> None:
+        """See `ShardedModel`."""
+        self._weights.changed()
+        self._moments.changed()
+        if self._optimizer is not None:
+            self._optimizer.loaded()
+
+    def wake(self) -> None:
+        """See `ShardedModel`."""
+        self._weights.to_device()
+
+    def sleep(self) -> None:
+        """See `ShardedModel`."""
+        if self.offloads:
+            shard.reshard(self.module)
+            with self._world.journal.kind("copy"):
+                self._weights.to_host()
+                self._moments.to_host()
+
+    def close(self) -> None:
+        """See `ShardedModel`."""
+        self.module, self._optimizer = nn.Module(), None
+        self._weights = self._moments = Offload(())
+
+
+def _whole(shape: torch.Size) -> Region:
+    return tuple(slice(0, size) for size in shape)

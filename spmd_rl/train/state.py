@@ -1,0 +1,244 @@
+"""A role's saved state: one format for all backends, so that any of them reads on any ranks what another has written.
+
+    files = write_state(folder, "00000.safetensors", policy.state(), about={"backend": "fsdp2"})
+    read_state(policy.state(), SavedState.open(folder, world), world.progress)
+
+Each rank writes one safetensors file, with the pieces of tensors that it alone holds. Tensors go by their Hugging Face
+names: `model/<name>` is a weight, `optimizer/<state>/<name>` what an optimizer keeps of it (`exp_avg`, for one), and
+`optimizer/<state>` what it keeps once. A piece is called `<name>@<where it begins>`, like `model/lm_head.weight@128,0`,
+and the file's metadata say how large each tensor is as a whole. Nothing in it is code.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from spmd_rl.distributed import World
+from spmd_rl.errors import UserError, one_line
+from spmd_rl.model.load import MappedFiles, Region, overlap, within
+from spmd_rl.model.stored import Part
+
+FORMAT = "spmd_rl.state.1"
+MODEL, OPTIMIZER = "model/", "optimizer/"
+"""What the names of weights and of optimizer state begin with"""
+DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+"""What safetensors calls them, in the order in which it writes them."""
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+ALIGNMENT = 8
+"""Of the first tensor's place in the file, in bytes."""
+BROKEN = (ValueError, TypeError, KeyError, SafetensorError, msgspec.MsgspecError)
+"""What a file that `write_state` has not written makes its readers raise"""
+
+
+class Shard(NamedTuple):
+    """What this rank has of a tensor that is saved. Every rank lists every tensor of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    """of the whole"""
+    begin: tuple[int, ...]
+    """where the part begins"""
+    tensor: Tensor | None
+    """The part, live; None if all of it is elsewhere."""
+    is_mine: bool
+    """Whether this rank writes it: of the ranks that hold an element exactly one does."""
+
+
+def shards_of(prefix: str, tensor: Tensor | None, own: Region, parts: Sequence[Part], is_mine: bool) -> Iterator[Shard]:
+    """The region `own` of a model's parameter, or of what is kept of it, by the names under which it is stored."""
+    for part in parts:
+        shape = tuple(piece.stop - piece.start for piece in part.region)[part.is_expert :]
+        common = overlap(own, part.region) if tensor is not None else None
+        if common is None:
+            yield Shard(prefix + part.name, shape, (), None, False)
+            continue
+        mine = tensor[within(common, own)]
+        begin = tuple(piece.start for piece in within(common, part.region))[part.is_expert :]
+        yield Shard(prefix + part.name, shape, begin, mine[0] if part.is_expert else mine, is_mine)
+
+
+class Shape(NamedTuple):
+    """What is known of a tensor before it is there."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its contents."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+def write_safetensors(
+    path: Path, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, Tensor]], about: Mapping[str, str]
+) -> None:
+    """Write `tensors`, which come in the order of `shapes`, one at a time; OSError as the file system gives it.
+
+    The library's own `save_file` wants all of them at once. The bytes are the same: a head in JSON, then the tensors,
+    those of wider numbers first, by name.
+    """
+    order = sorted(shapes, key=lambda name: (list(DTYPES).index(shapes[name].dtype), name))
+    head, begins, end = {"__metadata__": dict(about)}, {}, 0
+    for name in order:
+        begins[name], end = end, end + shapes[name].num_bytes
+        dtype, size = DTYPES[shapes[name].dtype], list(shapes[name].size)
+        head[name] = {"dtype": dtype, "shape": size, "data_offsets": [begins[name], end]}
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, (given, tensor) in zip(shapes, tensors, strict=False):
+            assert given == name and (tensor.dtype, tuple(tensor.shape)) == shapes[name], (given, name)
+            file.seek(8 + len(text) + begins[name])
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def write_state(
+    path: Path, state: Iterable[Shard], about: Mapping[str, str], on_progress: Callable[[], object] = lambda: None
+) -> list[Path]:
+    """Write this rank's pieces into the new file `path`; return it, or nothing where there is none. OSError."""
+    mine = {key_of(one.name, one.begin): one for one in state if one.is_mine and one.tensor is not None}
+    shapes = {key: Shape(one.tensor.dtype, tuple(one.tensor.shape)) for key, one in mine.items()}
+    wholes = {one.name: one.shape for one in mine.values()}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for key, one in mine.items():
+            on_progress()
+            yield key, one.tensor.detach().cpu()
+
+    if mine:
+        write_safetensors(path, shapes, tensors(), head_of(wholes, about))
+    return [path] if mine else []
+
+
+def head_of(wholes: Mapping[str, Sequence[int]], about: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file whose tensors are, as a whole, of these shapes. about: who wrote it."""
+    return {"format": FORMAT, **about, "shapes": json.dumps(wholes, separators=(",", ":"))}
+
+
+def key_of(name: str, begin: Iterable[int]) -> str:
+    """What the piece of a tensor that begins there is called in a file."""
+    return f"{name}@{','.join(map(str, begin))}"
+
+
+class Piece(NamedTuple):
+    """A part of a tensor in a file."""
+
+    file: str
+    key: str
+    region: Region
+
+
+class SavedState:
+    """The tensors in a folder, of which any part can be read, whoever wrote them.
+
+    saved = SavedState.open(folder)
+    saved.read("model/lm_head.weight")
+    """
+
+    def __init__(self, folder: Path, heads: Iterable[Mapping[str, Any]]) -> None:
+        """Use `open`. heads: of all files, as `_head` reads them."""
+        self.tensors: dict[str, Shape] = {}
+        """By name, whole."""
+        self.folder, self._files, self._pieces = folder, MappedFiles(folder), dict[str, list[Piece]]()
+        for head in heads:
+            for key, dtype, size in head["pieces"]:
+                name, _, begin = key.rpartition("@")
+                places = [int(number) for number in begin.split(",") if number]
+                region = tuple(slice(at, at + count) for at, count in zip(places, size, strict=True))
+                whole = Shape(DTYPE_OF[dtype], tuple(head["shapes"][name]))
+                inside = all(r.start >= 0 and r.stop <= n for r, n in zip(region, whole.size, strict=True))
+                if self.tensors.setdefault(name, whole) != whole or not inside:
+                    raise ValueError(f"{name} is of several shapes")
+                self._pieces.setdefault(name, []).append(Piece(head["file"], key, region))
+        for name, whole in self.tensors.items():
+            if sum(_count(piece.region) for piece in self._pieces[name]) != math.prod(whole.size):
+                raise ValueError(f"{name} is not complete")
+
+    @classmethod
+    def open(cls, folder: Path, world: World | None = None) -> "SavedState":
+        """[all] Read what lies where; of the files each rank reads some. Without a world: all of them.
+
+        UserError, on all ranks, if that is no saved state, or a damaged one; OSError if it cannot be read.
+        """
+        rank, size = (world.rank, world.size) if world is not None else (0, 1)
+        files = sorted(path.name for path in folder.iterdir() if path.name.endswith(".safetensors"))
+        error, heads = "", []
+        try:
+            if not files:
+                old = (folder / ".metadata").exists()
+                raise ValueError("it is of an earlier version, in torch's format" if old else "it holds no tensors")
+            heads = [_head(folder, file) for file in files[rank::size]]
+        except BROKEN as failed:
+            error = one_line(failed)
+        if world is not None:
+            found = world.gather("restore: heads", [error, heads])  # [all]
+            error = next((said for said, _ in found if said), "")
+            heads = [head for _, some in found for head in some]
+        try:
+            if not error:
+                return cls(folder, heads)
+        except BROKEN as failed:
+            error = one_line(failed)
+        raise UserError(f"{folder} is no saved state that can be read: {error}")
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A tensor, on the CPU; with `region`, that part. UserError if what is stored is damaged."""
+        dtype, size = self.tensors[name]
+        own = tuple(slice(0, n) for n in size) if region is None else region
+        found = torch.empty([piece.stop - piece.start for piece in own], dtype=dtype)
+        for piece in self._pieces[name]:
+            common = overlap(own, piece.region)
+            if common is None:
+                continue
+            try:
+                part = self._files.read_part(piece.file, piece.key, within(common, piece.region))
+            except SafetensorError as failed:
+                raise UserError(f"{self.folder / piece.file}: {name}: {one_line(failed)}") from failed
+            found[within(common, own)] = part
+        return found
+
+
+def _head(folder: Path, file: str) -> dict[str, Any]:
+    """What a file says that is in it, in plain values."""
+    opened = MappedFiles(folder).open(file)
+    about = opened.metadata() or {}
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{file} has the format {about.get('format')}, this version reads {FORMAT}")
+    slices = {key: opened.get_slice(key) for key in list(opened.keys())}
+    pieces = [(key, found.get_dtype(), list(found.get_shape())) for key, found in slices.items()]
+    return {"file": file, "pieces": pieces, "shapes": msgspec.json.decode(about["shapes"], type=dict[str, list[int]])}
+
+
+def _count(region: Region) -> int:
+    return math.prod(piece.stop - piece.start for piece in region)
+
+
+@torch.no_grad()
+def read_state(state: Sequence[Shard], saved: SavedState, on_progress: Callable[[], object] = lambda: None) -> None:
+    """Fill the tensors of `state` in place. ValueError, on every rank, if names or shapes are not those saved."""
+    ours = {one.name: tuple(one.shape) for one in state}
+    theirs = {name: tuple(whole.size) for name, whole in saved.tensors.items()}
+    if odd := sorted(ours.keys() ^ theirs.keys()):
+        whose = "this model has" if odd[0] in ours else "the checkpoint has"
+        raise ValueError(f"{saved.folder} does not fit this model: only {whose} {odd[0]} ({len(odd)} names differ)")
+    if odd := next((name for name in sorted(ours) if ours[name] != theirs[name]), None):
+        raise ValueError(f"{saved.folder} does not fit this model: {odd} is {theirs[odd]} there and {ours[odd]} here")
+    for one in state:
+        if one.tensor is not None:
+            on_progress()
+            region = tuple(slice(at, at + n) for at, n in zip(one.begin, one.tensor.shape, strict=True))
+            one.tensor.copy_(saved.read(one.name, region))
