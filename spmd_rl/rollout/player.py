@@ -61,8 +61,6 @@ class Player:
         self.engine_loop = EngineLoop(engine, world)
         self.running: dict[GroupSlice, Samples] = {}
         """Slices that have started here and have not finished."""
-        self.offered: dict[GroupSlice, int] = {}
-        """Slices with which any rank may go on, and the rank that has played what there is of each."""
         self._logs: dict[GroupSlice, dict[int, ReplayLog]] = {}
         """Of slices that run here, by answer."""
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
@@ -90,9 +88,7 @@ class Player:
         )
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
-        partial_rollouts: PartialRollouts = {}
-        if self.migration and group_slice in self.offered:
-            partial_rollouts = self.migration.claim(group_slice, self.offered.pop(group_slice))
+        partial_rollouts: PartialRollouts = self.migration.claim(group_slice) if self.migration else {}
         logs = self._logs[group_slice] = {n: ReplayLog(partial_rollouts.get(n, ())) for n in answers}
         return self._start(prompt, group_slice.ticket, epoch, answers, self.engine_loop, s.redundancy, logs)
 
@@ -157,22 +153,21 @@ class Player:
             await self.engine_loop.poll()
         return False
 
-    async def end_step(self) -> tuple[int, list[GroupSlice]]:
+    async def end_step(self) -> int:
         """Empty the engine. Slices that run are kept, offered to other ranks or given up, as the settings say.
 
-        Returns the number of requests stopped, and the slices offered.
+        Returns the number of requests stopped.
         """
         self._wait_message.over()
         num_stopped = await self.engine_loop.drain()
         carries, leaves = self.settings.rollout.partial_rollout, bool(self.migration and self.migration.leaves)
         self._logs = {one: self._logs[one] for one in self.running if carries}
-        offered = sorted(self._logs) if leaves else []
         if leaves:
-            self.migration.offer({one: {n: log.records for n, log in self._logs[one].items()} for one in offered})
+            self.migration.offer({one: {n: log.records for n, log in self._logs[one].items()} for one in self._logs})
         if leaves or not carries:
             await self.cancel()
             self.engine_loop.clear()
-        return num_stopped, offered
+        return num_stopped
 
     async def cancel(self) -> None:
         """Cancel all episodes, and wait until they have ended."""
