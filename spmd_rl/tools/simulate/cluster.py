@@ -15,7 +15,7 @@ from spmd_rl.tools.simulate.store import CountingStore
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VirtualStep:
     """What one step did."""
 
     long: bool
@@ -50,13 +50,13 @@ class Cluster:
         self.carried: frozenset[GroupSlice] = frozenset()
         """Slices that go on in the next step."""
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[VirtualStep]:
         """Steps without end."""
         for number in count(1):
             yield self.step(number)
             self.now += self.scene.train_seconds
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> VirtualStep:
         """Generation and scoring of the step of this number, on from `cursor`."""
         scene, replicas = self.scene, self.replicas
         round = plan_round(self.cursor, scene.settings, self.carried)
@@ -76,7 +76,7 @@ class Cluster:
         seconds = self.now - began
         idle = 1 - busy / seconds / len(replicas) if seconds else 0.0
         step = (round.long, seconds, tuple(sorted(used)), tuple(sorted(trained)), num_stale, idle)
-        return Step(*step, tokens, operations, looks)
+        return VirtualStep(*step, tokens, operations, looks)
 
     def _begin(self, name: str, number: int, round: Round) -> Sequence[Coordinator]:
         """All replicas begin a step; their coordinators."""

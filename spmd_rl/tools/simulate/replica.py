@@ -7,7 +7,7 @@ from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.engine_loop import IDLE_SECONDS
 from spmd_rl.rollout.rounds import GroupSlice
-from spmd_rl.tools.simulate.engine import Engine
+from spmd_rl.tools.simulate.engine import VirtualEngine
 from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.tools.simulate.store import CountingStore
 
@@ -19,7 +19,7 @@ class Replica:
     """Between two events it only looks at the store; looks that could see nothing new are counted, not made."""
 
     def __init__(self, scene: Scene, store: CountingStore) -> None:
-        self.engine = Engine(scene.speed, scene.max_running)
+        self.engine = VirtualEngine(scene.speed, scene.max_running)
         self.running: dict[GroupSlice, int] = {}
         """slices under way -> answers that have not ended"""
         self.finished: list[GroupSlice] = []

@@ -18,7 +18,7 @@ from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.coordinator import FirstKInOrder
 from spmd_rl.rollout.rounds import GroupSlice, Round, num_slots
 from spmd_rl.split.pace import oldest_version_at
-from spmd_rl.tools.simulate.cluster import Cluster, Step
+from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.replica import Replica
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.two_sides import Costs, Generation, Run
@@ -98,7 +98,7 @@ class CarriedCluster(Cluster):
         seconds, cut = [replica.engine.busy for replica in self.replicas], self._num_dedicated
         return sum(seconds[:cut]), sum(seconds[cut:])
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> VirtualStep:
         """See `Cluster`."""
         step = super().step(number)
         dedicated, lent = self.replicas[: self._num_dedicated], self.replicas[self._num_dedicated :]

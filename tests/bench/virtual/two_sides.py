@@ -17,7 +17,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError
 from spmd_rl.rollout.rounds import Cursor
 from spmd_rl.split.pace import due, oldest_version
-from spmd_rl.tools.simulate.cluster import Cluster, Step
+from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.clock import Clock, Process
 
@@ -67,9 +67,9 @@ class Generation:
     """The steps that some replicas generate. What a step takes is a function of its tickets: each is played once."""
 
     scene: Scene
-    _played: dict[Cursor, tuple[Step, Cursor]] = field(default_factory=dict)
+    _played: dict[Cursor, tuple[VirtualStep, Cursor]] = field(default_factory=dict)
 
-    def step(self, cursor: Cursor) -> tuple[Step, Cursor]:
+    def step(self, cursor: Cursor) -> tuple[VirtualStep, Cursor]:
         """Return the step that begins with this cursor, and the cursor after it."""
         if cursor not in self._played:
             cluster = Cluster(self.scene)
@@ -85,7 +85,7 @@ class Trained:
     number: int
     version: int
     """That generated all of it."""
-    generated: Step
+    generated: VirtualStep
     at: float
     """When its version had been published, in seconds since the run began."""
     trained_seconds: float
@@ -145,7 +145,7 @@ class Run:
         """Yield what the job consists of, from the last checkpoint on."""
         raise NotImplementedError
 
-    def count(self, step: int, version: int, generated: Step, cursor: Cursor) -> None:
+    def count(self, step: int, version: int, generated: VirtualStep, cursor: Cursor) -> None:
         """A step has been trained on and its version published."""
         sums = self.clock.now, self.trained_seconds, self.busy, self.clock.now - self.since
         self.since = self.clock.now
@@ -154,7 +154,7 @@ class Run:
         if due(step, self.costs.checkpoint_every):
             self.saved, self.start = cursor, step
 
-    def _worked(self, generated: Step) -> None:
+    def _worked(self, generated: VirtualStep) -> None:
         self.busy += (1 - generated.bubble) * generated.seconds * self.generation.scene.replicas
 
 
@@ -190,7 +190,7 @@ class Split(Run):
         """See `Run`."""
         self._newest = self._loaded = -1
         self._fetching: int | None = None
-        self._delivered: dict[int, tuple[int, Step]] = {}
+        self._delivered: dict[int, tuple[int, VirtualStep]] = {}
         yield self._train(self.saved, self.start, last)
         yield self._generate(self.saved, self.start, last)
 
