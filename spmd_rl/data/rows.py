@@ -23,7 +23,7 @@ THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Record:
     """One problem, as its source gives it."""
 
     where: str
@@ -39,7 +39,7 @@ class Row:
     for a generated problem"""
 
 
-def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Row]:
+def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
     """Yield the row of each record: where it stands, and what JSON makes of it. `columns` is `data.keys`.
 
     UserError, naming the setting `key` and the record, for a broken one.
@@ -55,7 +55,7 @@ class _BrokenRow(Exception):
     """Says what is wrong with a row."""
 
 
-def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
+def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
     """Check one record."""
     if not isinstance(data, dict):
         raise _BrokenRow(f"not an object but {_kind(data)}")
@@ -75,7 +75,7 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
     if own_id is not None and isinstance(tag := data.get("tag"), str):
         own_id = f"{tag}/{own_id}"  # ROLL counts each source's rows from 1
     own_id = None if own_id is None else _encodable(str(own_id), "id")
-    return Row(where, problem, ground_truth, domain, own_id, data, lacks)
+    return Record(where, problem, ground_truth, domain, own_id, data, lacks)
 
 
 def _each(*fields: Callable[[], Any]) -> list[Any]:
@@ -106,7 +106,7 @@ def _depth(data: Any) -> int:
 
 
 def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the record with its columns under the names that `data.keys` gives them, and `Row.lacks`."""
+    """Return the record with its columns under the names that `data.keys` gives them, and `Record.lacks`."""
     out, lacks, missing = dict(data), {}, []
     for name, column in columns.items():
         found = data if column is None else _column(data, column)
