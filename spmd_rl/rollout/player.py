@@ -18,12 +18,12 @@ from spmd_rl.distributed import World
 from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.engine.base import Engine
 from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.plugins.targets import import_coroutine
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, in_order, play, single_turn
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.replay_log import Migration, PartialRollouts, ReplayLog
 from spmd_rl.rollout.rounds import GroupSlice, num_slots
-from spmd_rl.targets import import_coroutine
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
