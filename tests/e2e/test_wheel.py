@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.e2e.runs import ROOT, Toy
+from tests.patience import patient
 
 BUNDLED = ("configs", "rewards", "envs", "launch")
 REWARD = """
@@ -80,7 +81,7 @@ def python(venv: Path, cwd: Path, *arguments: object) -> str:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     command = [venv / "bin" / "python", *map(str, arguments)]
     env["PYTHONDONTWRITEBYTECODE"] = "1"
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
