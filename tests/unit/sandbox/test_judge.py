@@ -97,12 +97,13 @@ def test_what_may_answer_for_itself_is_no_value(value):
 def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
-    server, link = Server(names, False), Link(theirs.fileno(), MOST)
+    link = Link(theirs.fileno(), MOST)
+    server = Server(link, names, False)
 
     def serve():
         with theirs, contextlib.suppress(Gone):
             while True:
-                server.answer(link, link.receive())
+                server.answer(link.receive())
 
     threading.Thread(target=serve, daemon=True).start()
     client = Client(Link(ours.fileno(), MOST), None)
