@@ -12,8 +12,8 @@ import types
 
 from spmd_rl.sandbox.guest import values
 
-DEPTH = 400  # calls of the code within calls of the tests within ...
-FRAMES = 8000  # all of theirs
+DEPTH = 250  # calls of the code within calls of the tests within ...
+FRAMES = 5000  # all of theirs
 COROUTINES = 0x80 | 0x200  # the flags of an `async def`, with and without `yield`
 _REACHING = {"getattr", "setattr", "delattr", "type", "super", "vars", "dir", "object"}
 
@@ -27,12 +27,10 @@ class Handed:
     def node(self, value):
         """Return the node of a function, an iterator or an exception of the tests; None of anything else."""
         key = (id(value.__self__), id(value.__func__)) if type(value) is types.MethodType else id(value)
-        if key not in self._numbers:
-            said = self._described(value)
-            if said:
-                self._numbers[key] = len(self._things)
-                self._nodes.append(["handed", len(self._things), *said])
-                self._things.append(value)
+        if key not in self._numbers and (said := self._described(value)):
+            self._numbers[key] = len(self._things)
+            self._nodes.append(["handed", len(self._things), *said])
+            self._things.append(value)
         return self._nodes[self._numbers[key]] if key in self._numbers else None
 
     def thing(self, number, *_):
@@ -61,7 +59,8 @@ class Handed:
             return ("iterator",)
         if isinstance(value, Exception):
             base = next(base for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
-            return "error", kind.__name__, base.__name__, str(value)
+            plain = values.SCALARS.issuperset(map(type, value.args))
+            return "error", kind.__name__, base.__name__, list(value.args) if plain else [str(value)]
         return None
 
 
@@ -76,7 +75,7 @@ def _parameters(function):
         if each.default is not each.empty and type(each.default) not in values.SCALARS:
             return "(*args, **kwargs)", "*args, **kwargs"
         passed.append(("{0}", "{0}", "*{0}", "{0}={0}", "**{0}")[each.kind].format(each.name))
-        known = isinstance(each.annotation, type) and values.TYPES.get(each.annotation.__name__) is each.annotation
+        known = getattr(each.annotation, "__module__", "") == "builtins" and type(each.annotation) is type
         parameters[i] = each if known else each.replace(annotation=each.empty)
     return str(inspect.Signature(parameters)), ", ".join(passed)
 
@@ -114,12 +113,11 @@ class Stubs:
         return self._things[number]
 
     def _function(self, number, name, doc, head, given):
-        names = {**values.TYPES, "inf": float("inf"), "nan": float("nan"), "__name__": "tests"}
+        names = {"inf": float("inf"), "nan": float("nan"), "__name__": "tests"}
         names["_call"] = lambda *args, **kwargs: self._ask(number, "call", args, kwargs)
         exec(f"def stub{head}: return _call({given})", names)
         stub = names["stub"]
-        stub.__name__ = stub.__qualname__ = name
-        stub.__doc__ = doc
+        stub.__name__, stub.__qualname__, stub.__doc__ = name, name, doc
         return stub
 
     def _iterator(self, number):
@@ -131,10 +129,10 @@ class Stubs:
                 return end.value
             sent = yield item
 
-    def _error(self, number, name, base, text):
+    def _error(self, number, name, base, args):
         known = self._namespace.get(name)
         is_known = isinstance(known, type) and issubclass(known, BaseException)
         kind = known if is_known else type(name, (getattr(builtins, base),), {"__module__": "tests"})
-        error = kind.__new__(kind, text)
-        error.args = (text,)
+        error = kind.__new__(kind, *args)
+        error.args = tuple(args)
         return error

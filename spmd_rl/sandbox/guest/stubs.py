@@ -118,7 +118,7 @@ class Client:
             answer, printed = self._understood(verb, *message)
         except Gone as error:
             self.gone = str(error)
-        except (Malformed, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
+        except (Malformed, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             self.gone = f"an answer that is none: {type(error).__name__}"
         if self.gone or self.refused:
             self.refuse(self.gone or self.refused)
