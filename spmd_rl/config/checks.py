@@ -30,7 +30,7 @@ from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, RoleConfi
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
-from spmd_rl.curve_keys import ClientKeys, HostKeys, on_loopback
+from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
 from spmd_rl.targets import import_coroutine
@@ -124,10 +124,10 @@ def check_placement(
             "placement.bind: ipc reaches the ranks of one machine; say placement.bind=tcp://* sidecar.keys=DIR "
             "(python -m spmd_rl sidecar_keys DIR makes the keys)"
         )
-    if placement.bind != "ipc" and not sidecar.keys and not on_loopback(f"{placement.bind}:1"):
+    if placement.bind != "ipc" and not sidecar.keys:
         raise UserError(
-            f"placement.bind: {placement.bind} beyond this machine needs sidecar.keys, a directory of CURVE keys with "
-            "an allow-list; python -m spmd_rl sidecar_keys DIR makes one"
+            f"placement.bind: {placement.bind} needs sidecar.keys, a directory of CURVE keys with an allow-list (other "
+            "users of a machine reach its loopback too); python -m spmd_rl sidecar_keys DIR makes one"
         )
 
 

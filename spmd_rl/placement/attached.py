@@ -9,11 +9,13 @@ An attached job may die at any moment, and another may come: training waits for 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from spmd_rl import train
 from spmd_rl.job import Job, Place
-from spmd_rl.split import Crew, HandedIn, attach, serve_attached
-from spmd_rl.weights import Publisher, Served
+from spmd_rl.placement.split import generate, remote_rollouts, served
+from spmd_rl.split import attach, serve
+from spmd_rl.weights import Publisher
 
 
 @contextmanager
@@ -21,14 +23,12 @@ def attached(job: Job) -> Iterator[Place]:
     """[all] The job that trains. It starts once `placement.min_generate` ranks are there."""
     cfg, world = job.cfg, job.world
     job.open_run(world)  # [all]
-    with serve_attached(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
+    with serve(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
         with job.starting():
             environments = job.connect()[1] if job.envs else None  # demonstrations are played here
             roles = train.build_roles(cfg.roles, world)  # [all]
-        rollouts = HandedIn(cfg, job.source, job.tokenizer, side)  # [all]
-        staged, settings = side.exchange.weights, cfg.publish
-        served = Served(staged, world, rollouts.announce, rollouts.probe_answers, settings.delta)
-        publish = Publisher(roles.policy, world, [served], settings.probe_every)
+        rollouts = remote_rollouts(job, side)  # [all]
+        publish = Publisher(roles.policy, world, [served(job, side, rollouts)], cfg.publish.probe_every)
         yield Place(None, world, roles, rollouts, publish, environments, rollouts.begin)
 
 
@@ -38,11 +38,5 @@ def attaches(job: Job) -> Iterator[Place]:
 
     Engine and number of ranks are its own; its directory is `run.dir/attached/HOST-PORT`.
     """
-    cfg, world = job.cfg, job.world
-    with attach(cfg, {"data": job.source.fingerprint()}, world) as side:  # [all]
-
-        def generate() -> None:
-            with Crew.build(cfg, job.source, job.tokenizer, side, world, job.envs) as crew:  # [all]
-                crew.run_attached()  # [all] until the run is over
-
-        yield Place(generate=generate)
+    with attach(job.cfg, {"data": job.source.fingerprint()}, job.world) as side:  # [all]
+        yield Place(generate=partial(generate, job, side))

@@ -5,16 +5,10 @@ static   dealt round-robin in waves, so that what an engine computes together ne
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from spmd_rl.rollout.coordinator import Coordinator, FirstKInOrder
 from spmd_rl.rollout.rounds import GroupSlice
-
-
-def always(position: int) -> bool:
-    """Let any position start."""
-    return True
 
 
 class Claim(Protocol):
@@ -38,9 +32,8 @@ class StoreClaim:
     Where there is room, the answers of one prompt so meet in one prefix cache.
     """
 
-    def __init__(self, coordinator: Coordinator, may_start: Callable[[int], bool] = always) -> None:
-        """may_start: what else a position must wait for."""
-        self._coordinator, self._may_start = coordinator, may_start
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._reserved: deque[int] = deque()
 
     @property
@@ -56,7 +49,7 @@ class StoreClaim:
             if not self._reserved:
                 self._reserved.extend(coordinator.claim(min(room - len(slices), round.slices)))
             position, claimed = round.slice(self._reserved[0])
-            if not (coordinator.may_start(position) and self._may_start(position)):
+            if not coordinator.may_start(position):
                 break
             self._reserved.popleft()
             if claimed not in round.carried:
@@ -104,18 +97,9 @@ class StaticClaim:
         return [dealt for dealt in slices if dealt not in round.carried]
 
 
-def claims(
-    name: str,
-    coordinator: Coordinator,
-    replica: int,
-    replicas: int,
-    may_start: Callable[[int], bool] = always,
-) -> Claim:
-    """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`.
-
-    may_start: what else a position must wait for, with `store`.
-    """
+def claims(name: str, coordinator: Coordinator, replica: int, replicas: int) -> Claim:
+    """Return the claim called `name` in `rollout.claim`, for replica number `replica` of `replicas`."""
     if name == "store":
-        return StoreClaim(coordinator, may_start)
+        return StoreClaim(coordinator)
     assert isinstance(coordinator, FirstKInOrder), "claim: static needs accept: in_order"
     return StaticClaim(coordinator, replica, replicas)

@@ -44,10 +44,6 @@ class RankReport(msgspec.Struct, array_like=True):
     num_aborted: int
     prompt_tokens: tuple[int, int] = (0, 0)
     """Of its requests: how many were asked for, and how many of these its engine had in its cache."""
-    offered: list[GroupSlice] = []
-    """Slices that started here and are not finished, with which any rank may go on; see `replay_log.Migration`."""
-    leaves: bool = False
-    """Whether it has other work between two steps, and may have come later than the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +96,7 @@ class Collected:
         kept = [r for r in slices if r.ticket not in used] if settings.partial_rollout else []
         asked = sum(r.prompt_tokens[0] for r in reports)
         seconds = max(r.seconds for r in reports)  # then the last has come: the others have been idle since they came
-        idle = [
-            r.idle_seconds + (0 if r.leaves else seconds - r.seconds) for r in reports if r.idle_seconds is not None
-        ]
+        idle = [r.idle_seconds + seconds - r.seconds for r in reports if r.idle_seconds is not None]
         collected = cls(
             step=step,
             groups=(),

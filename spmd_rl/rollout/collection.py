@@ -7,7 +7,7 @@ Left out: the rules of a step (`rounds.py`, `coordinator.py`, `claims.py`) and w
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.errors import tell
-from spmd_rl.rollout.claims import always, claims
+from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import Swap
@@ -43,17 +43,14 @@ class Rollouts:
         prompts: Prompts | EnvTasks,
         services: Services,
         world: World,
-        holder: int | None = None,
         migration: Migration | None = None,
     ) -> None:
-        """[all] `world`: the ranks that generate. holder: the rank, of the world that trains, which will hold this
-        rank's samples; default: this rank. migration: where some ranks leave between two steps."""
+        """[all] `world`: the ranks that generate. migration: where some of them leave between two steps."""
         self.prompts, self._longest = prompts, (settings.rollout.max_prompt_tokens, "")
         if settings.data is not None:
             sections = settings.rollout, settings.data, settings.reward
             self.prompts, *self._longest = drop_overlong(prompts, services.tokenizer, *sections, world)  # [all]
-        self._settings, self._engine, self._world, self._migration = settings, engine, world, migration
-        self._holder = world.rank if holder is None else holder
+        self._settings, self._engine, self._world = settings, engine, world
         leads = world.gather("start: replicas", engine.leads)  # [all]
         self._replica, self._num_replicas = sum(leads[: world.rank]), sum(leads)
         self._player = Player(settings, engine, self.prompts, services, world, self._num_replicas, migration)
@@ -90,19 +87,16 @@ class Rollouts:
 
     def collect(self, step: int) -> Collected:
         """[all] Generate and score, with the policy after `step - 1` updates, until the step has its groups."""
-        collected, _ = self.generate(step)  # [all]
+        collected = self._generate(step)  # [all]
         collected = check_errors(collected, self._settings.reward, self._settings.rollout, self._world)  # [all]
         if step < self._settings.last_ahead and not collected.failure:
             self.start_ahead(step + 1)  # [all] by the policy that is about to be updated: one version behind
         return collected
 
-    def generate(self, step: int, swap: Swap | None = None) -> tuple[Collected, RankReport]:
-        """[all] What comes of a step, before its errors are checked, and what this rank reported of it.
-
-        The next call is for the next step's tickets. swap: a policy that may come meanwhile.
-        """
+    def _generate(self, step: int) -> Collected:
+        """[all] What comes of a step, before its errors are checked; the next call is for the next step's tickets."""
         world, engine, player = self._world, self._engine, self._player
-        run, self._ahead = self._ahead or self._start_step(step, swap), None
+        run, self._ahead = self._ahead or self._start_step(step), None
         assert run.number == step, "another step has started"
         run.resume()
         shared = run.source
@@ -110,8 +104,7 @@ class Rollouts:
             if engine.leads:
                 shared.begin(run, self._unused)
             self._play(run)
-            leaves = bool(self._migration and self._migration.leaves)
-            report = shared.report(run, sorted(player.running), engine.leads, leaves)
+            report = shared.report(run, sorted(player.running), engine.leads)
             reports = world.gather(END, report, RankReport)  # [all] who comes early waits here for the others' verdicts
         with world.phase("coordination"):
             collected = Collected.of(step, self._settings.rollout, shared.coordinator, reports, shared.finished)
@@ -119,11 +112,10 @@ class Rollouts:
             used = collected.table.tickets.tolist()
             self._cursor, self._carried = self._cursor.after(used), collected.carried
             self._unused = {one: group for one, group in shared.finished.items() if one in collected.carried}
-            player.offered = _offered(player.offered, reports, used)
             if self._previous:
                 self._previous.forget(shared=world.rank == 0)
             self._previous = shared.coordinator
-        return collected, report
+        return collected
 
     def start_ahead(self, step: int) -> None:
         """[all] Generate for a step until this rank's engine has nothing to compute: all waits for verdicts and
@@ -151,16 +143,15 @@ class Rollouts:
             if self._engine.leads:
                 self._runner.run(run.until_end())
 
-    def _start_step(self, step: int, swap: Swap | None = None) -> StepRun:
+    def _start_step(self, step: int) -> StepRun:
         """Agree on what it asks for, without meeting anybody."""
         s = self._settings.rollout
         with self._world.phase("coordination"):
             round = plan_round(self._cursor, s, self._carried)
             coordinator = coordinate(self._world.store, f"step{step}", round, self._num_replicas)
-            may_start = swap.may_start if swap and s.partial_rollout else always
-            claim = claims(s.claim, coordinator, self._replica, self._num_replicas, may_start)
-            shared = SharedStep(coordinator, claim, s, self._holder, waits_for_all=self._migration is not None)
-        return StepRun(step, shared, self._player, swap)
+            claim = claims(s.claim, coordinator, self._replica, self._num_replicas)
+            shared = SharedStep(coordinator, claim, s, self._world.rank)
+        return StepRun(step, shared, self._player)
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
         """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter."""
@@ -184,16 +175,3 @@ class Rollouts:
             while self._engine.leads and (mine := claim(room)):
                 for group in self._runner.run(self._player.answer(mine, sampling)):
                     finish(group)
-
-
-def _offered(
-    before: Mapping[GroupSlice, int], reports: Sequence[RankReport], used: Collection[int]
-) -> dict[GroupSlice, int]:
-    """The slices with which any rank may go on after a step, and the rank that has played what there is of each.
-
-    before: those before the step.
-    """
-    started = {group_slice for r in reports for group_slice in r.running}
-    started |= {GroupSlice(f.ticket, f.number) for r in reports for f in r.finished}
-    waiting = {one: rank for one, rank in before.items() if one not in started and one.ticket not in used}
-    return waiting | {one: rank for rank, r in enumerate(reports) for one in r.offered}

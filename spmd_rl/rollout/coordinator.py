@@ -7,7 +7,6 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
     slices/<position>   counter: slices of a ticket whose verdicts are all in, where a ticket has several;
                         slices/<position>/<n>: what was answered
     end                 written once, when the step has ended
-    arrived             counter: replicas that take part, where some come later than others
 
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
 grow with the number of replicas, and all replicas together look `LOOKS_PER_SECOND` times a second for news.
@@ -55,7 +54,7 @@ class Store(Protocol):
 class Coordinator:
     """One step as one replica sees it; `coordinate` makes the one that `rollout.accept` names."""
 
-    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end", "arrived")
+    shared_keys: tuple[str, ...] = ("claimed", "rejected", "end")
 
     def __init__(
         self, store: Store, prefix: str, round: Round, replicas: int = 1, clock: Callable[[], float] = time.monotonic
@@ -66,10 +65,9 @@ class Coordinator:
         """Positions of which this replica alone knows that the step uses them; see `used`."""
         self.pause = replicas / LOOKS_PER_SECOND
         """Seconds between two looks of this replica, at least."""
-        self._store, self._prefix, self._clock, self._replicas = store, prefix, clock, replicas
+        self._store, self._prefix, self._clock = store, prefix, clock
         self._own_keys: set[str] = set()
         self._num_rejected, self._has_ended, self._looked_at = 0, False, -math.inf
-        self._all_arrived, self._counted_at = False, -math.inf
 
     def claim(self, count: int) -> range:
         """Claim the next `count` slices, as numbers for `Round.slice`.
@@ -109,17 +107,6 @@ class Coordinator:
         """Return whether the step has ended, as far as this replica knows."""
         self._look()
         return self._has_ended
-
-    def arrive(self) -> None:
-        """Say that this replica takes part from now on; only where `all_arrived` is asked."""
-        self._store.add(self._key("arrived"), 1)
-
-    def all_arrived(self) -> bool:
-        """Return whether all replicas take part, as far as this one knows."""
-        if not self._all_arrived and self._clock() - self._counted_at >= self.pause:
-            self._counted_at = self._clock()
-            self._all_arrived = self._store.add(self._key("arrived"), 0) >= self._replicas
-        return self._all_arrived
 
     def end_mark(self) -> str:
         """Return what was written at the end of the step, which must have ended."""

@@ -22,7 +22,7 @@ IDLE_SECONDS = 0.005
 
 
 class Swap(Protocol):
-    """A newer policy that a replica may take in the middle of its answers, and what it must wait for.
+    """A newer policy that a replica may take in the middle of its answers.
 
     The first rank of the replica asks, between two steps of the engine.
     """
@@ -41,10 +41,6 @@ class Swap(Protocol):
 
     def join(self, message: bytes) -> None:
         """Do, on any other rank of the replica, what the first one does in `load`; see `Engine.joined`."""
-        ...
-
-    def may_start(self, position: int) -> bool:
-        """Return whether the engine's policy is young enough for the ticket at this position of the step's order."""
         ...
 
 

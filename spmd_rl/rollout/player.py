@@ -15,7 +15,7 @@ from functools import partial
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.engine.base import Engine
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.engine_loop import EngineLoop
@@ -61,8 +61,6 @@ class Player:
         self.engine_loop = EngineLoop(engine, world)
         self.running: dict[GroupSlice, Samples] = {}
         """Slices that have started here and have not finished."""
-        self.offered: dict[GroupSlice, int] = {}
-        """Slices with which any rank may go on, and the rank that has played what there is of each."""
         self._logs: dict[GroupSlice, dict[int, ReplayLog]] = {}
         """Of slices that run here, by answer."""
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
@@ -71,7 +69,7 @@ class Player:
         self._episode = services.episode or (import_coroutine("rollout.target", s.target) if s.target else single_turn)
         self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
         self._num_slots = num_slots(s, num_replicas, engine.capacity.max_running)
-        self._notice = Notice(world.rank)
+        self._wait_message = WaitMessage(world.rank)
 
     async def start_slices(self, claim: Callable[[int], list[GroupSlice]]) -> None:
         """Start as many slices as there is room for."""
@@ -90,9 +88,7 @@ class Player:
         )
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
-        partial_rollouts: PartialRollouts = {}
-        if self.migration and group_slice in self.offered:
-            partial_rollouts = self.migration.claim(group_slice, self.offered.pop(group_slice))
+        partial_rollouts: PartialRollouts = self.migration.claim(group_slice) if self.migration else {}
         logs = self._logs[group_slice] = {n: ReplayLog(partial_rollouts.get(n, ())) for n in answers}
         return self._start(prompt, group_slice.ticket, epoch, answers, self.engine_loop, s.redundancy, logs)
 
@@ -157,22 +153,21 @@ class Player:
             await self.engine_loop.poll()
         return False
 
-    async def end_step(self) -> tuple[int, list[GroupSlice]]:
+    async def end_step(self) -> int:
         """Empty the engine. Slices that run are kept, offered to other ranks or given up, as the settings say.
 
-        Returns the number of requests stopped, and the slices offered.
+        Returns the number of requests stopped.
         """
-        self._notice.over()
+        self._wait_message.over()
         num_stopped = await self.engine_loop.drain()
         carries, leaves = self.settings.rollout.partial_rollout, bool(self.migration and self.migration.leaves)
         self._logs = {one: self._logs[one] for one in self.running if carries}
-        offered = sorted(self._logs) if leaves else []
         if leaves:
-            self.migration.offer({one: {n: log.records for n, log in self._logs[one].items()} for one in offered})
+            self.migration.offer({one: {n: log.records for n, log in self._logs[one].items()} for one in self._logs})
         if leaves or not carries:
             await self.cancel()
             self.engine_loop.clear()
-        return num_stopped, offered
+        return num_stopped
 
     async def cancel(self) -> None:
         """Cancel all episodes, and wait until they have ended."""
@@ -189,7 +184,7 @@ class Player:
         while not all(samples.done() for _, _, samples in started):
             await engine_loop.poll()
             self._report_wait(engine_loop)
-        self._notice.over()
+        self._wait_message.over()
         self.world.journal.idle(False)
         return [Group(prompt, n, in_order(samples.result())) for prompt, n, samples in started]
 
@@ -200,9 +195,9 @@ class Player:
     def _report_wait(self, engine_loop: EngineLoop) -> None:
         """Print what is waited for while the engine has nothing to do, if that takes long."""
         if engine_loop.num_requests:
-            self._notice.over()
+            self._wait_message.over()
         else:
-            self._notice(f"waiting for {self._awaited}")
+            self._wait_message(f"waiting for {self._awaited}")
 
     @property
     def _outstanding(self) -> int:

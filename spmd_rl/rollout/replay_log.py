@@ -68,8 +68,8 @@ class Migration(Protocol):
         """Let other ranks claim these slices of this rank's, which it has played so far."""
         ...
 
-    def claim(self, group_slice: GroupSlice, rank: int) -> PartialRollouts:
-        """Return what `rank` has played of a slice that it offered, which is then this rank's."""
+    def claim(self, group_slice: GroupSlice) -> PartialRollouts:
+        """Return what another rank has played of a slice that is now this rank's; nothing of a fresh one."""
         ...
 
 

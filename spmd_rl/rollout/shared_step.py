@@ -20,34 +20,29 @@ _pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[AnswerRow]
 class SharedStep:
     """A `StepSource`; keeps what has finished here."""
 
-    def __init__(
-        self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, holder: int, waits_for_all: bool
-    ) -> None:
-        """holder: the rank, of those that train, that will hold the samples. waits_for_all: ends when all have come."""
-        self.coordinator, self.next, self.ahead, self._settings = coordinator, claim.next, claim.ahead, settings
-        self._holder, self._waits_for_all = holder, waits_for_all
+    def __init__(self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, rank: int) -> None:
+        self.coordinator, self.next, self.ahead = coordinator, claim.next, claim.ahead
+        self._settings, self._rank = settings, rank
         self.finished: dict[GroupSlice, Group] = {}
         """Slices that finished here, in this step or, unused, in an earlier one."""
         self._reports: dict[GroupSlice, SliceReport] = {}
 
     def ended(self) -> bool:
         """See `StepSource`."""
-        return self.coordinator.ended() and (not self._waits_for_all or self.coordinator.all_arrived())
+        return self.coordinator.ended()
 
     def finish(self, group_slice: GroupSlice, group: Group, run: StepRun) -> None:
         """See `StepSource`. The slice that comes last of its ticket resolves the ticket."""
-        report = SliceReport.of(group, group_slice.number, self._holder, run.number - 1)
+        report = SliceReport.of(group, group_slice.number, self._rank, run.number - 1)
         self.finished[group_slice], self._reports[group_slice] = group, report
         settle(self.coordinator, report, self._settings)
 
     def begin(self, run: StepRun, unused: Mapping[GroupSlice, Group]) -> None:
-        """Take part from now on, with these slices that finished here in an earlier step."""
-        if self._waits_for_all:
-            self.coordinator.arrive()
+        """Count these slices, which finished here in an earlier step."""
         for group_slice in sorted(unused):
             self.finish(group_slice, unused[group_slice], run)
 
-    def report(self, run: StepRun, running: list[GroupSlice], leads: bool, leaves: bool) -> RankReport:
+    def report(self, run: StepRun, running: list[GroupSlice], leads: bool) -> RankReport:
         """Return what this rank reports to all others, once the step has ended. leads: a replica."""
         idle_seconds, seconds, prompt_tokens = run.costs()
         return RankReport(
@@ -59,8 +54,6 @@ class SharedStep:
             seconds=seconds,
             num_aborted=0 if self._settings.partial_rollout else run.num_stopped,
             prompt_tokens=prompt_tokens if leads else (0, 0),
-            offered=run.offered,
-            leaves=leaves,
         )
 
 

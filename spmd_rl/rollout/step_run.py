@@ -47,8 +47,6 @@ class StepRun:
         self.number, self.source = number, source
         self.num_stopped = 0
         """Requests that the step's end stopped."""
-        self.offered: list[GroupSlice] = []
-        """Slices with which other ranks may go on after the step."""
         self._player, self._swap = player, swap
         self._spent = np.zeros(4)
         """What `_counters` counted until the engine was driven last."""
@@ -111,7 +109,7 @@ class StepRun:
             with player.waiting(END):
                 await player.poll(source.ended)
             self._report_finished()
-        self.num_stopped, self.offered = await player.end_step()
+        self.num_stopped = await player.end_step()
 
     async def until_idle(self) -> None:
         """Play slices until the engine has nothing to compute, or the step has ended."""

@@ -53,7 +53,7 @@ def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
     """Return why a rewarder cannot judge a row, whatever the answer; empty if it can, or does not say."""
     try:
         return rewarder.unsupported(prompt) if hasattr(rewarder, "unsupported") else ""
-    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts tell
+    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts report
         return ""
 
 

@@ -98,7 +98,7 @@ def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
         rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=services)
         start_target(f"reward.{domain}", pool.target, rewarder)
     except UserError as error:
-        send_frame(sock, wire.Failed(str(error)))
+        send_frame(sock, wire.StartFailed(str(error)))
         return
     mode = call_mode(rewarder)
     send_frame(sock, wire.Ready(mode, min(getattr(rewarder, "max_batch", wire.BATCH_ITEMS), wire.BATCH_ITEMS)))

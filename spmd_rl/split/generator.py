@@ -1,10 +1,15 @@
-"""`Generator`: a generating rank's part of a run: load a policy, generate the next step, hand it over."""
+"""`Generator`: the ranks that only generate, of the training job or attached to it: load the newest policy, claim what
+there is to do, hand in each piece at once.
+
+The ranks of one job go from work to work together, as a replica may have several of them; the ranks of different jobs
+know nothing of each other. Whatever an attached rank has not handed in when it dies, another does again, with the same
+noise.
+"""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -18,36 +23,45 @@ from spmd_rl.engine import build as build_engine
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts, Services
-from spmd_rl.split.groups import StepPart, pack
-from spmd_rl.split.pace import is_evaluated, oldest_version, oldest_version_at
-from spmd_rl.split.sides import GenerateSide, announced
+from spmd_rl.split.client import Task
+from spmd_rl.split.remote_step import RemoteWork
+from spmd_rl.split.sides import GenerateSide
+from spmd_rl.types import Group, Prompt
 from spmd_rl.weights.in_flight import InFlight
 from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.replica_broadcast import ReplicaBroadcast
 
-T = TypeVar("T")
-
 LOOK_SECONDS = 0.02
-"""The pause between two looks for a newer version while nothing can be generated."""
+"""The pause between two looks for something to do."""
+
+
+class Job(msgspec.Struct, array_like=True):
+    """What the generating ranks of a job do next."""
+
+    kind: Literal["load", "step", "eval", "over"]
+    number: int = 0
+    step: int = 0
+    """The one that is open."""
+    newest: Announcement | None = None
 
 
 class Generator:
     """Runs ahead of training by at most `placement.max_staleness` steps."""
 
-    def __init__(self, cfg: PipelineConfig, engine: Engine, rollouts: Rollouts, side: GenerateSide, store: Any) -> None:
-        """store: that of all ranks."""
-        self._cfg, self._rollouts = cfg, rollouts
+    def __init__(self, cfg: PipelineConfig, engine: Engine, side: GenerateSide) -> None:
+        """[all] that generate."""
+        self._cfg, self._client, self._world, self._together = cfg, side.client, side.world, side.together
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
-        self._courier, self._world, self._together, self._start = side.courier, side.world, side.together, 0
         replica = ReplicaBroadcast(side.world, cfg.engine.tp)  # [all] that generate
-        self._store = store
-        report = partial(self._deliver, "probe")
+        report = self._client.hand_in_probe
         self._receiver = WeightReceiver(engine, replica, side.world, self._announced, report, cfg.publish.delta)
         self._met = -1
-        """The version that all generating ranks have at least."""
+        """The version that all generating ranks of this job have at least."""
+        self._last_step, self._waited_since = 0, 0.0
         swap = cfg.placement.swap
         self._in_flight = InFlight(self._receiver, side.connect if swap != "step" else None, swap == "keep")
+        self.work = RemoteWork(side.client)
 
     @classmethod
     @contextmanager
@@ -59,123 +73,115 @@ class Generator:
         side: GenerateSide,
         world: World,
         envs: EnvsConfig | None = None,
-    ) -> Iterator["Generator"]:
+    ) -> Iterator[tuple["Generator", Rollouts]]:
         """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
         with ExitStack() as stack:
-            with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
                 host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
                 scorer, environments = stack.enter_context(host)
                 engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, side.together)  # [all]
             episode = Agent(envs) if envs and not cfg.rollout.target else None
             services = Services(scorer, tokenizer, episode, environments if envs else None)
-            parts = cfg.generation, engine, prompts, services, side.together, side.courier.holder, side.handover
+            generator = stack.enter_context(closing(cls(cfg, engine, side)))
+            parts = cfg.generation, engine, prompts, services, side.together, generator.work
             rollouts = stack.enter_context(closing(Rollouts(*parts)))  # [all]
             rollouts.check()
-            generator = stack.enter_context(closing(cls(cfg, engine, rollouts, side, world.store)))
-            yield generator
+            yield generator, rollouts
             engine.close()  # not with an exception pending: an engine's own groups may wait for other ranks
 
-    def run(self, start: int, tickets: dict[str, Any]) -> None:
-        """[all] that generate: from the policy of version `start`, all steps that are left, and what evaluation asks.
+    def run(self, rollouts: Rollouts) -> None:
+        """[all] that generate: work until the run is over.
 
-        tickets: the state of the rollouts in the checkpoint of that step. RunFailed if the weights that arrive, or that
-        an engine then holds, are not those that the trainers announced.
+        RunFailed if the weights that arrive, or that an engine then holds, are not those that the trainers announced,
+        or if the training job is gone or has given this rank up.
         """
-        self._rollouts.load_state(tickets)
-        last, self._start = self._cfg.steps, start
-        self._follow(start)  # [all]
-        for step in range(max(start, self._cfg.num_shown) + 1, last + 1):
-            self._world.journal.set_step(step)
-            self._step(step)  # [all]
-        self._follow(last)  # [all] which may be evaluated
+        self._client.link.ready, journal = True, self._world.journal
+        while (job := self._next()).kind != "over":  # [all]
+            if job.step != journal.step:
+                journal.set_step(job.step)
+            if job.kind == "load":
+                self._load(job.newest)  # [all]
+                self._waited_since = self._waited_since or time.perf_counter()
+                self._met = job.number
+            elif job.kind == "eval":
+                self._answer(rollouts, job.number)  # [all]
+            else:
+                self._in_flight.begin()
+                waited, swaps = time.perf_counter() - self._waited_since, self._in_flight.seconds
+                self.work.begin(job.number, lambda: self._receiver.version, waited, swaps)
+                rollouts.generate_from(self.work, job.number, self._in_flight)  # [all] of the replica
+                self._in_flight.settle()  # [all] of the replica
+                self._last_step, self._waited_since = job.number, time.perf_counter()
+                journal.note("handed in", slices=self.work.num_accepted)
         self._together.barrier("generate: last step")  # [all] one of them may keep the sidecar of the others
 
     def close(self) -> None:
         """Give up what is on its way; idempotent."""
         self._in_flight.close()
 
-    def _step(self, step: int) -> None:
-        """[all] Generate a step and hand over what of it lies here."""
-        settings, began = self._cfg.placement, time.perf_counter()
-        self._follow(oldest_version(step, settings.max_staleness, self._start))  # [all]
-        waited = time.perf_counter() - began
-        order = {"step": step, "per_step": self._cfg.rollout.prompts_per_step}
-        bound = {"max_staleness": settings.max_staleness, "start": self._start}
-        self._in_flight.begin(partial(oldest_version_at, **order, **bound))
-        collected, report = self._rollouts.generate(step, self._in_flight)  # [all]
-        slices = sorted(collected.slices.items())
-        self._deliver("step", step, pack(StepPart(report, slices, waited, self._in_flight.seconds)))
-        self._in_flight.settle()  # [all] of the replica
+    def _answer(self, rollouts: Rollouts, version: int) -> None:
+        """[all] Answer held-out prompts as long as there are some that nobody has claimed."""
+        held_out, samplings = self._evaluation.questions(rollouts.prompts.eval, version)
+        tasks: dict[int, Task] = {}
 
-    def _follow(self, at_least: int) -> None:
-        """[all] Load the newest version, and those that come, until one is as new as that."""
-        while True:
-            newest = self._newest(at_least)  # [all]
-            if newest.version > self._met:
-                self._load(newest)  # [all]
-                self._met = newest.version
-                self._evaluate(newest.version)  # [all]
-            if self._met >= at_least:
-                return
+        def claim(room: int) -> Sequence[tuple[int, Prompt]]:
+            tasks.update({task.place[0]: task for task in self._client.claim("eval", version, version, room)[1]})
+            return [(index, held_out[index]) for index in tasks]
 
-    def _newest(self, at_least: int) -> Announcement:
-        """[all] What the first rank finds; while that is too old to generate with, it waits for news.
+        def finish(group: Group) -> None:
+            self._client.hand_in(tasks.pop(group.ticket), group.samples)
+
+        with self._world.phase("eval"):
+            rollouts.answer_from(claim, samplings, finish)
+
+    def _next(self) -> Job:
+        """[all] What the first rank finds; it waits where there is nothing to do."""
+        found = None
+        while self._world.rank == 0 and found is None:
+            with self._world.journal.waiting(self._awaited):
+                found = self._look()
+        record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
+        return msgspec.convert(self._world.broadcast("publish: newest version", record), Job)  # [all]
+
+    @property
+    def _awaited(self) -> str:
+        """What there is to wait for, in a hang report."""
+        oldest = self._client.link.news.oldest
+        return f"publish: version {oldest} from ranks that train" if self._met < oldest else "generate: something to do"
+
+    def _announced(self) -> Announcement | None:
+        newest = self._client.link.news.newest
+        return msgspec.msgpack.decode(newest, type=Announcement) if newest else None
+
+    def _look(self) -> Job | None:
+        """What there is to do now; pause if there is nothing.
 
         A newer version than all ranks have is held: training ranks keep it until it has been fetched.
         """
-        waits = f"publish: version {at_least} from ranks that train"
-        look = partial(self._look, at_least)
-        return self._first_finds("publish: newest version", waits, look, Announcement)  # [all]
-
-    def _first_finds(self, name: str, waits: str, look: Callable[[], T | None], kind: type[T]) -> T:
-        """[all] What the first rank finds, which looks until there is something. waits: for what, in a hang report."""
-        found = None
-        if self._world.rank == 0:
-            with self._world.journal.waiting(waits):
-                while found is None:
-                    found = look()
-        record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
-        return msgspec.convert(self._world.broadcast(name, record), kind)  # [all]
-
-    def _announced(self) -> Announcement | None:
-        """The newest version."""
-        return announced(self._store)
-
-    def _look(self, at_least: int) -> Announcement | None:
-        """What has been announced, if that lets generation go on; pause if nothing has."""
-        if newest := self._receiver.newest():
-            if newest.version <= self._met and at_least <= self._met:
-                return newest
-            if newest.version > self._met and self._courier.hold(newest.version):
-                return newest
+        link = self._client.link
+        link.check()
+        news, newest = link.news, self._announced()
+        if newest and newest.version > self._met:
+            if self._client.hold(newest.version):
+                return Job("load", newest.version, news.step, newest)
+        elif news.asked:
+            return Job("eval", self._met, news.step)
+        elif news.over:
+            return Job("over", 0, news.step)
+        elif self._last_step < news.step <= self._cfg.steps and self._met >= news.oldest:
+            return Job("step", news.step, news.step)
         time.sleep(LOOK_SECONDS)
+        link.wait()
         return None
 
     def _load(self, newest: Announcement) -> None:
         """[all] Fetch a version and give it to the engine, unless this replica took it in the middle of a step."""
         receiver, leads = self._receiver, self._receiver.replica.leads
         if leads:
-            self._courier.hold(newest.version)
+            self._client.hold(newest.version)
         self._world.barrier("publish: all fetch")  # [all] the first rank holds it until then
         if newest.version > receiver.version:
-            pieces = receiver.fetch(newest, self._courier) if leads else None
-            receiver.load(newest, pieces, self._courier)  # [all] of the replica
+            pieces = receiver.fetch(newest, self._client) if leads else None
+            receiver.load(newest, pieces, self._client)  # [all] of the replica
         elif leads:
-            self._courier.release(newest.version)
-
-    def _evaluate(self, version: int) -> None:
-        """[all] Answer the held-out prompts where this version is evaluated; a resumed run does not do it again.
-
-        Ranks that are lent answer them alone.
-        """
-        if self._together is not self._world:
-            return
-        prompts, samplings = self._evaluation.questions(self._rollouts.prompts.eval, version)
-        if samplings and is_evaluated(version, self._start):
-            with self._world.phase("eval"):
-                groups = self._rollouts.answer(prompts, samplings)  # [all]
-            self._deliver("eval", version, pack(groups))
-
-    def _deliver(self, kind: str, number: int, payload: bytes) -> None:
-        with self._world.journal.waiting(f"{kind} {number}: handed over"):
-            self._courier.deliver(kind, number, payload)
+            self._client.release(newest.version)

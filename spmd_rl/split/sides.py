@@ -1,24 +1,51 @@
-"""The two sides of a run: who trains, who generates, and how they reach each other."""
+"""The two sides of a run: who trains, who generates, and how they reach each other.
 
+meet    [all] ranks of one job, some of which train while others generate; they know each other through their world
+serve   [all] ranks of a job that trains, while other jobs attach to it and generate
+attach  [all] ranks of such a job: they find the training job, make sure that it is theirs, and join it
+"""
+
+import os
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from secrets import randbelow
 
 import msgspec
-import torch.distributed as dist
 
 from spmd_rl.config.placement import Placement
-from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.distributed import World
-from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Exchange, bind_of
-from spmd_rl.split.left import LeftSlices
-from spmd_rl.weights.messages import Announcement
+from spmd_rl.distributed.agreement import check_values, common_values
+from spmd_rl.errors import tell
+from spmd_rl.split.client import TrainerClient
+from spmd_rl.split.link import ADDRESS_FILE, Link, find, join, write_address
+from spmd_rl.split.messages import Welcome
+from spmd_rl.split.pieces import max_piece_bytes
+from spmd_rl.split.seal import Seal
+from spmd_rl.split.server import TrainerServer, bind_of
+from spmd_rl.split.work_queue import Limits, WorkQueue
 
-NEWEST = "split: newest version"
-"""Key, in the store of all ranks, of the announcement of the newest version."""
+OVER_SECONDS = 5.0
+"""How long the end of a run waits for attached ranks to hear of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSide:
+    """What a rank has that generates for training ranks."""
+
+    world: World
+    """Of the ranks that do nothing else."""
+    client: TrainerClient
+    connect: Callable[[], TrainerClient]
+    """Another one, for a thread of its own; whoever calls this closes it."""
+    together: World
+    """Of all ranks that generate, those that are lent included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,43 +54,11 @@ class TrainSide:
 
     world: World
     """Of the ranks that train."""
-    exchange: Exchange
-    senders: list[int]
-    """The generating ranks (indices) that deliver to this rank."""
-    handover: LeftSlices | None = None
-    """Where these ranks are lent."""
-
-    def probe_answers(self, version: int) -> dict[int, bytes]:
-        """Wait for what engines of `senders` answer to the probe of a version; return it by sender."""
-        with self.world.journal.waiting("publish: answers of engines"):
-            return self.exchange.take("probe", version, self.senders)
-
-
-def announce(store: dist.Store, announcement: Announcement) -> None:
-    """Let the ranks that generate know of a version. store: of all ranks."""
-    store.set(NEWEST, msgspec.msgpack.encode(announcement))
-
-
-def announced(store: dist.Store) -> Announcement | None:
-    """Return the newest version that has been announced. store: of all ranks."""
-    if not store.check([NEWEST]):
-        return None
-    return msgspec.msgpack.decode(store.get(NEWEST), type=Announcement)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateSide:
-    """What a generating rank has."""
-
-    world: World
-    """Of the ranks that generate."""
-    courier: Courier
-    connect: Callable[[], Courier]
-    """Another one, for a thread of its own; whoever calls this closes it."""
-    together: World
-    """Of all ranks that generate, those that are lent included."""
-    handover: LeftSlices | None = None
-    """Where ranks are lent."""
+    server: TrainerServer
+    is_attached: bool = False
+    """Whether those that generate are jobs of their own."""
+    lent: GenerateSide | None = None
+    """Of a rank that is lent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +67,136 @@ class Sides:
 
     train: TrainSide | None
     generate: GenerateSide | None
-    first_trainer: int
-    """The rank, of all, that speaks for those that train."""
+
+
+def _server(cfg: PipelineConfig, seal: Seal, world: World, **lease: float) -> TrainerServer:
+    keys = cfg.sidecar.keys
+    answers = max(cfg.rollout.slice_size + cfg.rollout.redundancy, cfg.eval.answers) + 1
+    limit = max_piece_bytes(cfg.rollout, answers)
+    return TrainerServer(bind_of(cfg.placement, world), seal, limit, HostKeys.load(keys) if keys else None, **lease)
+
+
+def _client_keys(cfg: PipelineConfig) -> ClientKeys | None:
+    return ClientKeys.load(cfg.sidecar.keys) if cfg.sidecar.keys else None
 
 
 @contextmanager
-def meet(settings: PlacementConfig, keys: str | None, world: World) -> Iterator[Sides]:
-    """[all] Form the two sides and let each generating rank know the exchanges of all training ranks.
-
-    keys: the directory of CURVE keys, `sidecar.keys`.
-    """
+def meet(cfg: PipelineConfig, world: World) -> Iterator[Sides]:
+    """[all] Form the two sides and let each generating rank know the servers of all training ranks."""
+    settings, tp = cfg.placement, cfg.engine.tp
     placement = Placement.of(settings, world.size)
     apart = [rank for rank in placement.generate if rank not in placement.train]  # who does nothing but generate
-    num_train, num_generate = len(placement.train), len(apart)
-    exchange, address = None, ""
+    num_train, num_apart = len(placement.train), len(apart)
+    numbers = {rank: number for number, rank in enumerate(apart)}
+    if settings.is_lent:  # each of these holds what it makes
+        numbers |= {rank: num_train * (num_apart // num_train + 1) + i for i, rank in enumerate(placement.train)}
+    server, address, trains = None, "", world.rank in placement.train
     with ExitStack() as stack:
-        if world.rank in placement.train:
-            exchange = stack.enter_context(closing(Exchange(bind_of(settings, world), keys and HostKeys.load(keys))))
-            address = exchange.address
-        addresses = world.gather("start: exchanges", address, str)  # [all]
+        key = world.broadcast("start: key", Seal.new_key(), src=placement.train[0])  # [all]
+        seal = Seal(bytes(key))
+        if trains:
+            server = stack.enter_context(closing(_server(cfg, seal, world)))
+            address = server.address
+        addresses = world.gather("start: servers", address, str)  # [all]
         train_world = world.subset("train", placement.train)  # [train]
         generate_world = world.subset("generate", apart)  # [generate]
-        of_trainers = [addresses[rank] for rank in placement.train]
-        clients = keys and ClientKeys.load(keys)
-        if exchange is not None:
-            senders = list(range(placement.train.index(world.rank), num_generate, num_train))
-            handover = None
-            if settings.is_lent:
-                index = num_generate + placement.train.index(world.rank)
-                courier = stack.enter_context(closing(Courier(of_trainers, index, world.progress, clients)))
-                handover = LeftSlices(placement.train, courier, exchange)
-            yield Sides(TrainSide(train_world, exchange, senders, handover), None, placement.train[0])
-        else:
-            connect = partial(Courier, of_trainers, apart.index(world.rank), world.progress, clients)
-            courier = stack.enter_context(closing(connect()))
-            together = world if settings.is_lent else generate_world
-            handover = LeftSlices(placement.train, courier) if settings.is_lent else None
-            yield Sides(None, GenerateSide(generate_world, courier, connect, together, handover), placement.train[0])
+        if server is not None:
+            queue = None
+            if train_world.rank == 0:
+                queue = WorkQueue(cfg.rollout, settings.max_staleness, server.clock)
+                for rank, number in sorted(numbers.items()):
+                    place = (apart if rank in apart else placement.train).index(rank)
+                    queue.enroll(number, f"rank {rank}", place % tp == 0, rank in apart)
+            server.open(queue)
+        side = None
+        if world.rank in numbers:
+            of_trainers = [addresses[rank] for rank in placement.train]
+            keys, membership = _client_keys(cfg), seal.membership(numbers[world.rank])
+            link = stack.enter_context(closing(Link(of_trainers, membership, world.journal, keys)))
+            world.on_exit(link.close)
+            connect = partial(TrainerClient, link, of_trainers, world.progress, keys)
+            own = (connect(), connect, world if settings.is_lent else generate_world)
+            side = GenerateSide(train_world if trains else generate_world, *own)
+            stack.enter_context(closing(side.client))
+        if server is None:
+            yield Sides(None, side)
+            return
+        yield Sides(TrainSide(train_world, server, lent=side), None)
+        if side is not None:
+            side.client.link.close()
+        server.end()
+        with world.journal.waiting("end: ranks that generate have left"):
+            server.wait_until_left(cfg.placement.absent_seconds)
+        train_world.barrier("end: ranks that generate have left")  # [train]
+
+
+@contextmanager
+def serve(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[TrainSide]:
+    """[all] Serve jobs that attach, until the end of the block.
+
+    data: digests of what the settings do not show, by name, which these must have in common with this job.
+    """
+    settings, first = cfg.placement, world.rank == 0
+    seal = Seal(bytes(world.broadcast("start: key", Seal.new_key())))  # [all]
+    server = _server(cfg, seal, world, lease_seconds=settings.lease_seconds)
+    place = Path(cfg.run.dir) / ADDRESS_FILE
+    try:
+        addresses = world.gather("start: servers", server.address, str)  # [all]
+        queue = None
+        if first:
+            numbers = {"first": randbelow(1 << 40) * world.size}
+            limits = Limits(settings.lease_seconds, settings.absent_seconds)
+            rules = cfg.rollout, settings.max_staleness, server.clock, limits
+            queue = WorkQueue(*rules, _teller(world), **numbers)
+        server.open(queue, Welcome(common_values(cfg, data), addresses, settings.lease_seconds))
+        world.barrier("start: servers are open")  # [all]
+        if first:
+            write_address(place.parent, addresses[0])
+        yield TrainSide(world, server, is_attached=True)
+        server.end()
+        server.wait_until_left(OVER_SECONDS)
+        world.barrier("end: attached jobs have left")  # [all]
+    finally:
+        if first:
+            place.unlink(missing_ok=True)
+        server.close()
+
+
+def _teller(world: World) -> Callable[[str], None]:
+    """Prints and writes down who comes and goes."""
+
+    def write(line: str) -> None:
+        world.journal.note("attached", text=line)
+        tell(line, file=sys.stdout)
+
+    return write
+
+
+def training_dir(cfg: PipelineConfig) -> Path:
+    """Return the run directory of the training job: as `placement.attach` says, or that of the same line."""
+    auto = cfg.placement.attach == "auto"
+    return Path(cfg.run.dir).parents[1] if auto else Path(cfg.placement.attach).expanduser()
+
+
+@contextmanager
+def attach(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[GenerateSide]:
+    """[all] Find the training job, make sure that it is this one's, and join it.
+
+    data: digests of what the settings do not show, by name. UserError for another model, other settings or data.
+    """
+    keys, seconds = _client_keys(cfg), cfg.placement.absent_seconds
+    with world.phase("start"), world.journal.extend_timeout(seconds):
+        found = None
+        if world.rank == 0:
+            with world.journal.waiting("start: training job"):
+                found = msgspec.to_builtins(find(cfg.placement.attach, training_dir(cfg), keys, seconds))
+        welcome = msgspec.convert(world.broadcast("start: training job", found), Welcome)  # [all]
+        check_values(cfg, data, welcome.values)
+    name = f"rank {world.rank} of {socket.gethostname()}:{os.getpid()}"
+    membership = join(welcome, name, world.rank % cfg.engine.tp == 0, keys)
+    link = Link(welcome.addresses, membership, world.journal, keys, welcome.lease_seconds)
+    world.on_exit(link.close)
+    world.journal.note("attached", member=membership.member, to=welcome.addresses[0])
+    connect = partial(TrainerClient, link, welcome.addresses, world.progress, keys)
+    with closing(link), closing(connect()) as client:
+        yield GenerateSide(world, client, connect, world)

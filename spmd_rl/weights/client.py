@@ -3,6 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import zmq
 from torch import Tensor
@@ -25,13 +26,17 @@ class WeightClient:
     """Of what training ranks send."""
 
     def __init__(
-        self, addresses: Sequence[str], sender: int, progress: Callable[[], None], keys: ClientKeys | None = None
+        self,
+        addresses: Sequence[str],
+        membership: messages.Membership,
+        progress: Callable[[], None],
+        keys: ClientKeys | None = None,
     ) -> None:
-        """addresses: of all training ranks, in order. sender: index of this rank among the generating ones.
+        """addresses: of all training ranks, in order. membership: by which they know this rank.
 
-        progress: called whenever something has come. keys: what the training ranks know this rank by.
+        progress: called whenever bytes of something have come. keys: of its connections.
         """
-        self.sender, self._progress = sender, progress
+        self.membership, self._progress = membership, progress
         self._context, self._given_up = zmq.Context(), False
         self._sockets = [self._context.socket(zmq.DEALER) for _ in addresses]
         for dealer, address in zip(self._sockets, addresses, strict=True):
@@ -53,12 +58,12 @@ class WeightClient:
     def release(self, version: int) -> None:
         """Say that a version which is held here need not be kept any longer."""
         for trainer in range(self.num_trainers):
-            self.send(trainer, messages.Release(version, self.sender))
+            self.send(trainer, messages.Release(*self.membership, version))
 
     def _hold(self, version: int, base: messages.Base | None) -> list[messages.Held]:
         """What all training ranks answer to who wants a version: of all, whatever they say."""
         for trainer in range(self.num_trainers):
-            self.send(trainer, messages.Hold(version, self.sender, base))
+            self.send(trainer, messages.Hold(*self.membership, version, base))
         return [self.receive(trainer, messages.Held)[0] for trainer in range(self.num_trainers)]
 
     def fetch(self, version: int, num_pieces: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
@@ -76,7 +81,7 @@ class WeightClient:
         asked: deque[int] = deque()
         for index in range(num_pieces):
             while len(asked) < AHEAD * self.num_trainers and (following := index + len(asked)) < num_pieces:
-                self.send(following, messages.FetchPiece(version, following, deltas))
+                self.send(following, messages.FetchPiece(*self.membership, version, following, deltas))
                 asked.append(following)
             asked.popleft()
             piece, payload = self.receive(index, messages.Piece)
@@ -101,7 +106,7 @@ class WeightClient:
         """The number of ranks that train."""
         return len(self._sockets)
 
-    def send(self, trainer: int, message: wire.Message, *payload: bytes) -> None:
+    def send(self, trainer: int, message: wire.WireMessage, *payload: bytes) -> None:
         """Send to a training rank, by its index, modulo their number. One that has refused this rank's key takes
         nothing, ever."""
         socket, frames = self._sockets[trainer % self.num_trainers], [wire.encode(message), *payload]
@@ -118,8 +123,11 @@ class WeightClient:
         while not socket.poll(POLL_MS):
             self.check()
         header, *payload = socket.recv_multipart(copy=False)
-        self._progress()
-        message = self.decode(header.bytes)
+        if payload:  # else it may only say that there is nothing yet, which is no progress
+            self._progress()
+        message = self.codec.decode(header.bytes)
+        if isinstance(message, messages.Missing):
+            self.refused(f"version {message.version} of the weights", trainer % self.num_trainers)
         assert isinstance(message, kind), f"{type(message).__name__} is no answer"
         return message, *(frame.buffer for frame in payload)
 
@@ -129,6 +137,7 @@ class WeightClient:
         if self._given_up:
             raise RunFailed("nobody waits any longer for what training ranks were asked for")
 
-    def decode(self, header: bytes) -> wire.Message:
-        """Return a message of a training rank."""
-        return self.codec.decode(header)
+    def refused(self, what: str, trainer: int) -> NoReturn:
+        """RunFailed: a training rank has nothing more for this rank."""
+        self.check()
+        raise RunFailed(f"training rank {trainer} does not keep {what} for this rank: it has not come for it in time")

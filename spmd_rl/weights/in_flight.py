@@ -31,13 +31,11 @@ class InFlight:
         self._client = connect() if connect and receiver.replica.leads else None
         self._coming: tuple[Announcement, Future] | None = None
         self._looked_at = -LOOK_SECONDS
-        self._oldest_at: Callable[[int], int] = lambda position: -1
         self.seconds: list[float] = []
         """What each swap of this step took, while nothing was generated."""
 
-    def begin(self, oldest_at: Callable[[int], int] = lambda position: -1) -> None:
-        """Begin a step. oldest_at: the oldest version that may generate for the ticket at a position."""
-        self._oldest_at = oldest_at
+    def begin(self) -> None:
+        """Begin a step."""
         self.seconds.clear()
 
     @property
@@ -83,10 +81,6 @@ class InFlight:
     def _announcement(self) -> bytes:
         """What is on its way here; nothing on any but the first rank of a replica."""
         return msgspec.msgpack.encode(self._coming[0]) if self._coming is not None else b""
-
-    def may_start(self, position: int) -> bool:
-        """See `rollout.Swap`."""
-        return self._receiver.version >= self._oldest_at(position)
 
     def close(self) -> None:
         """Give up what is on its way; idempotent."""

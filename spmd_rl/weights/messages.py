@@ -3,7 +3,7 @@
 A message has one or two frames: the header (`wire.encode`), and maybe a payload, bytes whose digest the header holds.
 """
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -11,6 +11,24 @@ import xxhash
 from spmd_rl import wire
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Membership(NamedTuple):
+    """What a rank that fetches is known by."""
+
+    member: int
+    secret: bytes
+    """Nobody who has not been given it can guess it."""
+
+
+class FromMember(wire.WireMessage):
+    """What each message of such a rank begins with; who is not a member gets no answer."""
+
+    member: wire.Id
+    secret: Secret
 
 
 class Base(msgspec.Struct, array_like=True, frozen=True):
@@ -21,16 +39,15 @@ class Base(msgspec.Struct, array_like=True, frozen=True):
     """Of all pieces, as it was announced."""
 
 
-class Hold(wire.Message, tag=1):
+class Hold(FromMember, tag=1):
     """Say that the sender will fetch a version, which must stay until it has; answered with `Held`."""
 
     version: wire.Id
-    sender: wire.Id
     base: Base | None
     """What the sender has already, of which it can take deltas."""
 
 
-class Held(wire.Message, tag=2):
+class Held(wire.WireMessage, tag=2):
     """Whether the version is kept here."""
 
     version: wire.Id
@@ -39,8 +56,8 @@ class Held(wire.Message, tag=2):
     """Whether deltas of the sender's base, to the bit, are kept with it."""
 
 
-class FetchPiece(wire.Message, tag=3):
-    """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes.
+class FetchPiece(FromMember, tag=3):
+    """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes, or with `Missing`.
 
     Only between `Hold` and `Release`."""
 
@@ -51,7 +68,7 @@ class FetchPiece(wire.Message, tag=3):
     """Whether a delta will do, where it is smaller; only after `Held.deltas`."""
 
 
-class Piece(wire.Message, tag=4):
+class Piece(wire.WireMessage, tag=4):
     """One tensor of the weights; its bytes follow."""
 
     version: wire.Id
@@ -68,15 +85,20 @@ class Piece(wire.Message, tag=4):
     """Where the payload is a delta (`weights.delta`): xxh3-128 of the tensor's bytes in the sender's base."""
 
 
-class Release(wire.Message, tag=7):
+class Release(FromMember, tag=7):
     """Say that a version which the sender holds need not be kept for it any longer; not answered."""
 
     version: wire.Id
-    sender: wire.Id
+
+
+class Missing(wire.WireMessage, tag=8):
+    """The version is not held for the sender: it is not here, or was not fetched in time."""
+
+    version: wire.Id
 
 
 REQUESTS = (Hold, FetchPiece, Release)
-REPLIES = (Held, Piece)
+REPLIES = (Held, Piece, Missing)
 
 
 class Announcement(msgspec.Struct, array_like=True):

@@ -6,7 +6,6 @@ all of them have theirs, is the version's number, how many tensors it has, and a
 
 from collections.abc import Callable, Iterator
 
-import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -17,9 +16,6 @@ from spmd_rl.weights import messages, probe
 from spmd_rl.weights.staged import Staged, StagedWeights, with_delta
 from spmd_rl.weights.transport import Transport
 
-decode_answers = msgspec.msgpack.Decoder(list[probe.Answer]).decode
-"""What the engine of a generating rank answers to the probe."""
-
 
 class Served(Transport):
     """While a publish is probed, training waits for the engines' answers."""
@@ -29,13 +25,13 @@ class Served(Transport):
         staged: StagedWeights,
         world: World,
         announce: Callable[[messages.Announcement], object],
-        answers: Callable[[int], dict[int, bytes]],
+        answers: Callable[[int], dict[int, list[probe.Answer]]],
         deltas: bool,
     ) -> None:
         """announce: on the first rank of `world`, lets those that fetch know of a version. deltas: see `PublishConfig`.
 
-        answers: [all] waits for what engines answer to the probe of a version, encoded, by their numbers; each one's
-        comes to one rank.
+        answers: [all] waits for what engines answer to the probe of a version, by their numbers; each one's comes to
+        one rank.
         """
         self._staged, self._world, self._announce, self._answers = staged, world, announce, answers
         self._deltas, self._base = deltas, None
@@ -81,4 +77,4 @@ class Served(Transport):
     def probe(self, version: int) -> tuple[dict[str, list[probe.Answer]], str]:
         """See `Transport`."""
         parts = sorted(self._answers(version).items())  # [all]
-        return {f"generating rank {number}": decode_answers(payload) for number, payload in parts}, ""
+        return {f"generating rank {number}": answers for number, answers in parts}, ""

@@ -4,9 +4,10 @@ It keeps this rank's share of the newest version and of the one before, until no
 """
 
 import threading
-from collections import defaultdict
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import inf
 from typing import NamedTuple
 
 from spmd_rl import wire
@@ -49,15 +50,25 @@ def with_delta(piece: Staged, before: Staged | None) -> Staged:
 class StagedWeights:
     """Of one rank. `stage` is for the main thread, all else for the thread that serves, which holds the lock."""
 
-    def __init__(self, lock: threading.Condition, wait: Callable[[], None]) -> None:
-        """lock: of the server, which other threads hold too. wait: for its news, with the lock; raises if it ended."""
+    def __init__(
+        self,
+        lock: threading.Condition,
+        wait: Callable[[], None],
+        fetch_seconds: float = inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """lock: of the server, which other threads hold too. wait: for its news, with the lock; raises if it ended.
+
+        fetch_seconds: for how long, by the clock, a version that is in the way of a newer one is kept for whoever is in
+        the middle of fetching it.
+        """
         self.newest = -1
         """The version that was staged last."""
-        self._lock, self._wait = lock, wait
+        self._lock, self._wait, self._fetch_seconds, self._clock = lock, wait, fetch_seconds, clock
         self._versions: dict[int, dict[int, Staged]] = {}
         self._bases: dict[int, messages.Base | None] = {}
         """By version, what its deltas are deltas of."""
-        self._fetching: dict[int, set[int]] = defaultdict(set)
+        self._fetching: dict[int, set[int]] = {}
         """By version, the generating ranks that have begun and not ended to fetch it."""
 
     def stage(
@@ -66,42 +77,39 @@ class StagedWeights:
         """Keep these pieces, by their place among all weights, as `version`, and let go of versions before the last.
 
         base: what their deltas are deltas of. A version that somebody is in the middle of fetching is waited for,
-        inside `waiting`.
+        inside `waiting`, and not for ever.
         """
         with self._lock:
-            old = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None]
+            old, until = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None], self._clock() + self._fetch_seconds
             with waiting:
-                while any(self._fetching[kept] for kept in old):
+                while any(self._fetching[kept] for kept in old) and self._clock() < until:
                     self._wait()
             for kept in old:
-                del self._versions[kept], self._bases[kept]
-                self._fetching.pop(kept, None)
-            self._versions[version], self._bases[version] = pieces, base
+                del self._versions[kept], self._bases[kept], self._fetching[kept]
+            self._versions[version], self._bases[version], self._fetching[version] = pieces, base, set()
             self.newest = version
 
-    def keeps(self, version: int, index: int) -> bool:
-        """Return whether this piece of a version is here."""
-        return index in self._versions.get(version, {})
-
-    def answer(self, message: wire.Message) -> list[bytes | memoryview]:
-        """Return the frames that answer one of `messages.REQUESTS`. LookupError for a piece that is not here."""
+    def answer(self, message: messages.FromMember) -> list[bytes | memoryview]:
+        """Return the frames that answer one of `messages.REQUESTS`."""
         match message:
-            case messages.FetchPiece(version, index, wants_delta):
-                piece = self._versions[version][index]
+            case messages.FetchPiece(member, _, version, index, wants_delta):
+                piece = self._versions.get(version, {}).get(index)
+                if piece is None or member not in self._fetching[version]:
+                    return [wire.encode(messages.Missing(version))]
                 sent = piece.delta if wants_delta and piece.delta else Delta(piece.payload, piece.digest, None)
                 described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
                 return [wire.encode(messages.Piece(version, index, *described)), sent.payload]
-            case messages.Hold(version, sender, base):
+            case messages.Hold(member, _, version, base):
                 if known := version in self._versions:
-                    self._fetching[version].add(sender)
+                    self._fetching[version].add(member)
                 deltas = known and base is not None and base == self._bases[version]
                 return [wire.encode(messages.Held(version, known, deltas))]
-            case messages.Release(version, sender):
-                self._fetching[version].discard(sender)
+            case messages.Release(member, _, version):
+                self._fetching.get(version, set()).discard(member)
                 self._lock.notify_all()
         return []
 
-    def forget(self, sender: int) -> None:
+    def forget(self, member: int) -> None:
         """Wait for this rank no more."""
         for fetching in self._fetching.values():
-            fetching.discard(sender)
+            fetching.discard(member)

@@ -4,22 +4,24 @@ import json
 import time
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 
 from spmd_rl import weights
-from spmd_rl.config.schema import TrainConfig
+from spmd_rl.config.schema import RlvrConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
-from spmd_rl.split import meet
-from spmd_rl.split.sides import announce, announced
+from spmd_rl.split import PieceRules, RemoteRollouts, meet
 from spmd_rl.weights import Served
+from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.receiver import WeightReceiver
 from spmd_rl.weights.replica_broadcast import ReplicaBroadcast
 from tests.dist.harness import run_ranks
+from tests.fakes import FakePrompts, FakeTokenizer
 from tests.models import tiny
 from tests.training import fsdp2_policy
 from tests.unit.test_publish import Hidden, Policy
@@ -104,17 +106,19 @@ def test_one_ranks_fault_stops_all_in_step(tmp_path):
 
 def publish_apart(world, path):
     """Rank 0 trains, the others fetch: a sound publish, one that is not probed, and two faults of engines."""
-    with meet(PlacementConfig(mode="split"), None, world) as sides:
+    cfg = RlvrConfig(placement=PlacementConfig(mode="split"))
+    with meet(cfg, world) as sides:
         if sides.train:
             policy, side = Policy(path, torch.float32), sides.train
-            announces = partial(announce, world.store)
-            served = Served(side.exchange.weights, side.world, announces, side.probe_answers, deltas=False)
+            rules = PieceRules(cfg.rollout, False, policy.model.config.vocab_size)
+            remote = RemoteRollouts(cfg, FakePrompts(3), FakeTokenizer(), side, rules)
+            served = Served(side.server.weights, side.world, remote.announce, remote.probe_answers, deltas=False)
             publish = weights.Publisher(policy, side.world, [served], probe_every=2)
         else:
             side, index = sides.generate, sides.generate.world.rank
             engine = (Broken, Hidden)[index](empty_module(path, torch.float32), 4, 256)
-            replica, report = ReplicaBroadcast(side.world, 1), partial(side.courier.deliver, "probe")
-            receiver = WeightReceiver(engine, replica, side.world, lambda: announced(world.store), report, False)
+            replica, report = ReplicaBroadcast(side.world, 1), side.client.hand_in_probe
+            receiver = WeightReceiver(engine, replica, side.world, lambda: announced(side.client.link), report, False)
         found = []
         for version, fault in ((0, ""), (1, ""), (3, "flips"), (4, "stale")):
             if sides.train:
@@ -125,16 +129,21 @@ def publish_apart(world, path):
                 found.append(attempt(publish, version))
             else:
                 engine.fault = fault
-                found.append(attempt(partial(receive, receiver, side.courier), version))
+                found.append(attempt(partial(receive, receiver, side.client), version))
             world.barrier("test: next version")
         return found
 
 
-def receive(receiver, courier, version):
+def announced(link):
+    """The newest version that this rank has heard of."""
+    return msgspec.msgpack.decode(link.news.newest, type=Announcement) if link.news.newest else None
+
+
+def receive(receiver, client, version):
     """Load this version as soon as it is announced."""
     while (newest := receiver.newest()) is None or newest.version < version:
         time.sleep(0.01)
-    receiver.load(newest, receiver.fetch(newest, courier), courier)
+    receiver.load(newest, receiver.fetch(newest, client), client)
 
 
 def test_ranks_that_train_and_ranks_that_generate(tmp_path):

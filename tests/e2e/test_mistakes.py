@@ -110,6 +110,7 @@ TOLD_AT_ONCE = [
     (ATTACHED + "tcp://10.0.0.1:99999", "placement.attach: must be tcp://HOST:PORT, "),
     (ATTACHED + "http://nope:80", "placement.attach: must be tcp://HOST:PORT, "),
     ("placement.mode=split placement.bind=tcp://9.9.9.999", "placement.bind: must be ipc or tcp://ADDRESS, "),
+    (ATTACHED + "auto placement.bind=tcp://127.0.0.1", "placement.bind: tcp://127.0.0.1 needs sidecar.keys, "),
     # what rlvr does not have
     (
         "rollout.max_turns=3",

@@ -61,10 +61,10 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(
 FETCH = ["publish: answers of engines", "generate: publish: newest version", "generate: publish: all fetch"]
 WAITS = {
     "rank-0": {
-        "start": ["start: step"],
+        "start": ["publish: version 0 from ranks that train"],
         "publish": ["train: publish: staged"],
         "generate": ["train: generate: reports"],
-        "eval": ["train: eval: parts"],
+        "eval": ["train: eval: reports"],
         "prepare": ["train: prepare: samples"],
         "update": ["train: update: backward of micro-batch 1/1"],
         "save": ["train: save: shards"],
@@ -73,7 +73,7 @@ WAITS = {
         "start": ["generate: start: prompt lengths"],
         "publish": ["publish: answers of engines"],
         "generate": ["generate: step 2 from ranks that generate"],
-        "eval": ["eval: answers of ranks that generate"],
+        "eval": ["eval: answers of ranks that generate", "generate: publish: newest version"],
         "prepare": FETCH,
         "update": FETCH,
         "save": ["generate: step 3 from ranks that generate", "generate: end of step"],

@@ -9,11 +9,10 @@ import torch
 
 from spmd_rl import sidecar
 from spmd_rl.engine.native import NativeEngine, empty_module
-from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Exchange
 from spmd_rl.types import Node
 from tests.engines import needs_vllm, vllm_engine
 from tests.models import tiny
+from tests.servers import connect, serve
 from tests.unit.sidecar_helpers import HERE, host_of, rewards
 
 kept = []
@@ -21,15 +20,14 @@ kept = []
 
 
 def leave_open(tmp_path: Path, monkeypatch) -> None:
-    """An exchange, a host, and a courier whose message to a peer that is not there waits to be sent."""
+    """A server, a host, and a client whose message to a peer that is not there waits to be sent."""
     monkeypatch.syspath_prepend(str(HERE))
-    exchange = Exchange("tcp://127.0.0.1")
+    (server,) = serve("tcp://127.0.0.1")
     opened = sidecar.connect(rewards("Number"), Node(0, 0, f"ipc://{tmp_path}/s/host"))
     scorer = opened.__enter__()
-    courier = Courier([exchange.address, "tcp://127.0.0.1:9"], 0, lambda: None)
-    courier.deliver("step", 1, b"which nobody takes")
-    courier.release(1)
-    kept.extend([exchange, opened, scorer, courier])
+    client = connect([server.address, "tcp://127.0.0.1:9"])
+    client.release(1)
+    kept.extend([server, opened, scorer, client])
     Path(os.environ["HOST_PID"]).write_text(str(host_of(scorer).pid))
 
 

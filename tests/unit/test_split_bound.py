@@ -1,11 +1,10 @@
 """The bound of `placement.max_staleness`: random histories of two sides with crashes, lost ranks and slow publishes.
 
 No ticket is lost or used twice, no token is older than allowed, and versions only rise: of the rules on virtual clocks,
-over many replicas, and of `Generator` and `HandedOver` themselves, played in one thread.
+over many replicas, and of `Generator` and `RemoteRollouts` themselves, played in one thread.
 """
 
 import random
-from collections import defaultdict
 from contextlib import closing
 from dataclasses import replace
 from math import inf
@@ -17,12 +16,16 @@ from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.rollout.rounds import Cursor, plan_round
-from spmd_rl.split import Generator, HandedOver, generator
-from spmd_rl.split.sides import NEWEST, GenerateSide, TrainSide
+from spmd_rl.split import GenerateSide, Generator, PieceRules, RemoteRollouts, TrainSide, generator, remote_step
+from spmd_rl.split.client import Task
+from spmd_rl.split.messages import News, Reported, Stats
+from spmd_rl.split.pieces import pack
+from spmd_rl.split.server import Checked
+from spmd_rl.split.work_queue import WorkQueue
 from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
 from spmd_rl.types import Verdict
 from spmd_rl.weights import in_flight
-from spmd_rl.weights.messages import Announcement
+from spmd_rl.weights.messages import Announcement, Membership
 from tests.bench.virtual.two_sides import Costs, Generation, Split, Trained
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer, make_rollouts
 
@@ -98,7 +101,7 @@ def assert_versions(steps: list[Trained], staleness: int) -> None:
     assert times == sorted(times)
 
 
-# -- Generator and HandedOver ------------------------------------------------------------------------------------------
+# -- Generator and RemoteRollouts --------------------------------------------------------------------------------------
 
 
 class Crash(Exception):
@@ -118,33 +121,39 @@ class Engine(FakeEngine):
 
 
 class Job:
-    """Store, exchange and courier of one generating and one training rank; the latter goes on whenever it is its turn.
+    """Queue, server and client of one generating and one training rank; the latter goes on whenever it is its turn.
 
-    A turn comes with every look of the generating rank at the store, with every delivery, and while it fetches.
+    A turn comes with every look of the generating rank at the news, with every piece, and while it fetches.
     """
 
-    holder = num_bytes = 0
+    num_bytes = num_trainers = 0
+    membership = Membership(0, bytes(16))
 
     def __init__(self, draw: random.Random, world: World, cfg: RlvrConfig, crashes: bool) -> None:
         self.draw, self.cfg = draw, cfg
         self.patience = draw.randint(1, 60) if crashes else 10**9
         self.newest, self.staged = -1, []
-        self.delivered: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+        self.pieces: dict[tuple[int, tuple[int, ...]], Checked] = {}
         self.steps: list = []
         self.saved: tuple[int, dict] = 0, {"next_ticket": 0, "skipped": [], "prompts": "fake"}
-        side = TrainSide(world, self, [0])
-        self.handed_over = HandedOver(cfg, FakePrompts(7), FakeTokenizer(), side)
+        self.queue = WorkQueue(cfg.rollout, cfg.placement.max_staleness, lambda: 0.0)
+        self.queue.enroll(0, "rank 0", True)
+        self.link = self.weights = self
+        self.rules = None
+        rules = PieceRules(cfg.rollout, False, 256)
+        self.remote = RemoteRollouts(cfg, FakePrompts(7), FakeTokenizer(), TrainSide(world, self), rules)
         self._slow, self.held = 0, None
 
     def begin(self, start: int, tickets: dict, steps: list) -> None:
         """From a checkpoint on: what a start of the job does."""
         self.steps, self.saved = steps, (start, tickets)
-        self.handed_over.load_state(tickets)
+        self.remote.load_state(tickets)
+        self.remote.begin(start)
         self._stage(start)
         self._announce()
 
     def _stage(self, version: int) -> None:
-        self.staged = [*self.staged[-1:], version]  # the last two, as the exchange does
+        self.staged = [*self.staged[-1:], version]  # the last two, as a server does
         self._slow = self.draw.choice([0, 0, 1, 5])
 
     def _announce(self) -> None:
@@ -161,30 +170,50 @@ class Job:
             if self._slow < 0:
                 self._announce()
                 if self.draw.random() < 0.4:
-                    self.saved = self.newest, self.handed_over.state()
+                    self.saved = self.newest, self.remote.state()
         elif self.held not in (None, self.newest):
             pass  # it waits until that has been fetched
-        elif ("step", step := self.newest + 1) in self.delivered and self.draw.random() < 0.7:
-            self.steps.append(self.handed_over.collect(step))
+        elif self.queue.ended("step", step := self.newest + 1) and step <= self.cfg.steps and self.draw.random() < 0.7:
+            self.steps.append(self.remote.collect(step))
             self._stage(step)
 
-    # -- as the store
+    # -- as the link
 
-    def check(self, keys: list[str]) -> bool:
-        assert keys == [NEWEST]
+    @property
+    def news(self) -> News:
         self.turn()
-        return self.newest >= 0
+        announced = Announcement(self.newest, 0, xxhash.xxh3_128().digest(), False)
+        over = self.newest == self.cfg.steps
+        return News(True, self.queue.horizon.step, self.queue.oldest, msgspec.msgpack.encode(announced), over=over)
 
-    def get(self, key: str) -> bytes:
-        return msgspec.msgpack.encode(Announcement(self.newest, 0, xxhash.xxh3_128().digest(), False))
+    def check(self) -> None:
+        pass
 
-    # -- as the exchange
+    wait = check
 
-    def take(self, kind: str, number: int, senders) -> dict[int, bytes]:
-        assert senders == [0]
-        return self.delivered.pop((kind, number))
+    # -- as the server
 
-    # -- as the courier
+    def with_queue(self, do):
+        return do(self.queue)
+
+    def collect(self, kind: str, pieces: list) -> list:
+        return [self.pieces.pop((piece.number, piece.place)).value for piece in pieces]
+
+    # -- as the client
+
+    def claim(self, kind: str, number: int, version: int, room: int) -> tuple[bool, list[Task]]:
+        given = self.queue.claim(0, kind, number, version, room)
+        return given.ended, [Task(kind, number, piece.place, b"") for piece in given.pieces]
+
+    def hand_in(self, task: Task, samples, stats: Stats) -> Reported:
+        checked = self.remote.check(0, task.kind, task.number, task.place, memoryview(pack(samples)))
+        self.pieces[task.number, task.place] = checked
+        accepted = self.queue.report(0, task.kind, task.number, task.place, checked.report, stats)
+        self.turn()
+        return Reported(True, accepted, self.queue.horizon.step)
+
+    def hand_in_probe(self, version: int, answers: bytes) -> None:
+        raise AssertionError("nothing is probed")
 
     def hold(self, version: int) -> bool:
         self.turns()
@@ -203,10 +232,6 @@ class Job:
     def turns(self) -> None:
         for _ in range(self.draw.choice([0, 0, 1, 20])):
             self.turn()
-
-    def deliver(self, kind: str, number: int, payload: bytes) -> None:
-        self.delivered[kind, number][0] = payload
-        self.turn()
 
 
 class Second:
@@ -260,22 +285,22 @@ def live(draw: random.Random, cfg: RlvrConfig, saved: tuple[int, dict] | None, s
         start, tickets = saved or job.saved
         del steps[start:]
         engine = Engine(lambda request: 1 + request.seed % 9, max_running=draw.randint(2, 8))
-        rollouts = make_rollouts(cfg, engine, FakePrompts(7), Scorer(lambda p, a: True), world, holder=0)
-        try:
-            job.begin(start, tickets, steps)
-            side = GenerateSide(world, job, lambda: Second(job), world)
-            with closing(Generator(cfg, engine, rollouts, side, job)) as generating:
-                generating.run(start, tickets)
-            while len(steps) < cfg.steps:
-                job.turn()
-        except Crash:
-            pass
-        finally:
-            rollouts.close()
+        side = GenerateSide(world, job, lambda: Second(job), world)
+        with closing(Generator(cfg, engine, side)) as generating:
+            scorer = Scorer(lambda p, a: True)
+            rollouts = make_rollouts(cfg, engine, FakePrompts(7), scorer, world, migration=generating.work)
+            try:
+                job.begin(start, tickets, steps)
+                generating.run(rollouts)
+            except Crash:
+                pass
+            finally:
+                rollouts.close()
         return job.saved
 
 
-def test_generator_and_handed_over_keep_the_bound(monkeypatch) -> None:
+def test_generator_and_remote_rollouts_keep_the_bound(monkeypatch) -> None:
+    monkeypatch.setattr(remote_step, "CLAIM_SECONDS", 0.0)
     monkeypatch.setattr(generator, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(in_flight, "LOOK_SECONDS", 0.0)
     most, lags, mixed = 0, set(), 0

@@ -2,23 +2,22 @@
 
 import tempfile
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
-from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from spmd_rl.config.schema import EvalConfig, PublishConfig, RlvrConfig
 from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.split import Generator
-from spmd_rl.split.courier import Courier
-from spmd_rl.split.exchange import Exchange
-from spmd_rl.split.sides import GenerateSide, announce
+from spmd_rl.split import GenerateSide, Generator
+from spmd_rl.split.client import TrainerClient
+from spmd_rl.split.messages import News
 from spmd_rl.weights import Local, Publisher, Served, messages
 from spmd_rl.weights.delta import DeltaBase
 from spmd_rl.weights.staged import Delta, Staged, with_delta
 from tests.models import tiny
+from tests.servers import connect, serve
 from tests.unit.test_publish import Q1, Policy, native
 
 
@@ -34,19 +33,20 @@ class Road:
         self.model, self._stack = model, stack
         self.world = stack.enter_context(solo())
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        self.exchange = stack.enter_context(closing(Exchange(f"ipc://{folder}/0/x")))
+        (server,) = serve(folder)
+        self.server, self.newest = stack.enter_context(closing(server)), b""
         self.policy = Policy(model, torch.bfloat16)
         self.cfg = RlvrConfig(steps=1, eval=EvalConfig(every=0), publish=PublishConfig(probe_every=0, delta=delta))
-        announces = partial(announce, self.world.store)
-        parts = self.exchange.weights, self.world, announces, lambda version: {}  # no engine elsewhere is probed
+        parts = self.server.weights, self.world, self.announce, lambda version: {}  # no engine elsewhere is probed
         self.served = Served(*parts, deltas=delta)
         self.publish = Publisher(self.policy, self.world, [self.served], probe_every=0)
 
-    def generator(self, sender: int = 0) -> "Rank":
-        """sender: its place among the generating ranks."""
-        courier = Courier([self.exchange.address], sender, self.world.progress)
-        self._stack.enter_context(closing(courier))
-        return Rank(self, native(self.model, torch.bfloat16), courier)
+    def announce(self, announcement: messages.Announcement) -> None:
+        self.newest = msgspec.msgpack.encode(announcement)
+
+    def generator(self, member: int = 0) -> "Rank":
+        client = connect([self.server.address], member, progress=self.world.progress, stack=self._stack)
+        return Rank(self, native(self.model, torch.bfloat16), client)
 
     def update(self) -> None:
         """Change a few elements of one weight; one of them is 0.0 and -0.0 by turns."""
@@ -59,19 +59,18 @@ class Road:
 class Rank:
     """A generating rank."""
 
-    def __init__(self, road: Road, engine, courier: Courier) -> None:
-        rollouts = SimpleNamespace(load_state=lambda state: None, prompts=SimpleNamespace(eval=()))
-        self._road, self._engine, self._courier = road, engine, courier
-        side = GenerateSide(road.world, courier, lambda: courier, road.world)
-        self._generator = Generator(road.cfg, engine, rollouts, side, road.world.store)
+    def __init__(self, road: Road, engine, client: TrainerClient) -> None:
+        self._road, self._engine, self._client = road, engine, client
+        self._generator = Generator(road.cfg, engine, GenerateSide(road.world, client, lambda: client, road.world))
 
     def follow(self, version: int) -> int:
         """Load this version, which must be what the policy is; the bytes that came."""
-        self._generator.run(version, {})  # past the last step: nothing is generated
+        self._client.link.news = News(True, oldest=version, newest=self._road.newest, over=True)
+        self._generator.run(None)  # nothing is generated
         held, given = dict(self._engine.loaded_weights()), dict(self._road.policy.weights())
         assert held.keys() == given.keys()
         assert all(torch.equal(held[name].view(torch.int16), given[name].view(torch.int16)) for name in given)
-        return self._courier.num_bytes
+        return self._client.num_bytes
 
 
 @pytest.fixture
@@ -139,22 +138,21 @@ class Exchanging:
 
     def __init__(self, stack: ExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        exchanges = [Exchange(f"ipc://{folder}/{index}/x") for index in range(2)]
-        self.exchanges = [stack.enter_context(closing(exchange)) for exchange in exchanges]
-        courier = Courier([exchange.address for exchange in exchanges], 0, lambda: None)
-        self.courier, self.held = stack.enter_context(closing(courier)), DeltaBase()
+        self.servers = [stack.enter_context(closing(server)) for server in serve(folder, 2)]
+        self.client = connect([server.address for server in self.servers], stack=stack)
+        self.held = DeltaBase()
         self.stage(1, pieces(1), None)
         self.fetched = self.fetch(1)
         self.held.complete(1, bytes(16))
         self.base = self.held.version
 
     def stage(self, version: int, found: dict[int, Staged], base: messages.Base | None) -> None:
-        for rank, exchange in enumerate(self.exchanges):
+        for rank, server in enumerate(self.servers):
             share = {index: piece for index, piece in found.items() if index % 2 == rank}
-            exchange.weights.stage(version, share, base, self.waiting)
+            server.weights.stage(version, share, base, self.waiting)
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor, _ in self.courier.fetch(version, 3, self.held)}
+        return {name: tensor for name, tensor, _ in self.client.fetch(version, 3, self.held)}
 
 
 @pytest.fixture
@@ -186,7 +184,7 @@ def assert_version(found: dict[str, torch.Tensor], version: int) -> None:
 def test_what_is_no_smaller_comes_whole_and_nothing_is_written_over(exchanging):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
     assert_version(exchanging.fetch(2), 2)
-    assert exchanging.courier.num_bytes == (1 + 2 * 3) + 1 + 2000
+    assert exchanging.client.num_bytes == (1 + 2 * 3) + 1 + 2000
     assert_version(exchanging.fetched, 1)  # an engine may still look at it
 
 
@@ -199,19 +197,19 @@ def test_a_trainer_refuses_deltas_of_another_base(exchanging, base):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
     exchanging.held.version = base
     assert_version(exchanging.fetch(2), 2)
-    assert exchanging.courier.num_bytes == 3 * 2000
+    assert exchanging.client.num_bytes == 3 * 2000
 
 
 def test_one_trainer_without_the_base_is_enough_to_fetch_all(exchanging):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
-    exchanging.exchanges[1].weights.stage(2, {1: pieces(2)[1]}, None, exchanging.waiting)
+    exchanging.servers[1].weights.stage(2, {1: pieces(2)[1]}, None, exchanging.waiting)
     assert_version(exchanging.fetch(2), 2)
-    assert exchanging.courier.num_bytes == 3 * 2000
+    assert exchanging.client.num_bytes == 3 * 2000
 
 
 def test_what_was_not_fetched_to_its_end_is_no_base(exchanging):
     exchanging.stage(2, pieces(2, pieces(1)), exchanging.base)
-    next(exchanging.courier.fetch(2, 3, exchanging.held))
+    next(exchanging.client.fetch(2, 3, exchanging.held))
     assert exchanging.held.version is None
 
 

@@ -48,8 +48,8 @@ class PlacementConfig:
     has replied for so many seconds. The turns that follow are those of the newer policy."""
     bind: str = "ipc"
     """With `split` and `lent`: where training ranks listen for generating ones. `ipc`: sockets in a private directory
-    of one machine. `tcp://ADDRESS` (`*` for all addresses of each node): any free port; beyond one machine only with
-    `sidecar.keys`."""
+    of one machine. `tcp://ADDRESS` (`*` for all addresses of each node): any free port; only with `sidecar.keys`, on
+    loopback too, which every user of a machine reaches."""
 
     def __post_init__(self) -> None:
         host = re.fullmatch(r"tcp://(\*|\[[^]]+]|[0-9.]+)", self.bind)

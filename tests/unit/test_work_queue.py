@@ -1,4 +1,4 @@
-"""The desk of attached jobs, over random histories of ranks that join, claim, stop, die, come back and speak late."""
+"""The queue of generating ranks, over random histories of ranks that join, claim, stop, die, come back, speak late."""
 
 import random
 from collections import defaultdict
@@ -9,10 +9,11 @@ import pytest
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.rounds import Cursor, plan_round
 from spmd_rl.rollout.table import SliceReport, build_table
-from spmd_rl.split.desk import Desk
-from spmd_rl.split.works import SliceDone, Stats
+from spmd_rl.split.messages import Stats
+from spmd_rl.split.work_queue import MAX_SILENT, Limits, WorkQueue
 
 LEASE = 5.0
+LIMITS = Limits(LEASE, 100.0)
 
 
 class History:
@@ -31,22 +32,22 @@ class History:
         )
         self.staleness, self.last = draw.randint(0, 2), draw.randint(2, 5)
         self.now, self.version = 0.0, 0
-        self.desk = Desk(self.settings, self.staleness, LEASE, lambda: self.now, first=7)
-        self.desk.begin(0, 1, self.last, Cursor())
+        self.queue = WorkQueue(self.settings, self.staleness, lambda: self.now, Limits(LEASE), first=7)
+        self.queue.begin(0, 1, self.last, Cursor())
         self.ranks: list[dict] = []
         """Each has its number, the pieces it works on, the version it has loaded, and whether it is stopped."""
         self.accepted: dict[int, list] = defaultdict(list)
         self.num_refused = self.num_lost = 0
 
     def join(self) -> None:
-        number = self.desk.join("rank", True)
+        number = self.queue.join("rank", True)
         assert number not in [rank["number"] for rank in self.ranks]
-        self.desk.beat(number, 0, True)
+        self.queue.beat(number, 0, True)
         self.ranks.append({"number": number, "held": [], "version": self.version, "stopped": False, "heard": self.now})
 
     def say(self, rank: dict) -> bool:
         """A sign of life; whether the rank still counts, which it does exactly as long as its lease."""
-        known = self.desk.beat(rank["number"], 0, True)
+        known = self.queue.beat(rank["number"], 0, True)
         assert known == (self.now - rank["heard"] <= LEASE)
         if known:
             rank["heard"] = self.now
@@ -55,21 +56,21 @@ class History:
         return known
 
     def claim(self, rank: dict) -> None:
-        step = self.desk.horizon.step
+        step = self.queue.horizon.step
         rank["version"] = self.version if self.draw.random() < 0.5 else rank["version"]
-        known, _, places = self.desk.claim(rank["number"], "step", step, rank["version"], self.draw.randint(0, 3))
-        assert known or not places
-        if places:
+        given = self.queue.claim(rank["number"], "step", step, rank["version"], self.draw.randint(0, 3))
+        assert given.known or not given.pieces
+        if given.pieces:
             assert rank["version"] >= step - 1 - self.staleness, "a token would be too old"
-        rank["held"] += [(step, place) for place in places]
+        rank["held"] += [(step, piece.place) for piece in given.pieces]
 
     def report(self, rank: dict) -> None:
         step, (ticket, number) = rank["held"].pop(self.draw.randrange(len(rank["held"])))
         scored = ticket % 3 > 0 or self.draw.random() < 0.2
         answers = range(2) if self.settings.answers_per_claim is None else [number]
         rows = [(ticket, a, a, 0, float(scored), scored, False, False, 0, False, True, 1, 1, 2) for a in answers]
-        content = msgspec.msgpack.encode(SliceDone(SliceReport(ticket, number, "toy", rows), Stats(0.0, 1.0)))
-        if self.desk.report(rank["number"], "step", step, (ticket, number), content):
+        content = msgspec.msgpack.encode(SliceReport(ticket, number, "toy", rows))
+        if self.queue.report(rank["number"], "step", step, (ticket, number), content, Stats(0.0, 1.0)):
             assert (ticket, number) not in self.accepted[step], "a slice counts twice"
             self.accepted[step].append((ticket, number))
             rank["heard"] = self.now
@@ -80,15 +81,15 @@ class History:
         """Until the last step has ended; the tickets that each step used."""
         used, cursor = [], Cursor()
         for _ in range(20_000):
-            if self.version < self.last and self.desk.ended("step", self.version + 1):
+            if self.version < self.last and self.queue.ended("step", self.version + 1):
                 step = self.version + 1
-                pieces, reports = self.desk.take("step", step)
-                assert [piece.place for piece in pieces] == self.accepted[step]
+                end = self.queue.take("step", step)
+                assert [piece.place for piece in end.accepted] == self.accepted[step]
                 round = plan_round(cursor, self.settings)
-                finished = [report for theirs in reports for report in theirs.finished]
+                finished = [report for theirs in end.reports for report in theirs.finished]
                 tickets = {report.ticket for report in finished}
-                cursor_then = self.desk.horizon.cursor if self.desk.horizon.step == step + 1 else None
-                mine = self.used(round, reports)
+                cursor_then = self.queue.horizon.cursor if self.queue.horizon.step == step + 1 else None
+                mine = self.used(round, end.reports)
                 build_table(finished, mine, round.slices)  # whole, and none twice
                 assert mine <= tickets
                 cursor = cursor.after(mine)
@@ -121,7 +122,7 @@ class History:
             return self.report(rank)  # even of what it has no lease for any more
         if what < 0.6 and not self.say(rank) or what > 0.98:
             if what > 0.99:
-                self.desk.leave(rank["number"])
+                self.queue.leave(rank["number"])
             return self.ranks.remove(rank)  # it ends by itself, or dies
         if what < 0.9:
             if self.say(rank):
@@ -148,61 +149,127 @@ def test_no_ticket_is_lost_or_used_twice(part: int) -> None:
     assert refused > 20 and lost > 20, "ranks are given up with work in hand, and speak late"
 
 
-def desk() -> tuple[Desk, list[float]]:
+def places(given) -> list[tuple[int, ...]]:
+    return [piece.place for piece in given.pieces]
+
+
+def queue(**settings) -> tuple[WorkQueue, list[float]]:
     now = [0.0]
-    made = Desk(RolloutConfig(prompts_per_step=4, answers_per_prompt=2), 1, LEASE, lambda: now[0])
+    made = WorkQueue(RolloutConfig(prompts_per_step=4, answers_per_prompt=2, **settings), 1, lambda: now[0], LIMITS)
     made.begin(0, 1, 3, Cursor())
     return made, now
 
 
 def test_what_a_silent_rank_claimed_is_done_by_another() -> None:
-    made, now = desk()
+    made, now = queue()
     first, second = made.join("first", True), made.join("second", True)
     for member in (first, second):
         assert made.beat(member, 0, True)
-    mine = made.claim(first, "step", 1, 0, 9).places
+    mine = places(made.claim(first, "step", 1, 0, 9))
     assert mine == [(0, 0), (1, 0)], "no more than its share"
-    theirs = made.claim(second, "step", 1, 0, 9).places
+    theirs = places(made.claim(second, "step", 1, 0, 9))
     now[0] = LEASE - 1
     assert made.beat(second, 1, True)
     now[0] = LEASE + 1
     assert not made.claim(first, "step", 1, 0, 9).known
-    assert not made.report(first, "step", 1, (0, 0), b"")
-    assert made.claim(second, "step", 1, 0, 9).places == mine and theirs == [(2, 0), (3, 0)]
+    assert not made.report(first, "step", 1, (0, 0), b"", Stats())
+    assert places(made.claim(second, "step", 1, 0, 9)) == mine and theirs == [(2, 0), (3, 0)]
 
 
 def test_a_version_that_is_too_old_gets_nothing() -> None:
-    made, _ = desk()
+    made, _ = queue()
     made.begin(0, 3, 3, Cursor())
     member = made.join("rank", True)
-    assert made.claim(member, "step", 3, 0, 9) == (True, False, [])
-    assert made.claim(member, "step", 3, 1, 9).places
+    assert made.claim(member, "step", 3, 0, 9) == (True, False, [], [])
+    assert made.claim(member, "step", 3, 1, 9).pieces
 
 
 def test_a_probe_waits_for_those_who_were_there_and_live() -> None:
-    made, now = desk()
+    made, now = queue()
     members = [made.join("rank", True) for _ in range(3)]
     for member in members:
         made.beat(member, 0, True)
     made.ask_probe(0)
     late = made.join("late", True)
-    assert made.report(members[0], "probe", 0, (), b"") and not made.ended("probe", 0)
+    assert made.report(members[0], "probe", 0, (), b"", Stats()) and not made.ended("probe", 0)
     made.leave(members[1])
     now[0] = LEASE - 1
     made.beat(members[0], 0, True), made.beat(late, 0, True)
     assert not made.ended("probe", 0)
     now[0] = LEASE + 1
     assert made.ended("probe", 0)
-    assert [piece.member for piece in made.take("probe", 0)[0]] == [members[0]]
+    assert [piece.member for piece in made.take("probe", 0).accepted] == [members[0]]
 
 
 def test_held_out_prompts_are_answered_once() -> None:
-    made, _ = desk()
+    made, _ = queue()
     made.ask_eval(2, 3)
     first, second = made.join("first", True), made.join("second", True)
-    assert made.claim(first, "eval", 2, 1, 2).places == [], "it has another version"
-    assert made.claim(first, "eval", 2, 2, 2).places == [(0,), (1,)] and made.offers_eval(2)
+    assert places(made.claim(first, "eval", 2, 1, 2)) == [], "it has another version"
+    assert places(made.claim(first, "eval", 2, 2, 2)) == [(0,), (1,)] and made.offers_eval(2)
     made.leave(first)
-    assert made.claim(second, "eval", 2, 2, 9).places == [(0,), (1,), (2,)] and not made.offers_eval(2)
-    assert all(made.report(second, "eval", 2, (index,), b"") for index in range(3))
-    assert made.ended("eval", 2) and not made.report(second, "eval", 2, (0,), b"")
+    assert places(made.claim(second, "eval", 2, 2, 9)) == [(0,), (1,), (2,)] and not made.offers_eval(2)
+    assert all(made.report(second, "eval", 2, (index,), b"", Stats()) for index in range(3))
+    assert made.ended("eval", 2) and not made.report(second, "eval", 2, (0,), b"", Stats())
+
+
+def report(ticket: int) -> bytes:
+    rows = [(ticket, a, a, 0, 1.0, True, False, False, 0, False, True, 1, 1, 2) for a in range(2)]
+    return msgspec.msgpack.encode(SliceReport(ticket, 0, "toy", rows))
+
+
+def test_static_claims_are_dealt_in_waves_by_the_order_of_members() -> None:
+    made, _ = queue(claim="static")
+    for number in range(3):
+        made.enroll(number, f"rank {number}", leads=number != 1)
+    dealt = {number: places(made.claim(number, "step", 1, 0, 1)) for number in (2, 1, 0)}
+    assert dealt == {0: [(0, 0), (2, 0)], 1: [], 2: [(1, 0), (3, 0)]}
+    assert not made.claim(0, "step", 1, 0, 9).pieces, "each once"
+
+
+def test_what_is_carried_goes_on_and_what_is_done_early_counts_later() -> None:
+    made, _ = queue(partial_rollout=True, over_sample=4)
+    made.enroll(0, "rank 0", True)
+    made.enroll(1, "rank 1", True)
+    mine, theirs = (places(made.claim(member, "step", 1, 0, 4)) for member in (0, 1))
+    assert (mine, theirs) == ([(0, 0), (1, 0), (2, 0), (3, 0)], [(4, 0), (5, 0), (6, 0), (7, 0)])
+    for ticket in (4, 5):  # ahead of the step that will use them
+        assert made.report(1, "step", 1, (ticket, 0), report(ticket), Stats(0.0, 1.0))
+    for ticket in range(4):
+        assert not made.ended("step", 1)
+        assert made.report(0, "step", 1, (ticket, 0), report(ticket), Stats(0.0, 1.0))
+    assert made.ended("step", 1) and made.horizon.step == 2
+    end = made.take("step", 1)
+    assert [one.running for one in end.reports] == [[(6, 0), (7, 0)], []] and len(end.accepted) == 4
+    assert not made.give_back(0, "step", 1, (6, 0), begun=True), "it is another's"
+    assert made.give_back(1, "step", 1, (6, 0), begun=True)
+    given = made.claim(0, "step", 2, 1, 1)
+    assert places(given) == [(6, 0)] and given.begun_by == [1]
+    assert not made.report(1, "step", 1, (6, 0), report(6), Stats()), "it has given it back"
+    assert made.report(1, "step", 1, (7, 0), report(7), Stats(0.0, 1.0))
+    assert made.report(0, "step", 2, (6, 0), report(6), Stats(0.0, 1.0)) and made.ended("step", 2)
+    end = made.take("step", 2)
+    rows = {one.ticket: one.answers[0] for theirs in end.reports for one in theirs.finished}
+    assert [(ticket, rows[ticket][8]) for ticket in sorted(rows)] == [(4, 1), (5, 1), (6, 0), (7, 1)], "lags"
+    assert {(piece.place[0], piece.number) for piece in end.accepted} == {(4, 1), (5, 1), (6, 2), (7, 1)}
+
+
+def test_a_piece_that_is_never_done_is_free_again_however_often_its_member_beats() -> None:
+    made, now = queue()
+    slow, other = made.join("slow", True), made.join("other", True)
+    for member in (slow, other):
+        made.beat(member, 0, True)
+    mine = places(made.claim(slow, "step", 1, 0, 9))
+    for now[0] in range(0, 110, 4):
+        assert made.beat(slow, int(now[0]), True) and made.beat(other, 0, True)
+    assert places(made.claim(other, "step", 1, 0, 9)) == mine
+    assert not made.report(slow, "step", 1, mine[0], report(0), Stats())
+
+
+def test_who_joins_and_says_nothing_makes_room_for_others() -> None:
+    made, _ = queue()
+    honest = made.join("honest", True)
+    made.beat(honest, 0, True)
+    silent = [made.join("silent", True) for _ in range(3 * MAX_SILENT)]
+    assert len(made.members) == 1 + MAX_SILENT and honest in made.members
+    assert list(made.members)[1:] == silent[-MAX_SILENT:]

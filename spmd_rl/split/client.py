@@ -1,0 +1,114 @@
+"""`TrainerClient`: a generating rank's connections to all training ranks, to fetch weights, claim and hand in."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from spmd_rl.curve_keys import ClientKeys
+from spmd_rl.errors import RunFailed
+from spmd_rl.rollout.replay_log import PartialRollouts
+from spmd_rl.split import messages
+from spmd_rl.split.link import Link
+from spmd_rl.split.messages import Kind, Stats
+from spmd_rl.split.pieces import DAMAGED, pack, unpack_partial
+from spmd_rl.split.queues import Place
+from spmd_rl.types import Sample
+from spmd_rl.weights.client import WeightClient
+from spmd_rl.weights.messages import digest
+
+NOTHING = Stats()
+"""Where nobody asks how an engine fared."""
+
+
+class Task(NamedTuple):
+    """A piece that this rank has claimed, in the words in which it speaks of it."""
+
+    kind: Kind
+    number: int
+    place: Place
+    signature: bytes
+    begun_by: int | None = None
+
+
+class TrainerClient(WeightClient):
+    """A `WeightClient` that also claims, deposits and reports."""
+
+    codec = messages.TO_MEMBERS
+
+    def __init__(
+        self, link: Link, addresses: Sequence[str], progress: Callable[[], None], keys: ClientKeys | None = None
+    ) -> None:
+        """link: of this rank, which shows that it lives."""
+        super().__init__(addresses, link.membership, progress, keys)
+        self.link = link
+
+    @property
+    def holder(self) -> int:
+        """Index of the training rank to which this rank delivers."""
+        return self.membership.member % self.num_trainers
+
+    def claim(self, kind: Kind, number: int, version: int, room: int) -> tuple[bool, list[Task]]:
+        """Return whether this work has ended, and what of it this rank shall do."""
+        self.send(0, messages.Claim(*self.membership, kind, number, version, room))
+        reply, *_ = self.receive(0, messages.ClaimReply)
+        if not reply.known:
+            self.link.give_up()
+        tasks = [Task(kind, number, tuple(one.place), one.signature, one.begun_by) for one in reply.pieces]
+        return reply.ended, tasks
+
+    def hand_in(self, task: Task, samples: Sequence[Sample], stats: Stats = NOTHING) -> messages.Reported | None:
+        """Deposit a finished piece with the training rank `holder` and report it; None where that is too late."""
+        return self._hand_in(task, pack(samples), stats)
+
+    def hand_in_probe(self, version: int, answers: bytes) -> None:
+        """Hand in what the engine answers to the probe of a version."""
+        self._hand_in(Task("probe", version, (), self.membership.secret), answers, NOTHING)
+
+    def leave_slice(self, task: Task, begun: PartialRollouts) -> None:
+        """Let others go on with a slice of which this much has been done."""
+        self._deposit(task, pack(begun), begun=True)
+        self.send(0, messages.GiveBack(*self._about(task), True))
+        self.receive(0, messages.Reported)
+
+    def take_begun(self, task: Task) -> PartialRollouts:
+        """Return what another rank had begun of a slice. RunFailed if it arrives damaged."""
+        trainer = task.begun_by % self.num_trainers
+        self.send(trainer, messages.TakeBegun(*self.membership, list(task.place)))
+        header, payload = self.receive(trainer, messages.Begun)
+        try:
+            if digest(payload) != header.digest:
+                raise ValueError("its digest differs")
+            return unpack_partial(payload)
+        except DAMAGED as error:
+            raise RunFailed(f"what training rank {trainer} had of slice {task.place} is damaged: {error}") from None
+
+    def _about(self, task: Task) -> tuple:
+        return *self.membership, task.kind, task.number, list(task.place)
+
+    def _deposit(self, task: Task, payload: bytes, begun: bool) -> tuple[messages.Deposited, memoryview]:
+        deposit = messages.Deposit(*self._about(task), task.signature, digest(payload), begun)
+        self.send(self.holder, deposit, payload)
+        deposited, report = self.receive(self.holder, messages.Deposited)
+        if deposited.state == "refused":
+            what = f"{task.kind} {task.number} {list(task.place)}"
+            raise RunFailed(f"training rank {self.holder} refuses a piece, {what}: {deposited.why}")
+        return deposited, report
+
+    def _hand_in(self, task: Task, payload: bytes, stats: Stats) -> messages.Reported | None:
+        deposited, report = self._deposit(task, payload, begun=False)
+        if deposited.state == "late":
+            return None
+        self.send(0, messages.Report(*self._about(task), deposited.signature, stats), bytes(report))
+        reported, *_ = self.receive(0, messages.Reported)
+        if not reported.known:
+            self.link.give_up()
+        return reported
+
+    def refused(self, what: str, trainer: int) -> NoReturn:
+        """See `WeightClient`."""
+        self.link.give_up()
+        super().refused(what, trainer)
+
+    def check(self) -> None:
+        """See `WeightClient`."""
+        super().check()
+        self.link.check()

@@ -1,0 +1,173 @@
+"""What generating ranks hand in, as bytes, and what must be true of it before it counts.
+
+Samples travel as msgpack of the structs in `types`, whose arrays are raw bytes. What the prompt of a piece is and what
+is reported of its samples the training rank finds for itself: who makes things up can spoil its own answers only.
+"""
+
+from array import array
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+from transformers import AutoConfig
+
+from spmd_rl.config.schema import PipelineConfig, RolloutConfig
+from spmd_rl.hub import model_folder
+from spmd_rl.model.moe import num_experts
+from spmd_rl.rollout.episode import SEGMENTS, Sampling
+from spmd_rl.rollout.replay_log import PartialRollouts
+from spmd_rl.types import Group, Prompt, Sample, Turn, Verdict
+from spmd_rl.weights.probe import Answer
+
+SAMPLE_BYTES, TOKEN_BYTES = 1 << 17, 1 << 10
+"""What a sample, and each of its tokens, may take at most: text, boards and routed experts included."""
+DEFAULT_TOKENS = 1 << 15
+"""Of a sample of several turns for which no setting says how many it may have."""
+DAMAGED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError)
+"""What bytes that are no such piece raise."""
+
+
+def _encode_array(value: Any) -> bytes:
+    if isinstance(value, array):
+        return value.typecode.encode() + value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is array:
+        return array(chr(value[0]), value[1:])
+    raise NotImplementedError(f"{kind.__name__} does not travel")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_samples = msgspec.msgpack.Decoder(tuple[Sample, ...], dec_hook=_decode_array)
+_partial = msgspec.msgpack.Decoder(PartialRollouts, dec_hook=_decode_array)
+_probe = msgspec.msgpack.Decoder(list[Answer])
+
+
+def pack(value: Sequence[Sample] | PartialRollouts) -> bytes:
+    """Encode what was made of a piece."""
+    return _encoder.encode(value)
+
+
+def unpack_samples(payload: bytes | memoryview) -> tuple[Sample, ...]:
+    """Return what `pack` was given. One of `DAMAGED` for any other bytes."""
+    return _samples.decode(payload)
+
+
+def unpack_partial(payload: bytes | memoryview) -> PartialRollouts:
+    """Return what `pack` was given. One of `DAMAGED` for any other bytes."""
+    return _partial.decode(payload)
+
+
+def unpack_probe(payload: bytes | memoryview) -> list[Answer]:
+    """Return the answers of an engine to a probe. One of `DAMAGED` for any other bytes."""
+    return _probe.decode(payload)
+
+
+def max_piece_bytes(rollout: RolloutConfig, num_answers: int) -> int:
+    """Return how large a piece of so many answers can be by these settings."""
+    one_turn = rollout.max_prompt_tokens + rollout.max_answer_tokens
+    tokens = rollout.max_context_tokens or (DEFAULT_TOKENS if rollout.max_turns != 1 else one_turn)
+    return num_answers * (SAMPLE_BYTES + tokens * (TOKEN_BYTES + 4 * rollout.top_k))
+
+
+class PieceRules:
+    """What the samples of a piece must be: pure checks, which raise one of `DAMAGED`."""
+
+    def __init__(self, rollout: RolloutConfig, uses_greedy: bool, num_ids: int, num_experts: int = 0) -> None:
+        """num_ids: of the model's vocabulary."""
+        self._rollout, self._uses_greedy = rollout, uses_greedy
+        self._num_ids, self._num_experts = num_ids, num_experts
+
+    @classmethod
+    def of(cls, cfg: PipelineConfig) -> "PieceRules":
+        """Return those of a run."""
+        folder, trust = model_folder(cfg.policy.model), cfg.policy.trust_remote_code
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust).get_text_config()
+        return cls(cfg.rollout, cfg.generation.uses_greedy, config.vocab_size, num_experts(config))
+
+    def group(self, payload: bytes | memoryview, prompt: Prompt, ticket: int, number: int, versions: range) -> Group:
+        """Return slice `number` of a ticket. versions: those that may have sampled its tokens."""
+        s = self._rollout
+        first = number * s.slice_size
+        size = min(s.slice_size, s.answers_per_prompt - first)
+        allowed = set(range(first, first + size + s.redundancy))
+        greedy = {s.answers_per_prompt} if self._uses_greedy and first + size == s.answers_per_prompt else set()
+        return self._checked(payload, Group(prompt, ticket, ()), allowed | greedy, greedy, versions, size + len(greedy))
+
+    def held_out(self, payload: bytes | memoryview, prompt: Prompt, index: int, drawn: list[Sampling], version: int):
+        """Return the answers to a held-out prompt, as they were to be drawn."""
+        greedy = {number for number, sampling in enumerate(drawn) if sampling.temperature == 0}
+        versions, allowed = range(version, version + 1), set(range(len(drawn)))
+        return self._checked(payload, Group(prompt, index, ()), allowed, greedy, versions, len(drawn))
+
+    def _checked(
+        self,
+        payload: bytes | memoryview,
+        group: Group,
+        allowed: Collection[int],
+        greedy: Collection[int],
+        versions: range,
+        count: int,
+    ) -> Group:
+        samples, numbers, found = unpack_samples(payload), [], set()
+        for sample in samples:
+            base = sample.answer % SEGMENTS
+            _require(sample.ticket == group.ticket and 0 <= sample.answer < 1 << 31, "it is about another ticket")
+            _require(0 <= sample.unit_number < 1 << 31 and base in allowed, f"it has an answer {sample.answer}")
+            _require(sample.greedy == (base in greedy), f"answer {base} is drawn otherwise")
+            _require(len(sample.turns) > 0, "a sample has no turn")
+            _check_verdict(sample.verdict)
+            for turn in sample.turns:
+                self._check_turn(turn, versions)
+            numbers.append(sample.answer)
+            found.add(base)
+        _require(numbers == sorted(set(numbers)), "its answers are not in order")
+        _require(len(found) == count, f"it has {len(found)} answers of {count}")
+        return Group(group.prompt, group.ticket, samples)
+
+    def _check_turn(self, turn: Turn, versions: range) -> None:
+        ids, tokens, logprobs = _column(turn.prompt_ids, "i"), _column(turn.token_ids, "i"), _column(turn.logprobs, "f")
+        served = _column(turn.versions, "i")
+        _require(len(tokens) == len(logprobs) == len(served), "the columns of a turn differ in length")
+        _require(bool(np.isfinite(logprobs).all() and (logprobs <= 1e-3).all()), "a logprob is none")
+        for some in (ids, tokens):
+            self.check_ids(some)
+        low, high = versions.start, versions.stop
+        _require(bool(((served >= low) & (served < high)).all()), f"a token is not of versions {low} to {high - 1}")
+        if turn.candidate_ids is not None:
+            counts, candidate_ids = _column(turn.candidate_ids.counts, "i"), _column(turn.candidate_ids.ids, "i")
+            whole = len(counts) == len(tokens) and bool((counts >= 0).all()) and int(counts.sum()) == len(candidate_ids)
+            _require(whole, "the candidate_ids of a turn do not fit its tokens")
+            self.check_ids(candidate_ids)
+        if turn.experts is not None:
+            experts = _column(turn.experts, "h")
+            known = bool(((experts >= -1) & (experts < self._num_experts)).all())
+            _require(known and not len(experts) % max(1, len(tokens)), "the experts of a turn do not fit its tokens")
+        if turn.step is not None:
+            numbers = [turn.step.reward, *turn.step.metrics.values()]
+            state = -(1 << 63) <= turn.step.state < 1 << 64
+            _require(bool(np.isfinite(numbers).all()) and state, "a number of a step is none")
+
+    def check_ids(self, ids: np.ndarray | Sequence[int]) -> None:
+        """ValueError unless all of these are token ids of the model."""
+        ids = np.asarray(ids, np.int64)
+        _require(bool(((ids >= 0) & (ids < self._num_ids)).all()), "a token id is not the model's")
+
+
+def _column(values: array, typecode: str) -> np.ndarray:
+    _require(values.typecode == typecode, f"a column is of type {values.typecode}, not {typecode}")
+    return np.frombuffer(values, np.dtype(typecode)) if values else np.empty(0, np.dtype(typecode))
+
+
+def _check_verdict(verdict: Verdict) -> None:
+    numbers = list(chain([verdict.score], verdict.parts.values()))
+    _require(bool(np.isfinite(numbers).all()), "a score is no number")
+
+
+def _require(condition: bool, why: str) -> None:
+    if not condition:
+        raise ValueError(why)
