@@ -1,8 +1,8 @@
 """`Publisher`: sends the trainer's weights to engines, and proves that they arrived.
 
-On every road: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps them plain, and
-logprobs of the engine's own answers as the trainer computes them. Nothing that one rank finds makes it leave alone:
-findings are gathered, and all ranks stop with the same line.
+Whatever the transport: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps them
+plain, and logprobs of the engine's own answers as the trainer computes them. Nothing that one rank finds makes it leave
+alone: findings are gathered, and all ranks stop with the same line.
 """
 
 import time

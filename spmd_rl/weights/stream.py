@@ -22,7 +22,7 @@ class WeightStream:
         self.repeated: list[str] = []
         """Names that came more than once."""
         self.dtype: torch.dtype | None = None
-        """What the model computes in: the dtype of the first floating tensor. Buffers come last, in dtypes of their own."""
+        """The dtype of the first floating tensor, in which the model computes. Buffers, which may differ, come last."""
         self.num_bytes = 0
         self.wait_seconds = 0.0
         """Spent until each tensor was here."""
@@ -48,7 +48,7 @@ class WeightStream:
 
     @property
     def fingerprints(self) -> dict[str, bytes]:
-        """Of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
+        """The fingerprint of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
         self._started = found = finish(self._started)
         return found
 
