@@ -18,7 +18,7 @@ import zmq
 
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.sidecar.sockets import open_dealer, send
 from spmd_rl.split import messages
@@ -57,7 +57,7 @@ def _address(attach: str, folder: Path) -> str | None:
 def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> messages.Welcome:
     """Wait for the training job, and return what it says of itself. RunFailed after so many seconds."""
     where = attach if attach.startswith("tcp://") else str(folder)
-    deadline, notice = time.monotonic() + seconds, Notice(0)
+    deadline, notice = time.monotonic() + seconds, WaitMessage(0)
     while time.monotonic() < deadline:
         notice(f"waiting for a training job at {where}")
         if (address := _address(attach, folder)) is None:
