@@ -22,7 +22,7 @@ from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
-from spmd_rl.rollout import Agent
+from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
 from spmd_rl.track import Run
 from spmd_rl.train import Roles, build_roles
@@ -38,8 +38,8 @@ class Place:
     world: World | None = None
     """The ranks that train."""
     roles: Roles | None = None
-    rollouts: Any = None
-    """Stateful, with `collect(step)` and what `evaluate` asks of it. None in a pipeline that does not generate."""
+    rollouts: RolloutSource | None = None
+    """None in a pipeline that does not generate."""
     publish: Callable[..., dict[str, float]] | None = None
     """[train] `publish(version)`: the policy's weights to whoever generates. None in a pipeline that does not."""
     environments: Environments | None = None
@@ -75,8 +75,9 @@ class Job:
     ) -> Iterator["Job"]:
         """[all] Form the world and agree on settings, versions and data (`rows`, by name, each with an `id`).
 
-        `source`: what tickets stand for, where there are any. `template_args`: of the chat template. `envs`: None in a
-        pipeline without environments. UserError on all ranks where they differ, naming what.
+        `source`: the prompts or tasks that tickets stand for; None in a pipeline that does not generate.
+        `template_args`: of the chat template. `envs`: None in a pipeline without environments. UserError on all ranks
+        where they differ, naming what.
         """
         run_dir = Path(cfg.run.dir)
         tokenizer = load_tokenizer(cfg.policy.model, cfg.policy.trust_remote_code, template_args)
@@ -111,7 +112,7 @@ class Job:
             yield
 
     def connect(self, debug: bool = False) -> tuple[Scorer, Environments | None]:
-        """The scorer and the environments of this node's sidecar; `debug`: of this process."""
+        """The scorer and the environments of this node's sidecar; `debug`: both run in this process instead."""
         cfg = self.cfg
         host = sidecar.connect_both(cfg.reward, self.envs, self.world.node, cfg.sidecar.bind, debug, cfg.sidecar.keys)
         scorer, environments = self.stack.enter_context(host)

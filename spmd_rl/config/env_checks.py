@@ -5,7 +5,7 @@ from spmd_rl.config.ranks import local_rank
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
 from spmd_rl.errors import UserError
-from spmd_rl.targets import ENVIRONMENT
+from spmd_rl.plugins.targets import ENVIRONMENT
 
 WORKERS_PER_CORE = 1024
 """The most workers of environments for each core of a machine: those that wait need none of their own"""

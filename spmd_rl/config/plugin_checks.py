@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spmd_rl.errors import UserError
+from spmd_rl.plugins.targets import UNPROVIDED, PluginKind, build_target
 from spmd_rl.process import contained
-from spmd_rl.targets import UNPROVIDED, PluginKind, build_target
 
 
 class PluginSettings(Protocol):

@@ -5,7 +5,7 @@ from spmd_rl.config.ranks import local_rank
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardsConfig
 from spmd_rl.config.sections.run import JournalConfig
 from spmd_rl.errors import UserError
-from spmd_rl.targets import REWARDER, UNPROVIDED
+from spmd_rl.plugins.targets import REWARDER, UNPROVIDED
 
 WORKERS_PER_CORE = 64
 """The most workers of rewarders for each core of a machine; those that wait for servers need none of their own"""

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from spmd_rl.device_files import device_file, driver
 from spmd_rl.distributed import shared_group
+from spmd_rl.distributed.device_files import device_file, driver
 from spmd_rl.distributed.wait_message import waiting
 from spmd_rl.errors import UserError
 

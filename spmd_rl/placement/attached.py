@@ -19,7 +19,7 @@ from spmd_rl.weights import Publisher
 
 
 @contextmanager
-def attached(job: Job) -> Iterator[Place]:
+def attached_trainer(job: Job) -> Iterator[Place]:
     """[all] The job that trains. It starts once `placement.min_generate` ranks are there."""
     cfg, world = job.cfg, job.world
     job.open_run(world)  # [all]
@@ -29,11 +29,18 @@ def attached(job: Job) -> Iterator[Place]:
             roles = train.build_roles(cfg.roles, world)  # [all]
         rollouts = remote_rollouts(job, side)  # [all]
         publish = Publisher(roles.policy, world, [served(job, side, rollouts)], cfg.publish.probe_every)
-        yield Place(None, world, roles, rollouts, publish, environments, rollouts.begin)
+        yield Place(
+            world=world,
+            roles=roles,
+            rollouts=rollouts,
+            publish=publish,
+            environments=environments,
+            on_start=rollouts.begin,
+        )
 
 
 @contextmanager
-def attaches(job: Job) -> Iterator[Place]:
+def attached_generator(job: Job) -> Iterator[Place]:
     """[all] A job that attaches (`placement.attach`): it may be killed and started at any time.
 
     Engine and number of ranks are its own; its directory is `run.dir/attached/HOST-PORT`.

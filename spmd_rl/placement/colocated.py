@@ -23,9 +23,16 @@ def colocated(job: Job, last_ahead: int = 0) -> Iterator[Place]:
         generator = engine.build(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
     publish = weights.build(roles.policy, generator, world, cfg.publish.probe_every)
     services = Services(scorer, job.tokenizer, job.episode, environments)
-    parts = replace(cfg.generation, last_ahead=last_ahead), generator, job.source, services, world
-    rollouts = job.stack.enter_context(closing(Rollouts(*parts)))  # [all]
-    yield Place(None, world, roles, rollouts, publish, environments, lambda start: rollouts.check())
+    settings = replace(cfg.generation, last_ahead=last_ahead)
+    with closing(Rollouts(settings, generator, job.source, services, world)) as rollouts:  # [all]
+        yield Place(
+            world=world,
+            roles=roles,
+            rollouts=rollouts,
+            publish=publish,
+            environments=environments,
+            on_start=lambda start: rollouts.check(),
+        )
     generator.close()  # not with an exception pending: an engine's own groups may wait for other ranks
 
 

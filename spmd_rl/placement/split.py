@@ -27,7 +27,14 @@ def split(job: Job) -> Iterator[Place]:
         roles, _, environments = _started(job, side)  # [train]
         rollouts = remote_rollouts(job, side)  # [train]
         publish = Publisher(roles.policy, side.world, [served(job, side, rollouts)], job.cfg.publish.probe_every)
-        yield Place(None, side.world, roles, rollouts, publish, environments, rollouts.begin)
+        yield Place(
+            world=side.world,
+            roles=roles,
+            rollouts=rollouts,
+            publish=publish,
+            environments=environments,
+            on_start=rollouts.begin,
+        )
 
 
 @contextmanager
@@ -44,7 +51,14 @@ def lent(job: Job) -> Iterator[Place]:
         with Lent.build(job.cfg, remote, services, side, job.world) as rollouts:  # [all]
             transports = [served(job, side, remote), Local(rollouts.engine, side.world)]
             publish = Publisher(roles.policy, side.world, transports, job.cfg.publish.probe_every)
-            yield Place(None, side.world, roles, rollouts, publish, environments, remote.begin)
+            yield Place(
+                world=side.world,
+                roles=roles,
+                rollouts=rollouts,
+                publish=publish,
+                environments=environments,
+                on_start=remote.begin,
+            )
 
 
 def _started(job: Job, side: TrainSide) -> tuple[train.Roles, Scorer, Environments | None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from statistics import fmean
 
-from spmd_rl.config.sections.env import PATTERNS, EnvConfig, EnvsConfig
+from spmd_rl.config.sections.env import ACTION_FORMATS, EnvConfig, EnvsConfig
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import BudgetSpent, Context, abandoned
 from spmd_rl.rollout.prompt_text import first_messages, fresh_messages, next_messages
@@ -57,37 +57,38 @@ async def _play(ctx: Context, env: EnvConfig) -> list[Sample]:
     assert ctx.environments is not None, "an agent needs environments"
     task = ctx.prompt.extra
     session = await ctx.environments.reset(ctx.prompt.domain, task["seed"], task["held_out"])
-    modes: dict[str, str] = {}
     try:
-        reason = await _turns(ctx, env, session, modes)
+        reason, modes = await _turns(ctx, env, session)
     finally:
         await session.close()
     return ctx.samples(_verdict(ctx, reason, modes))
 
 
-async def _turns(ctx: Context, env: EnvConfig, session: Session, modes: dict[str, str]) -> str:
-    """Take turns until one of both sides ends the episode. Returns why it ended; fills in `metrics_agg_mode`."""
-    story, pattern = _Story(ctx, env, session.reply), env.pattern_for(bool(session.reply.info.get("tools")))
+async def _turns(ctx: Context, env: EnvConfig, session: Session) -> tuple[str, dict[str, str]]:
+    """Take turns until one of both sides ends the episode. Returns why it ended, and how metrics are aggregated."""
+    conversation = _Conversation(ctx, env, session.reply)
+    pattern = env.pattern_for(bool(session.reply.info.get("tools")))
+    modes: dict[str, str] = {}
     while not session.reply.done:
         before = session.reply
         try:
-            turn = await ctx.generate(story.prompt_ids(before))
+            turn = await ctx.generate(conversation.next_prompt(before))
         except BudgetSpent:
             if not ctx.num_turns:
                 raise
             ctx.cut_short()
-            return "max_context"
+            return "max_context", modes
         action = find_action(pattern, turn.text)
         reply = await session.step(action or "")
         ctx.record(_step(env, before, reply, action))
         modes.update(reply.info.get("metrics_agg_mode", {}))
-        story.past.append((before.observation, turn.text))
+        conversation.past.append((before.observation, turn.text))
         if ctx.num_turns == ctx.budget.max_turns and not reply.done:
-            return "max_turns"
-    return "terminated" if session.reply.terminated else "truncated"
+            return "max_turns", modes
+    return ("terminated" if session.reply.terminated else "truncated"), modes
 
 
-class _Story:
+class _Conversation:
     """The conversation so far, and what the policy is asked next."""
 
     def __init__(self, ctx: Context, env: EnvConfig, start: EnvReply) -> None:
@@ -96,7 +97,7 @@ class _Story:
         self.past: list[tuple[str, str]] = []
         """(observation, answer) of each turn."""
 
-    def prompt_ids(self, reply: EnvReply) -> array:
+    def next_prompt(self, reply: EnvReply) -> array:
         """Token ids ('i') to be put before the next answer; they begin a new segment where they must."""
         ctx, env, start = self._ctx, self._env, self._start
         numbers = {"turn": ctx.num_turns + 1, "max_tokens": ctx.sampling.max_new_tokens}
@@ -118,7 +119,8 @@ class _Story:
 
 def find_action(pattern: str, text: str) -> str | None:
     """Return the action of an answer without blanks around it; None unless `env.<tag>.pattern` finds exactly one."""
-    found = re.findall(PATTERNS.get(pattern, pattern), text, re.DOTALL)
+    named = ACTION_FORMATS.get(pattern)
+    found = re.findall(named.pattern if named else pattern, text, re.DOTALL)
     return found[0].strip() or None if len(found) == 1 else None
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Protocol
 
 from spmd_rl.rollout.coordinator import Coordinator, FirstKInOrder
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 
 
 class Claim(Protocol):
@@ -39,20 +39,20 @@ class StoreClaim:
     @property
     def waits_for(self) -> int | None:
         """The position of the slice that is claimed here and may not start yet."""
-        return self._coordinator.round.slice(self._reserved[0])[0] if self._reserved else None
+        return self._coordinator.plan.slice(self._reserved[0])[0] if self._reserved else None
 
     def next(self, room: int) -> list[GroupSlice]:
         """See `Claim`. A slice that may not start yet stays claimed here."""
         coordinator, slices = self._coordinator, []
-        round = coordinator.round
+        plan = coordinator.plan
         while len(slices) < room:
             if not self._reserved:
-                self._reserved.extend(coordinator.claim(min(room - len(slices), round.slices)))
-            position, claimed = round.slice(self._reserved[0])
+                self._reserved.extend(coordinator.claim(min(room - len(slices), plan.slices)))
+            position, claimed = plan.slice(self._reserved[0])
             if not coordinator.may_start(position):
                 break
             self._reserved.popleft()
-            if claimed not in round.carried:
+            if claimed not in plan.carried:
                 slices.append(claimed)
         return slices
 
@@ -70,7 +70,7 @@ class StaticClaim:
 
     def __init__(self, coordinator: FirstKInOrder, replica: int, replicas: int) -> None:
         self._coordinator, self._replicas = coordinator, replicas
-        self._next, self._wave_end = replica, coordinator.round.initial_limit
+        self._next, self._wave_end = replica, coordinator.plan.initial_limit
 
     def ahead(self, room: int) -> list[GroupSlice]:
         """See `Claim`. The first wave: who answers a later one must not depend on how soon verdicts came."""
@@ -78,23 +78,23 @@ class StaticClaim:
 
     def next(self, room: int) -> list[GroupSlice]:
         """See `Claim`. A whole wave starts at once, whatever `room` says: the engine queues it in order."""
-        round = self._coordinator.round
+        plan = self._coordinator.plan
         while True:
             slices = self._dealt()
-            if slices or self._wave_end == round.limit:
+            if slices or self._wave_end == plan.limit:
                 return slices
             qualifying = self._coordinator.qualifying(self._wave_end)
-            if qualifying is None or qualifying >= round.goal:
+            if qualifying is None or qualifying >= plan.goal:
                 return slices
-            self._wave_end = min(round.limit, self._wave_end + round.goal - qualifying)
+            self._wave_end = min(plan.limit, self._wave_end + plan.goal - qualifying)
 
     def _dealt(self) -> list[GroupSlice]:
         """This replica's slices of the wave, each once."""
-        round, slices = self._coordinator.round, []
-        while self._next < self._wave_end * round.slices:
-            slices.append(round.slice(self._next)[1])
+        plan, slices = self._coordinator.plan, []
+        while self._next < self._wave_end * plan.slices:
+            slices.append(plan.slice(self._next)[1])
             self._next += self._replicas
-        return [dealt for dealt in slices if dealt not in round.carried]
+        return [dealt for dealt in slices if dealt not in plan.carried]
 
 
 def claims(name: str, coordinator: Coordinator, replica: int, replicas: int) -> Claim:

@@ -19,7 +19,7 @@ from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import ADVICE
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.rollout.table import SampleTable, SliceReport, build_table, last_segments
 from spmd_rl.types import Group
 
@@ -33,8 +33,8 @@ class RankReport(msgspec.Struct, array_like=True):
     finished: list[SliceReport]
     running: list[GroupSlice]
     """Slices that started here and are not finished; empty unless they go on in the next step."""
-    counted: list[int]
-    """See `Coordinator.counted`."""
+    used_here: list[int]
+    """See `Coordinator.used_here`."""
     end: str
     """See `Coordinator.end_mark`."""
     idle_seconds: float | None
@@ -43,7 +43,7 @@ class RankReport(msgspec.Struct, array_like=True):
     """From the step's beginning until it knew of its end."""
     num_aborted: int
     prompt_tokens: tuple[int, int] = (0, 0)
-    """Of its requests: how many were asked for, and how many of these its engine had in its cache."""
+    """How many prompt tokens its requests had, and how many of these its engine had in its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Collected:
 
         AssertionError unless the tickets that are used are whole.
         """
-        positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.counted})
-        used = frozenset(map(coordinator.round.order.ticket, positions))
+        positions = coordinator.used([r.end for r in reports], {position for r in reports for position in r.used_here})
+        used = frozenset(map(coordinator.plan.cursor.ticket, positions))
         slices = [report for r in reports for report in r.finished]
         running = [group_slice for r in reports for group_slice in r.running]
         assert not any(group_slice.ticket in used for group_slice in running), "a used ticket is still under way"
@@ -101,7 +101,7 @@ class Collected:
             step=step,
             groups=(),
             dropped=(),
-            table=build_table(slices, used, coordinator.round.slices),
+            table=build_table(slices, used, coordinator.plan.slices),
             bubble=fmean(idle) / seconds,
             num_aborted=sum(r.num_aborted for r in reports),
             num_carried=settings.slice_size * len(running) + sum(r.num_answers for r in kept),

@@ -3,7 +3,7 @@
 A run's state is in `Rollouts`, a step's in `StepRun`, which plays slices of groups until the step has ended. What is
 under way then is surplus: aborted and started again in a later step, or carried on.
 
-Left out: the rules of a step (`rounds.py`, `coordinator.py`, `claims.py`) and what its end means (`collected.py`).
+Left out: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) and what its end means (`collected.py`).
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from spmd_rl.errors import tell
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
-from spmd_rl.rollout.engine_loop import Swap
+from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.episode import Sampling
 from spmd_rl.rollout.player import Player, Services
-from spmd_rl.rollout.prompt_lengths import check_room, drop_overlong
+from spmd_rl.rollout.prompt_lengths import check_room, fit_prompts
 from spmd_rl.rollout.replay_log import Migration
-from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
 from spmd_rl.rollout.shared_step import SharedStep
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.step_run import END, StepRun, StepSource
 from spmd_rl.types import Group, Prompt
 
@@ -49,7 +49,7 @@ class Rollouts:
         self.prompts, self._longest = prompts, (settings.rollout.max_prompt_tokens, "")
         if settings.data is not None:
             sections = settings.rollout, settings.data, settings.reward
-            self.prompts, *self._longest = drop_overlong(prompts, services.tokenizer, *sections, world)  # [all]
+            self.prompts, *self._longest = fit_prompts(prompts, services.tokenizer, *sections, world)  # [all]
         self._settings, self._engine, self._world = settings, engine, world
         leads = world.gather("start: replicas", engine.leads)  # [all]
         self._replica, self._num_replicas = sum(leads[: world.rank]), sum(leads)
@@ -130,13 +130,13 @@ class Rollouts:
             world.barrier(AHEAD)  # [all] here, and not in a collective of the update that may have a time limit
         run.pause()
 
-    def generate_from(self, source: StepSource, step: int, swap: Swap | None = None) -> None:
+    def generate_from(self, source: StepSource, step: int, update: InFlightUpdate | None = None) -> None:
         """[all] ranks of a replica: play the slices that `source` gives until it says that the step has ended.
 
-        They go to the source as they finish; nothing of the step is kept here. swap: a policy that may come meanwhile.
+        They go to the source as they finish; nothing of the step is kept here. update: a policy that may come.
         """
         with self._world.phase("generate"), self._engine.awake():
-            self._play(StepRun(step, source, self._player, swap))
+            self._play(StepRun(step, source, self._player, update))
 
     def _play(self, run: StepRun) -> None:
         with run.driven():
@@ -147,8 +147,8 @@ class Rollouts:
         """Agree on what it asks for, without meeting anybody."""
         s = self._settings.rollout
         with self._world.phase("coordination"):
-            round = plan_round(self._cursor, s, self._carried)
-            coordinator = coordinate(self._world.store, f"step{step}", round, self._num_replicas)
+            plan = plan_step(self._cursor, s, self._carried)
+            coordinator = coordinate(self._world.store, f"step{step}", plan, self._num_replicas)
             claim = claims(s.claim, coordinator, self._replica, self._num_replicas)
             shared = SharedStep(coordinator, claim, s, self._world.rank)
         return StepRun(step, shared, self._player)
@@ -173,5 +173,5 @@ class Rollouts:
         room = max(1, self._engine.capacity.max_running // max(1, len(sampling)))
         with self._engine.awake(), self._engine.driven():
             while self._engine.leads and (mine := claim(room)):
-                for group in self._runner.run(self._player.answer(mine, sampling)):
+                for group in self._runner.run(self._player.generate_for(mine, sampling)):
                     finish(group)

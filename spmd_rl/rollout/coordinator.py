@@ -9,7 +9,7 @@ Every replica has a `Coordinator` over the store that all share; the rules are f
     end                 written once, when the step has ended
 
 `rollout.accept` names the rule that ends a step, each a subclass. The number of store operations per ticket does not
-grow with the number of replicas, and all replicas together look `LOOKS_PER_SECOND` times a second for news.
+grow with the number of replicas, and all replicas together look `POLLS_PER_SECOND` times a second for news.
 
 Left out: engines, prompts, scores and turns. `tools.simulate` drives this code with a store and a clock of its own.
 """
@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from spmd_rl.rollout.rounds import Round
+from spmd_rl.rollout.step_plan import StepPlan
 
-LOOKS_PER_SECOND = 5_000
-"""How often all replicas together look for news, in two operations each. A TCPStore answers some 35,000 a second."""
+POLLS_PER_SECOND = 5_000
+"""Polls of all replicas together, of two operations each. A TCPStore answers some 35,000 operations a second."""
 REJECTED, QUALIFIES, PASSED = 1, 2, 4
-"""What the counter of a ticket is made of, see `FirstKInOrder`."""
+"""What a ticket's counter is the sum of, see `FirstKInOrder`: its outcome, and PASSED once for itself and once for each
+qualifying ticket before it. In one counter, because one atomic addition must both say the one and learn the other."""
 
 
 class Store(Protocol):
@@ -57,20 +58,20 @@ class Coordinator:
     shared_keys: tuple[str, ...] = ("claimed", "rejected", "end")
 
     def __init__(
-        self, store: Store, prefix: str, round: Round, replicas: int = 1, clock: Callable[[], float] = time.monotonic
+        self, store: Store, prefix: str, plan: StepPlan, replicas: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`prefix`: of this step's keys. `replicas`: how many share the store. `clock`: paces the looks, in seconds."""
-        self.round = round
-        self.counted: list[int] = []
-        """Positions of which this replica alone knows that the step uses them; see `used`."""
-        self.pause = replicas / LOOKS_PER_SECOND
+        self.plan = plan
+        self.used_here: list[int] = []
+        """Positions of tickets that this replica resolved in time for the step to use them, where arrival decides."""
+        self.pause = replicas / POLLS_PER_SECOND
         """Seconds between two looks of this replica, at least."""
         self._store, self._prefix, self._clock = store, prefix, clock
         self._own_keys: set[str] = set()
         self._num_rejected, self._has_ended, self._looked_at = 0, False, -math.inf
 
     def claim(self, count: int) -> range:
-        """Claim the next `count` slices, as numbers for `Round.slice`.
+        """Claim the next `count` slices, as numbers for `StepPlan.slice`.
 
         They may lie beyond what may start: then the caller keeps them, and starts them later or never.
         """
@@ -79,28 +80,28 @@ class Coordinator:
 
     def may_start(self, position: int) -> bool:
         """Return whether this ticket may start: the goal, the extra ones, and one for each that did not qualify."""
-        if position < self.round.initial_limit:
+        if position < self.plan.initial_limit:
             return True
         self._look()
-        return position < min(self.round.limit, self.round.initial_limit + self._num_rejected)
+        return position < min(self.plan.limit, self.plan.initial_limit + self._num_rejected)
 
-    def pool(self, position: int, number: int, answers: bytes) -> list[bytes] | None:
-        """Hand in the answers of one slice. Return those of all slices of the ticket if this is the last of them."""
-        if self.round.slices == 1:
+    def merge_slices(self, position: int, number: int, answers: bytes) -> list[bytes] | None:
+        """Store the answers of a slice; return those of all its ticket's slices if it is the last of them, or None."""
+        if self.plan.slices == 1:
             return [answers]
         key = f"slices/{position}"
         self._store.set(self._key(f"{key}/{number}"), answers)
         self._own_keys.add(f"{key}/{number}")
-        if self._add(key, 1) < self.round.slices:
+        if self._add_owned(key, 1) < self.plan.slices:
             return None
-        return [self._store.get(self._key(f"{key}/{n}")) for n in range(self.round.slices)]
+        return [self._store.get(self._key(f"{key}/{n}")) for n in range(self.plan.slices)]
 
     def resolve(self, position: int, qualifies: bool) -> None:
         """Say that all verdicts of this ticket are in, and whether it qualifies."""
         raise NotImplementedError
 
-    def used(self, ends: list[str], counted: set[int]) -> set[int]:
-        """Return the positions that the step uses up, from the `end_mark` and the `counted` of all replicas."""
+    def used(self, ends: list[str], used_here: set[int]) -> set[int]:
+        """Return the positions that the step uses up, from the `end_mark` and the `used_here` of all replicas."""
         raise NotImplementedError
 
     def ended(self) -> bool:
@@ -121,8 +122,8 @@ class Coordinator:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _add(self, name: str, amount: int) -> int:
-        """Add to a counter, which whoever comes first will delete."""
+    def _add_owned(self, name: str, amount: int) -> int:
+        """Add to a counter and return its value; the replica that makes the counter deletes it in `forget`."""
         value = self._store.add(self._key(name), amount)
         if value == amount:
             self._own_keys.add(name)
@@ -157,26 +158,31 @@ class FirstKInOrder(Coordinator):
         """See `Coordinator`."""
         if not qualifies:
             self._reject()
-        state = self._add(f"ticket/{position}", QUALIFIES if qualifies else REJECTED)
+        before, outcome = _parts(self._add_owned(f"ticket/{position}", QUALIFIES if qualifies else REJECTED))
         if position == 0:
-            state += PASSED  # nothing comes before it
-        while state > PASSED and state % PASSED:
-            count = state // PASSED - 1 + (state % PASSED == QUALIFIES)
+            before = 0
+        while before is not None and outcome:
+            count = before + (outcome == QUALIFIES)
             position += 1
-            if count == self.round.goal or position == self.round.limit:
+            if count == self.plan.goal or position == self.plan.limit:
                 self._end(str(position))
                 return
-            state = self._add(f"ticket/{position}", PASSED * (1 + count))
+            before, outcome = _parts(self._add_owned(f"ticket/{position}", PASSED * (1 + count)))
 
     def qualifying(self, below: int) -> int | None:
         """Return how many tickets at positions under `below` qualify; None until all of them are resolved."""
-        state = self._add(f"ticket/{below}", 0)
-        return state // PASSED - 1 if state >= PASSED else None
+        return _parts(self._add_owned(f"ticket/{below}", 0))[0]
 
-    def used(self, ends: list[str], counted: set[int]) -> set[int]:
+    def used(self, ends: list[str], used_here: set[int]) -> set[int]:
         """Return all positions before the end, which is what is written there."""
         assert len(set(ends)) == 1, "replicas disagree on the step's end"
         return set(range(int(ends[0])))
+
+
+def _parts(counter: int) -> tuple[int | None, int]:
+    """How many tickets before this one qualify (None: not all of them are resolved), and its outcome (0: not yet)."""
+    passed, outcome = divmod(counter, PASSED)
+    return passed - 1 if passed else None, outcome
 
 
 class FirstKFinished(Coordinator):
@@ -193,25 +199,25 @@ class FirstKFinished(Coordinator):
     def resolve(self, position: int, qualifies: bool) -> None:
         """See `Coordinator`; a ticket that comes after the end stays unused, and waits for a later step."""
         qualified = self._store.add(self._key("qualified"), int(qualifies))
-        if qualifies and qualified > self.round.goal:
+        if qualifies and qualified > self.plan.goal:
             return
         if not qualifies:
             self._reject()
-        self.counted.append(position)
+        self.used_here.append(position)
         resolved = self._store.add(self._key("resolved"), 1)
-        if (qualifies and qualified == self.round.goal) or resolved == self.round.limit:
+        if (qualifies and qualified == self.plan.goal) or resolved == self.plan.limit:
             self._end("")
 
-    def used(self, ends: list[str], counted: set[int]) -> set[int]:
-        """Return all positions that some replica counted."""
-        return counted
+    def used(self, ends: list[str], used_here: set[int]) -> set[int]:
+        """Return all positions that some replica found used."""
+        return used_here
 
 
 ACCEPT: dict[str, type[Coordinator]] = {"in_order": FirstKInOrder, "first_finished": FirstKFinished}
 
 
 def coordinate(
-    store: Store, prefix: str, round: Round, replicas: int = 1, clock: Callable[[], float] = time.monotonic
+    store: Store, prefix: str, plan: StepPlan, replicas: int = 1, clock: Callable[[], float] = time.monotonic
 ) -> Coordinator:
-    """Return this replica's coordinator of a round; see `Coordinator` for the parameters."""
-    return ACCEPT[round.accept](store, prefix, round, replicas, clock)
+    """Return this replica's coordinator of a step; see `Coordinator` for the parameters."""
+    return ACCEPT[plan.accept](store, prefix, plan, replicas, clock)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmd_rl.config.sections.env import EnvConfig, EnvsConfig, WarmupConfig
+from spmd_rl.config.sections.env import ACTION_FORMATS, EnvConfig, EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks
 from spmd_rl.distributed import World
@@ -24,13 +24,8 @@ from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
 from spmd_rl.rollout.table import SliceReport, build_table
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
-FORMS = {
-    "action": "<answer>{}</answer>",
-    "think": "<think>\n</think>\n<answer>{}</answer>",
-    "tool": "<tool_call>{}</tool_call>",
-    "all": "{}",
-}
-"""An answer with an action in it, for each named `env.<tag>.pattern`."""
+NOBODY = None
+"""In the place of the engine and of the scorer, which a demonstration asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,19 @@ class Demonstrator:
         env, rollout, shown = self.envs.tags[task.domain], self.rollout, _Shown(self.environments)
         sampling = Sampling(self.seed, "demonstration", 1.0, rollout.max_new_tokens, rollout.stop_strings)
         budget = Budget(rollout.max_context_tokens or self.kv_tokens, rollout.max_turns)
-        ctx = Script(task, ticket, 0, lambda *_: 0, sampling, budget, self.tokenizer, None, None, shown, env=env)
+        ctx = Script(
+            prompt=task,
+            ticket=ticket,
+            answer_index=0,
+            seed=lambda *_: 0,
+            sampling=sampling,
+            budget=budget,
+            tokenizer=self.tokenizer,
+            engine_loop=NOBODY,
+            scorer=NOBODY,
+            environments=shown,
+            env=env,
+        )
         return Group(task, ticket, tuple(await play(Agent(self.envs), ctx)))
 
 
@@ -61,7 +68,7 @@ class Demonstrations:
         """UserError for an environment whose pattern is the user's own: nobody knows how to fill it in."""
         self._warmup, self._tasks, self._by, self._world = warmup, tasks, by, world
         for tag, env in by.envs.tags.items():
-            if warmup.steps and env.share and env.pattern_for(False) not in FORMS:
+            if warmup.steps and env.share and env.pattern_for(False) not in ACTION_FORMATS:
                 raise UserError(f"warmup.steps: env.{tag}.pattern is no named one, and no action can be written for it")
 
     def collect(self, step: int) -> Collected:
@@ -75,7 +82,7 @@ class Demonstrations:
         table = build_table([report for theirs in everyone for report in theirs], range(count), 1)
         if failed := next(iter(table.details.values()), ""):
             raise RunFailed(f"warmup.steps: a demonstration failed: {failed}")
-        return Collected(step, tuple(groups), (), table, bubble=0.0, num_aborted=0, num_carried=0)
+        return Collected(step, groups=tuple(groups), dropped=(), table=table, bubble=0.0, num_aborted=0, num_carried=0)
 
     async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
         tasks = [(self._tasks.demonstration(number, self._by.seed), ticket) for number, ticket in numbers]
@@ -105,17 +112,15 @@ class Script(Context):
 
     async def generate(self, prompt_ids: array) -> Turn:
         """Append `prompt_ids` and the next action of the solution. BudgetSpent: there is none, or no room for it."""
-        info, form = (
-            self.environments.session.reply.info,
-            FORMS.get(self.env.pattern_for(bool(self.environments.tools))),
-        )
+        info = self.environments.session.reply.info
+        form = ACTION_FORMATS.get(self.env.pattern_for(bool(self.environments.tools)))
         if "solution" not in info:
             raise BudgetSpent("the environment has no solution() to be played by")
         if form is None:
             raise BudgetSpent("its pattern is no named one, and no action can be written for it")
         if not info["solution"]:
             raise BudgetSpent("the environment shows no way on")
-        text = form.format(info["solution"][0])
+        text = form.template.format(info["solution"][0])
         ids = self.tokenizer.encode(text)
         if not any(text.endswith(stop) for stop in self.sampling.stop):
             end = self.tokenizer.bridge([Message("user", "")]).token_ids[:1]

@@ -21,7 +21,7 @@ IDLE_SECONDS = 0.005
 """How long an idle loop sleeps at most, before it returns to its caller."""
 
 
-class Swap(Protocol):
+class InFlightUpdate(Protocol):
     """A newer policy that a replica may take in the middle of its answers.
 
     The first rank of the replica asks, between two steps of the engine.
@@ -39,7 +39,7 @@ class Swap(Protocol):
         """Give it to the engine."""
         ...
 
-    def join(self, message: bytes) -> None:
+    def follow(self, message: bytes) -> None:
         """Do, on any other rank of the replica, what the first one does in `load`; see `Engine.joined`."""
         ...
 
@@ -84,11 +84,11 @@ class EngineLoop:
         self._step()
         await asyncio.sleep(0)
 
-    async def change_policy(self, swap: Swap) -> None:
-        """Let a swap load a newer policy, with which all requests go on from the tokens that they have."""
-        if not swap.keeps_cache:
+    async def change_policy(self, update: InFlightUpdate) -> None:
+        """Load a newer policy, with which all requests go on from the tokens that they have."""
+        if not update.keeps_cache:
             await self.drain()
-        swap.load()
+        update.load()
 
     async def drain(self) -> int:
         """Empty the engine; every waiting coroutine gets what it has. Returns the number of requests stopped.

@@ -90,9 +90,10 @@ class Context:
 
     prompt: Prompt
     ticket: int
-    answer: int
+    answer_index: int
+    """Which of the answers to the prompt this is, from 0."""
     seed: Callable[..., int]
-    """The seed of a draw for this prompt in this epoch, from the answer's number, the turn and its tokens."""
+    """Returns the seed of a draw for this prompt in this epoch, from `answer_index`, the turn and its tokens so far."""
     sampling: Sampling
     budget: Budget
     tokenizer: Tokenizer
@@ -105,9 +106,9 @@ class Context:
     attempt: int = 0
     """How often the episode has begun again."""
     turns: list[Turn] = field(default_factory=list)
-    """Those of the present segment."""
+    """Turns of the present segment."""
     segments: list[tuple[Turn, ...]] = field(default_factory=list)
-    """Those before it: the turns of one continue each other, and each segment begins with a prompt made afresh."""
+    """The segments before it: the turns of one continue each other, and each begins with a prompt made afresh."""
     num_turns: int = 0
     """Turns of all segments."""
     num_sampled: int = 0
@@ -189,8 +190,8 @@ class Context:
 
     def _request(self, tokens: array, num_begun: int, limit: int) -> Request:
         """Go on after these `tokens`, the last `num_begun` of which belong to the turn that may have `limit`."""
-        s, ticket, answer, number = self.sampling, self.ticket, self.answer, self.num_turns
-        again = ("attempt", self.attempt) if self.attempt else ()
+        s, ticket, answer, number = self.sampling, self.ticket, self.answer_index, self.num_turns
+        again = ("attempt", self.attempt) if self.attempt else ()  # other draws than when it was played before
         return Request(
             id=f"{s.split}/{ticket}/{answer}/{number}",
             prompt_ids=tokens,
@@ -206,10 +207,10 @@ class Context:
             min_p=s.min_p,
         )
 
-    def score(self, answer: str) -> Awaitable[Verdict]:
+    def score(self, text: str) -> Awaitable[Verdict]:
         """Await the verdict of the prompt's rewarder on a text."""
         info = AnswerInfo(self.num_sampled, self.turns[-1].finish_reason, self.num_turns)
-        return self.scorer.score(self.prompt, answer, info)
+        return self.scorer.score(self.prompt, text, info)
 
     def record(self, step: AgentStep) -> None:
         """Note what an environment made of the last turn."""
@@ -217,7 +218,7 @@ class Context:
 
     def cut_short(self) -> None:
         """Mark the last turn as ended by a token limit, for there is no room for another one."""
-        if not self.turns:
+        if not self.turns:  # the segment had just begun: the last turn is the last of the segment before it
             self.turns = list(self.segments.pop())
         self.turns[-1] = replace(self.turns[-1], finish_reason="length")
 
@@ -239,10 +240,10 @@ class Context:
         greedy = self.sampling.temperature == 0
         segments = [*self.segments, tuple(self.turns)] if self.turns else self.segments
         if len(segments) == 1:
-            return [Sample(self.ticket, self.answer, segments[0], verdict, greedy)]
-        numbers = [self.answer + number * SEGMENTS for number in range(len(segments))]
+            return [Sample(self.ticket, self.answer_index, segments[0], verdict, greedy)]
+        numbers = [self.answer_index + number * SEGMENTS for number in range(len(segments))]
         return [
-            Sample(self.ticket, number, turns, verdict, greedy, self.answer, last=number == numbers[-1])
+            Sample(self.ticket, number, turns, verdict, greedy, self.answer_index, last=number == numbers[-1])
             for number, turns in zip(numbers, segments, strict=True)
         ]
 

@@ -1,7 +1,4 @@
-"""`ExpectedVerdicts`: a scorer whose verdicts are progress, and may take as long as the settings allow them.
-
-A rank with nothing to do but to wait for a slow judge is no stall. Waiting for longer than any verdict may take is one.
-"""
+"""`ExpectedVerdicts`: a rank that waits for a slow judge is no stall, unless for longer than any verdict may take."""
 
 from collections import Counter
 
@@ -14,7 +11,7 @@ MARGIN_SECONDS = 60.0
 
 
 class ExpectedVerdicts:
-    """A `Scorer` around another."""
+    """Wraps a scorer so that waiting for a verdict is not reported as a stall, up to the longest reward timeout."""
 
     def __init__(self, scorer: Scorer, rewards: RewardsConfig, journal: Journal) -> None:
         self._scorer, self._journal = scorer, journal

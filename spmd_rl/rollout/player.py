@@ -18,12 +18,12 @@ from spmd_rl.distributed import World
 from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.engine.base import Engine
 from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.plugins.targets import import_coroutine
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, in_order, play, single_turn
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.replay_log import Migration, PartialRollouts, ReplayLog
-from spmd_rl.rollout.rounds import GroupSlice, num_slots
-from spmd_rl.targets import import_coroutine
+from spmd_rl.rollout.step_plan import GroupSlice, num_slots
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
@@ -62,11 +62,13 @@ class Player:
         self.running: dict[GroupSlice, Samples] = {}
         """Slices that have started here and have not finished."""
         self._logs: dict[GroupSlice, dict[int, ReplayLog]] = {}
-        """Of slices that run here, by answer."""
+        """What the episodes of running slices have been answered, by index of the answer."""
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
         s = settings.rollout
         self._episode = services.episode or (import_coroutine("rollout.target", s.target) if s.target else single_turn)
+        self._asks_again = self._episode is not single_turn
+        """Whether an episode may ask the engine once more, after a verdict or an environment's reply."""
         self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
         self._num_slots = num_slots(s, num_replicas, engine.capacity.max_running)
         self._wait_message = WaitMessage(world.rank)
@@ -82,21 +84,23 @@ class Player:
         s, seed = self.settings.rollout, self.settings.seed
         epoch, prompt = self._prompts.ticket(group_slice.ticket, seed)
         sampling = Sampling(seed, "train", s.temperature, s.max_new_tokens, stop=s.stop_strings, **s.truncation)
+        # Slices share no index: with several, there is no redundancy (`AgenticConfig` requires it). Nor does the greedy
+        # answer, which no spare one stands beside (required there too).
         first = group_slice.number * s.slice_size
-        answers = dict.fromkeys(
-            range(s.answers_per_prompt + s.redundancy)[first:][: s.slice_size + s.redundancy], sampling
-        )
+        stop = min(first + s.slice_size, s.answers_per_prompt) + s.redundancy
+        answers = dict.fromkeys(range(first, stop), sampling)
         if self.settings.uses_greedy and first + s.slice_size >= s.answers_per_prompt:
             answers[s.answers_per_prompt] = replace(sampling, temperature=0.0)  # one more, with the last slice
         partial_rollouts: PartialRollouts = self.migration.claim(group_slice) if self.migration else {}
         logs = self._logs[group_slice] = {n: ReplayLog(partial_rollouts.get(n, ())) for n in answers}
-        return self._start(prompt, group_slice.ticket, epoch, answers, self.engine_loop, s.redundancy, logs)
+        draws = partial(counter_seed, seed, "train", epoch, prompt.id)
+        return self._start(prompt, group_slice.ticket, draws, answers, self.engine_loop, s.redundancy, logs)
 
     def _start(
         self,
         prompt: Prompt,
         ticket: int,
-        epoch: int,
+        seed: Callable[..., int],
         answers: Mapping[int, Sampling],
         engine_loop: EngineLoop,
         spare: int = 0,
@@ -104,15 +108,22 @@ class Player:
     ) -> Samples:
         """One episode per answer, which is drawn as `answers` says. The future of all their samples, in order.
 
-        spare: how many episodes, the last to end, are given up.
+        seed: see `Context`. spare: how many episodes, the last to end, are given up.
         """
-        any_of_them = next(iter(answers.values()))
-        seed = partial(counter_seed, any_of_them.seed, any_of_them.split, epoch, prompt.id)
-        fixed = (self._budget, self._tokenizer, engine_loop, self._scorer, self._environments)
         logs = logs or {answer: ReplayLog() for answer in answers}
+        context = partial(
+            Context,
+            prompt=prompt,
+            ticket=ticket,
+            seed=seed,
+            budget=self._budget,
+            tokenizer=self._tokenizer,
+            engine_loop=engine_loop,
+            scorer=self._scorer,
+            environments=self._environments,
+        )
         contexts = [
-            Context(prompt, ticket, answer, seed, sampling, *fixed, log=logs[answer])
-            for answer, sampling in answers.items()
+            context(answer_index=answer, sampling=sampling, log=logs[answer]) for answer, sampling in answers.items()
         ]
         tasks = [asyncio.ensure_future(play(self._episode, ctx)) for ctx in contexts]
         samples = asyncio.ensure_future(first_of(tasks, len(tasks) - spare)) if spare else asyncio.gather(*tasks)
@@ -145,8 +156,7 @@ class Player:
 
     async def engine_is_idle(self) -> bool:
         """Whether the engine has nothing to compute, nor soon will have: see `placement.patience`."""
-        turns_follow = self._episode is not single_turn  # a verdict or a reply of an environment
-        until = time.perf_counter() + (self.settings.patience if turns_follow else 0.0)
+        until = time.perf_counter() + (self.settings.patience if self._asks_again else 0.0)
         while not self.engine_loop.num_requests:
             if time.perf_counter() >= until or not self._outstanding:
                 return True
@@ -160,14 +170,19 @@ class Player:
         """
         self._wait_message.over()
         num_stopped = await self.engine_loop.drain()
-        carries, leaves = self.settings.rollout.partial_rollout, bool(self.migration and self.migration.leaves)
-        self._logs = {one: self._logs[one] for one in self.running if carries}
-        if leaves:
-            self.migration.offer({one: {n: log.records for n, log in self._logs[one].items()} for one in self._logs})
-        if leaves or not carries:
-            await self.cancel()
-            self.engine_loop.clear()
+        keeps = self.settings.rollout.partial_rollout
+        self._logs = {one: self._logs[one] for one in self.running} if keeps else {}
+        if self.migration and self.migration.leaves:
+            played = {one: {n: log.records for n, log in logs.items()} for one, logs in self._logs.items()}
+            self.migration.offer(played)
+            await self._give_up()
+        elif not keeps:
+            await self._give_up()
         return num_stopped
+
+    async def _give_up(self) -> None:
+        await self.cancel()
+        self.engine_loop.clear()
 
     async def cancel(self) -> None:
         """Cancel all episodes, and wait until they have ended."""
@@ -176,11 +191,14 @@ class Player:
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.running.clear()
 
-    async def answer(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sequence[Sampling]) -> list[Group]:
+    async def generate_for(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sequence[Sampling]) -> list[Group]:
         """Return an answer to each numbered prompt for each `sampling`; no tickets and no filter."""
         engine_loop = EngineLoop(self.engine, self.world)  # not the one in which carried requests wait
-        answers = dict(enumerate(sampling))
-        started = [(prompt, n, self._start(prompt, n, 0, answers, engine_loop)) for n, prompt in prompts]
+        answers, of = dict(enumerate(sampling)), sampling[0]
+        started = []
+        for n, prompt in prompts:
+            seed = partial(counter_seed, of.seed, of.split, 0, prompt.id)
+            started.append((prompt, n, self._start(prompt, n, seed, answers, engine_loop)))
         while not all(samples.done() for _, _, samples in started):
             await engine_loop.poll()
             self._report_wait(engine_loop)

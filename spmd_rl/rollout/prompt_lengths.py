@@ -9,7 +9,7 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.sidecar.support import counted, find_unsupported, may_refuse
 
 
-def drop_overlong(
+def fit_prompts(
     prompts: Prompts,
     tokenizer: Tokenizer,
     rollout: RolloutConfig,
@@ -17,10 +17,12 @@ def drop_overlong(
     reward: RewardsConfig,
     world: World,
 ) -> tuple[Prompts, int, str]:
-    """[all] Return the prompts that fit, the length in tokens of the longest of them, and its id; alike on all ranks.
+    """[all] Return the prompts that can be used, the length in tokens of the longest, and its id; alike on all ranks.
 
-    Each rank renders its share of the prompts. UserError if one does not fit and `data.overlong` is `error`, and if
-    no training prompt is left, or without these no held-out one.
+    Left out, with a line that says so, are rows that their reward cannot judge and, with `data.overlong=drop`, prompts
+    longer than `rollout.max_prompt_tokens`. Each rank looks at its share.
+    UserError if one is too long and `data.overlong` is `error`, and if no training prompt is left, or without these no
+    held-out one.
     """
     prompts = _drop_unsupported(prompts, reward, world)  # [all]
     limit, everything = rollout.max_prompt_tokens, (*prompts.train, *prompts.eval)

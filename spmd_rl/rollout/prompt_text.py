@@ -5,16 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd_rl.config.sections.env import EnvConfig
+from spmd_rl.config.sections.env import ACTION_FORMATS, EnvConfig
 from spmd_rl.data.prompts import with_line_breaks
 from spmd_rl.types import EnvReply, Message
-
-REMINDERS = {
-    "action": "Answer with one action: <answer>ACTION</answer>, and nothing else.",
-    "think": "Think first, then give one action: <think>THOUGHTS</think><answer>ACTION</answer>",
-    "tool": 'Call a tool: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>',
-}
-"""How to answer, for each named `env.<tag>.pattern`; a pattern of the user's own needs words of their own."""
 
 Past = Sequence[tuple[str, str]]
 """(observation, answer) of each turn so far."""
@@ -45,7 +38,8 @@ def _system(env: EnvConfig, start: EnvReply) -> list[Message]:
     text = with_line_breaks(env.system)
     if tools := start.info.get("tools"):
         listed = "\n".join(json.dumps(tool) for tool in tools)
-        text = "\n\n".join(filter(None, [text, f"Tools that you may call:\n{listed}\n{REMINDERS['tool']}"]))
+        told = f"Tools that you may call:\n{listed}\n{ACTION_FORMATS['tool'].reminder}"
+        text = "\n\n".join(filter(None, [text, told]))
     return [Message("system", text)] if text else []
 
 
@@ -53,13 +47,13 @@ def _filled(
     template: str, env: EnvConfig, start: EnvReply, reply: EnvReply, past: Past, numbers: Mapping[str, int]
 ) -> str:
     """The template with its fields; blank lines that empty fields leave are dropped."""
-    first = not past and reply is start
+    first, named = not past and reply is start, ACTION_FORMATS.get(env.pattern_for(False))
     history = "\n".join(f"You saw:\n{seen}\nYou answered: {answer}" for seen, answer in past)
     fields: dict[str, Any] = {
         "instruction": start.info.get("instruction", ""),
         "history": history,
         "suffix": start.info.get("suffix", "") if first else "",
-        "reminder": "" if start.info.get("tools") else REMINDERS.get(env.pattern_for(False), ""),
+        "reminder": "" if start.info.get("tools") or named is None else named.reminder,
         **numbers,
         "observation": reply.observation,
     }

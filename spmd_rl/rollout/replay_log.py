@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Completion
 
 

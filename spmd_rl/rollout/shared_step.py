@@ -9,7 +9,7 @@ from spmd_rl.rollout.claims import Claim
 from spmd_rl.rollout.collected import RankReport
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.filters import reject_reason
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.rollout.table import AnswerRow, SliceReport, answer_rows
 from spmd_rl.types import Group
@@ -21,11 +21,19 @@ class SharedStep:
     """A `StepSource`; keeps what has finished here."""
 
     def __init__(self, coordinator: Coordinator, claim: Claim, settings: RolloutConfig, rank: int) -> None:
-        self.coordinator, self.next, self.ahead = coordinator, claim.next, claim.ahead
-        self._settings, self._rank = settings, rank
+        self.coordinator = coordinator
+        self._claim, self._settings, self._rank = claim, settings, rank
         self.finished: dict[GroupSlice, Group] = {}
         """Slices that finished here, in this step or, unused, in an earlier one."""
         self._reports: dict[GroupSlice, SliceReport] = {}
+
+    def next(self, room: int) -> list[GroupSlice]:
+        """See `Claim`."""
+        return self._claim.next(room)
+
+    def ahead(self, room: int) -> list[GroupSlice]:
+        """See `Claim`."""
+        return self._claim.ahead(room)
 
     def ended(self) -> bool:
         """See `StepSource`."""
@@ -43,12 +51,15 @@ class SharedStep:
             self.finish(group_slice, unused[group_slice], run)
 
     def report(self, run: StepRun, running: list[GroupSlice], leads: bool) -> RankReport:
-        """Return what this rank reports to all others, once the step has ended. leads: a replica."""
+        """Return what this rank reports to all others, once the step has ended.
+
+        leads: whether this rank is the first of its replica.
+        """
         idle_seconds, seconds, prompt_tokens = run.costs()
         return RankReport(
             finished=list(self._reports.values()),
             running=running,
-            counted=sorted(self.coordinator.counted),
+            used_here=sorted(self.coordinator.used_here),
             end=self.coordinator.end_mark(),
             idle_seconds=idle_seconds if leads else None,
             seconds=seconds,
@@ -59,8 +70,8 @@ class SharedStep:
 
 def settle(coordinator: Coordinator, report: SliceReport, settings: RolloutConfig) -> None:
     """Hand a slice's answers to the coordinator; the last slice of a ticket says why the ticket does not train."""
-    position = coordinator.round.order.position(report.ticket)
-    pooled = coordinator.pool(position, report.number, _pack(report.answers))
+    position = coordinator.plan.cursor.position(report.ticket)
+    pooled = coordinator.merge_slices(position, report.number, _pack(report.answers))
     if pooled is not None:
         rows = answer_rows(row for answers in pooled for row in _unpack(answers))
         report.reject_reason = reject_reason(rows, settings.min_answers, settings.filter)

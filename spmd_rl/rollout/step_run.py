@@ -9,22 +9,22 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from spmd_rl.distributed import World
 from spmd_rl.rollout.claims import Claim
-from spmd_rl.rollout.engine_loop import Swap
+from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.player import Player
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.types import Group
 
 END = "generate: end of step"
 """The collective at which the replicas meet when they know the step's end."""
 
-LEAVE_SECONDS = 0.01
-"""What was asked last leaves this process meanwhile."""
+FLUSH_SECONDS = 0.01
+"""Lets ZMQ send the last requests before this rank blocks."""
 
 
 class StepSource(Claim, Protocol):
@@ -39,18 +39,33 @@ class StepSource(Claim, Protocol):
         ...
 
 
+class Counters(NamedTuple):
+    """What a replica counts while its engine is driven: since it was made, or between two moments."""
+
+    idle_seconds: float = 0.0
+    """In which the engine had nothing to compute."""
+    seconds: float = 0.0
+    asked: int = 0
+    """Prompt tokens, see `PromptTokens`; so `cached`."""
+    cached: int = 0
+
+    def plus(self, later: "Counters", since: "Counters") -> "Counters":
+        """Return these counters and what was counted from `since` to `later`."""
+        return Counters(*(own + end - begin for own, end, begin in zip(self, later, since, strict=True)))
+
+
 class StepRun:
     """What a replica does for one step, and what that has cost it so far."""
 
-    def __init__(self, number: int, source: StepSource, player: Player, swap: Swap | None = None) -> None:
-        """swap: a policy that may come meanwhile."""
+    def __init__(self, number: int, source: StepSource, player: Player, update: InFlightUpdate | None = None) -> None:
+        """update: a policy that may come meanwhile."""
         self.number, self.source = number, source
         self.num_stopped = 0
         """Requests that the step's end stopped."""
-        self._player, self._swap = player, swap
-        self._spent = np.zeros(4)
-        """What `_counters` counted until the engine was driven last."""
-        self._driven_from: np.ndarray | None = None
+        self._player, self._update = player, update
+        self._spent = Counters()
+        """What the step had cost when its engine was driven last."""
+        self._driven_from: Counters | None = None
         self._paused_at: float | None = None
         """By `time.perf_counter`, where it started ahead of its step."""
         self._paused_seconds = self._idle_ahead = 0.0
@@ -61,17 +76,18 @@ class StepRun:
         These are the seconds in which the engine had nothing to compute, those at work with waits for verdicts, and the
         prompt tokens asked for and cached (see `PromptTokens`).
         """
-        now = 0.0 if self._driven_from is None else self._counters() - self._driven_from
-        idle, seconds, asked, cached = (self._spent + now).tolist()
-        return idle, seconds, (int(asked), int(cached))
+        spent = self._spent
+        if self._driven_from is not None:
+            spent = spent.plus(self._counters(), since=self._driven_from)
+        return spent.idle_seconds, spent.seconds, (spent.asked, spent.cached)
 
-    def _counters(self) -> np.ndarray:
+    def _counters(self) -> Counters:
         tokens = self._player.engine.prompt_tokens
-        return np.array([self._player.engine_loop.idle_seconds, time.perf_counter(), tokens.asked, tokens.cached])
+        return Counters(self._player.engine_loop.idle_seconds, time.perf_counter(), tokens.asked, tokens.cached)
 
     def pause(self) -> None:
         """Turn to other work, while verdicts and replies of environments come in; the engine holds nothing."""
-        self._paused_at, self._idle_ahead = time.perf_counter(), float(self._spent[0])
+        self._paused_at, self._idle_ahead = time.perf_counter(), self._spent.idle_seconds
 
     def resume(self) -> None:
         """Go on with it, whether it was paused or has just started."""
@@ -84,7 +100,7 @@ class StepRun:
             return {}
         seconds = {
             "placement/overlap_seconds": self._paused_seconds,
-            "placement/overlap_wait_seconds": float(self._spent[0]) - self._idle_ahead,
+            "placement/overlap_wait_seconds": self._spent.idle_seconds - self._idle_ahead,
         }
         return {**world.reduce("generate: overlap", seconds, "max"), "rollout/lag/max": float(lags.max(initial=0))}
 
@@ -92,9 +108,9 @@ class StepRun:
     def driven(self) -> Iterator[None]:
         """[all] ranks of the replica: drive its engine; what is spent inside is this step's."""
         self._driven_from = self._counters()
-        with self._player.engine.driven(self._swap.join if self._swap else None):
+        with self._player.engine.driven(self._update.follow if self._update else None):
             yield
-        self._spent, self._driven_from = self._spent + self._counters() - self._driven_from, None
+        self._spent, self._driven_from = self._spent.plus(self._counters(), since=self._driven_from), None
 
     async def until_end(self) -> None:
         """Play slices until the step has ended."""
@@ -103,8 +119,8 @@ class StepRun:
             with player.waiting(END):
                 if source.ended():
                     break
-                if self._swap and self._swap.due():
-                    await player.engine_loop.change_policy(self._swap)
+                if self._update and self._update.due():
+                    await player.engine_loop.change_policy(self._update)
                 await player.start_slices(source.next)
             with player.waiting(END):
                 await player.poll(source.ended)
@@ -120,7 +136,7 @@ class StepRun:
             self._report_finished()
             await player.start_slices(source.ahead)
         await player.engine_loop.drain()  # surplus, where the step has ended
-        await asyncio.sleep(LEAVE_SECONDS)
+        await asyncio.sleep(FLUSH_SECONDS)
 
     def _report_finished(self) -> None:
         for group_slice, group in self._player.finished():

@@ -154,9 +154,9 @@ class SliceReport(msgspec.Struct, array_like=True):
     num_unproven: int = 0
     """Answers that could have made their verdicts themselves."""
     parts: dict[str, tuple[float, int]] = {}
-    """Of episodes of an environment: the sum of each of the verdicts' parts, and how many have it."""
+    """The sum of each part of the verdicts of an environment's episodes, and how many have it, by name."""
     steps: list[StepRow] = []
-    """Of an agent."""
+    """An agent's turns; empty without an agent."""
 
     @property
     def num_answers(self) -> int:

@@ -24,11 +24,11 @@ import msgspec
 
 from spmd_rl import wire
 from spmd_rl.errors import UserError, located, printable, traceback_of
+from spmd_rl.plugins.targets import ENVIRONMENT, build_target, start_target
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step, packed
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import no_debugger
-from spmd_rl.targets import ENVIRONMENT, build_target, start_target
 from spmd_rl.types import EnvReply
 
 STACK_BYTES = 2 << 20

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from spmd_rl.errors import UserError, tell
+from spmd_rl.plugins.targets import build_target, import_target
 from spmd_rl.sidecar.services import service_factories
-from spmd_rl.targets import build_target, import_target
 from spmd_rl.types import Prompt, Rewarder
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import Any
 
 from spmd_rl import wire
 from spmd_rl.errors import UserError, located, one_line, traceback_of
+from spmd_rl.plugins.targets import build_target, start_target
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.verdicts import checked
-from spmd_rl.targets import build_target, start_target
 from spmd_rl.types import SUSPECT, Rewarder, Verdict
 
 

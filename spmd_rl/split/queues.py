@@ -16,8 +16,8 @@ from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.claims import StaticClaim
 from spmd_rl.rollout.collected import RankReport
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
-from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
 from spmd_rl.rollout.shared_step import settle
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.table import ANSWER, SliceReport
 from spmd_rl.split.messages import Stats
 
@@ -115,9 +115,9 @@ class StepQueue(_Pieces):
         going_on = before.held if before and settings.partial_rollout else {}
         waiting = before.free if before and settings.partial_rollout else []
         places = [*(piece.place for piece, _, _ in carried), *going_on, *waiting]
-        round = plan_round(cursor, settings, [GroupSlice(*place) for place in places])
-        self.coordinator: Coordinator = coordinate(dist.HashStore(), f"step{step}", round)
-        self.num_initial = round.initial_limit * round.slices
+        plan = plan_step(cursor, settings, [GroupSlice(*place) for place in places])
+        self.coordinator: Coordinator = coordinate(dist.HashStore(), f"step{step}", plan)
+        self.num_initial = plan.initial_limit * plan.slices
         self._reserved: int | None = None
         """The number of a slice that is claimed from the coordinator and may not start yet."""
         self._static: dict[int, StaticClaim] = {}
@@ -138,7 +138,7 @@ class StepQueue(_Pieces):
     def next(self, who: Claimant) -> list[Accepted]:
         """See `_Pieces`."""
         if self._settings.claim == "store":
-            position, kept = self.coordinator.round.order.position, self.free
+            position, kept = self.coordinator.plan.cursor.position, self.free
             self.free = [place for place in kept if self._is_young(who.version, position(place[0]))]
             old = [place for place in kept if place not in self.free]
             pieces = self.take(who, self._fresh(who.version))
@@ -149,15 +149,15 @@ class StepQueue(_Pieces):
         return self.hold(who.member, [tuple(one) for one in self._static[who.replica].next(who.room)])
 
     def _fresh(self, version: int) -> Iterator[Place]:
-        round = self.coordinator.round
+        plan = self.coordinator.plan
         while True:
             if self._reserved is None:
                 self._reserved = self.coordinator.claim(1)[0]
-            position, group_slice = round.slice(self._reserved)
+            position, group_slice = plan.slice(self._reserved)
             if not self.coordinator.may_start(position) or not self._is_young(version, position):
                 return
             self._reserved = None
-            if group_slice not in round.carried:
+            if group_slice not in plan.carried:
                 yield tuple(group_slice)
 
     def _is_young(self, version: int, position: int) -> bool:
@@ -192,7 +192,7 @@ class StepQueue(_Pieces):
     def reports(self) -> list[RankReport]:
         """Return what the step's members would have told each other at its end."""
         counted, end, open = (
-            sorted(self.coordinator.counted),
+            sorted(self.coordinator.used_here),
             self.coordinator.end_mark(),
             sorted([*self.held, *self.free]),
         )
@@ -203,7 +203,7 @@ class StepQueue(_Pieces):
                 RankReport(
                     finished=finished,
                     running=[GroupSlice(*place) for place in open] if first and carries else [],
-                    counted=counted,
+                    used_here=counted,
                     end=end,
                     idle_seconds=min(stats.idle_seconds, stats.seconds),
                     seconds=max(stats.seconds, 1e-9),
@@ -220,8 +220,8 @@ class StepQueue(_Pieces):
 
     def used(self) -> set[int]:
         """Return the tickets that the step uses up."""
-        positions = self.coordinator.used([self.coordinator.end_mark()], set(self.coordinator.counted))
-        return set(map(self.coordinator.round.order.ticket, positions))
+        positions = self.coordinator.used([self.coordinator.end_mark()], set(self.coordinator.used_here))
+        return set(map(self.coordinator.plan.cursor.ticket, positions))
 
 
 class EvalQueue(_Pieces):

@@ -19,8 +19,8 @@ from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
 from spmd_rl.rollout.coordinator import coordinate
-from spmd_rl.rollout.prompt_lengths import drop_overlong
-from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
+from spmd_rl.rollout.prompt_lengths import fit_prompts
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pace import is_evaluated, oldest_version
@@ -64,7 +64,7 @@ class RemoteRollouts:
         self.source = self.prompts = prompts
         if isinstance(prompts, Prompts):
             sections = cfg.rollout, cfg.data, cfg.reward
-            self.prompts, *_ = drop_overlong(prompts, tokenizer, *sections, side.world)  # [all]
+            self.prompts, *_ = fit_prompts(prompts, tokenizer, *sections, side.world)  # [all]
         self._cfg, self._server, self._world, self._attached = cfg, side.server, side.world, side.is_attached
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._cursor, self._rules, self._start, self._collected = Cursor(), rules, 0, 0
@@ -124,7 +124,7 @@ class RemoteRollouts:
     def _step(self, step: int, reports: list[RankReport], finished: Mapping[GroupSlice, Group]) -> Collected:
         """What the reports of generating ranks make of a step, of which this rank has what is `finished`."""
         settings = self._cfg.rollout
-        coordinator = coordinate(self._world.store, f"step{step}", plan_round(self._cursor, settings))
+        coordinator = coordinate(self._world.store, f"step{step}", plan_step(self._cursor, settings))
         collected = Collected.of(step, settings, coordinator, reports, finished)
         self._cursor = self._cursor.after(collected.table.tickets.tolist())
         return collected

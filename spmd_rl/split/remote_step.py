@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from spmd_rl.rollout.replay_log import PartialRollouts
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.rollout.step_run import StepRun
 from spmd_rl.split.client import Task, TrainerClient
 from spmd_rl.split.messages import Stats

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.rollout.rounds import Cursor
+from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.split.messages import Stats
 from spmd_rl.split.pace import oldest_version, oldest_version_at
 from spmd_rl.split.queues import Accepted, Claimant, EvalQueue, Place, ProbeQueue, StepEnd, StepQueue

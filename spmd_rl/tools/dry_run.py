@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
-from spmd_rl.answer_form import fill
 from spmd_rl.config.batch_arithmetic import (
     describe_evaluation,
     describe_samples,
@@ -40,6 +39,7 @@ from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.tools import reward_audit
+from spmd_rl.tools.answer_form import fill
 from spmd_rl.tools.reward_audit import BARE, GOLD, UNSUPPORTED, Kind, Trial
 from spmd_rl.types import Prompt, Rewarder, Verdict
 

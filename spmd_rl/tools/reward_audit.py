@@ -16,15 +16,15 @@ from statistics import fmean
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.answer_form import SLOT, asked_forms, fill, shown
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.data import Prompts
 from spmd_rl.errors import UserError, plural, printable
+from spmd_rl.plugins.targets import build_target, guarded, start_target
 from spmd_rl.process import Overtime, contained, deadline
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target, guarded, start_target
+from spmd_rl.tools.answer_form import SLOT, asked_forms, fill, shown
 from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
 
 BARE = SLOT

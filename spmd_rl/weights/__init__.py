@@ -1,4 +1,4 @@
-"""The only road from training weights to engines: trainer -> `WeightStream` -> `Transport` -> `Engine.load`.
+"""Weight sync (trainer -> engine), all of it: trainer -> `WeightStream` -> `Transport` -> `Engine.load`.
 
     publish = weights.build(policy, engine, world, cfg.publish.probe_every)  # into the engine of the same process
     publish = Publisher(policy, world, [Served(...)], cfg.publish.probe_every)  # into engines that fetch

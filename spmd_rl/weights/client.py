@@ -23,7 +23,7 @@ class WeightClient:
     """For one thread at a time, but for `give_up`."""
 
     codec = wire.Codec(*messages.REPLIES)
-    """Of what training ranks send."""
+    """Decodes what training ranks send."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class WeightClient:
             self.send(trainer, messages.Release(*self.membership, version))
 
     def _hold(self, version: int, base: messages.Base | None) -> list[messages.Held]:
-        """What all training ranks answer to who wants a version: of all, whatever they say."""
+        """Ask every training rank to hold the version; collect every reply, refusals included."""
         for trainer in range(self.num_trainers):
             self.send(trainer, messages.Hold(*self.membership, version, base))
         return [self.receive(trainer, messages.Held)[0] for trainer in range(self.num_trainers)]
 
-    def fetch(self, version: int, num_pieces: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
+    def fetch(self, version: int, num_tensors: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.
 
         base: takes up what comes; where it has the very version of which all training ranks keep deltas, these come.
@@ -79,12 +79,12 @@ class WeightClient:
                 raise RunFailed(f"training rank {rank} does not keep version {version} of the weights")
         deltas = all(reply.deltas for reply in held)
         asked: deque[int] = deque()
-        for index in range(num_pieces):
-            while len(asked) < AHEAD * self.num_trainers and (following := index + len(asked)) < num_pieces:
-                self.send(following, messages.FetchPiece(*self.membership, version, following, deltas))
+        for index in range(num_tensors):
+            while len(asked) < AHEAD * self.num_trainers and (following := index + len(asked)) < num_tensors:
+                self.send(following, messages.FetchTensor(*self.membership, version, following, deltas))
                 asked.append(following)
             asked.popleft()
-            piece, payload = self.receive(index, messages.Piece)
+            piece, payload = self.receive(index, messages.TensorMessage)
             assert (piece.version, piece.index) == (version, index), "pieces come in the order in which they are asked"
             if messages.digest(payload) != piece.digest:
                 raise RunFailed(f"version {version} of {piece.name} arrived damaged")

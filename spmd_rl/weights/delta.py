@@ -78,7 +78,7 @@ class DeltaBase:
         """The version that is here, whole and as its trainers announced it; or None."""
         self._tensors: dict[int, tuple[str, bytearray]] = {}
 
-    def place(self, piece: messages.Piece, payload: memoryview) -> Tensor:
+    def place(self, piece: messages.TensorMessage, payload: memoryview) -> Tensor:
         """Return the tensor (on the CPU) of a piece that has arrived, and keep its bytes.
 
         RunFailed if it is the delta of another tensor than what is here, or does not lead to what the trainer has.
@@ -100,7 +100,7 @@ class DeltaBase:
         self.version = messages.Base(version, digest)
 
 
-def tensor_of(piece: messages.Piece, data: bytearray) -> Tensor:
+def tensor_of(piece: messages.TensorMessage, data: bytearray) -> Tensor:
     """Return the tensor that lies in these bytes, without a copy."""
     dtype = getattr(torch, piece.dtype)
     if not data:

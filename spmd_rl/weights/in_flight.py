@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.02
 
 
 class InFlight:
-    """A `rollout.Swap`. The first rank of a replica decides, and fetches for the others."""
+    """A `rollout.InFlightUpdate`. The first rank of a replica decides, and fetches for the others."""
 
     def __init__(self, receiver: WeightReceiver, connect: Callable[[], WeightClient] | None, keeps_cache: bool) -> None:
         """connect: makes a client for the thread; without it, nothing comes in the middle of a step.
@@ -40,11 +40,11 @@ class InFlight:
 
     @property
     def keeps_cache(self) -> bool:
-        """See `rollout.Swap`. An engine answers a probe only when it has nothing else to do."""
+        """See `rollout.InFlightUpdate`. An engine answers a probe only when it has nothing else to do."""
         return self._keeps_cache and self._coming is not None and not self._coming[0].probed
 
     def due(self) -> bool:
-        """See `rollout.Swap`."""
+        """See `rollout.InFlightUpdate`."""
         client = self._client
         if client and self._coming is None and time.monotonic() - self._looked_at >= LOOK_SECONDS:
             self._looked_at = time.monotonic()
@@ -54,13 +54,13 @@ class InFlight:
         return self._coming is not None and self._coming[1].done()
 
     def load(self) -> None:
-        """See `rollout.Swap`; waits for what is on its way. RunFailed if that is not what was announced."""
+        """See `rollout.InFlightUpdate`; waits for what is on its way. RunFailed if that is not what was announced."""
         announced = self._announcement()
         with self._receiver.engine.joined(announced):
-            self.join(announced)  # [all] of the replica
+            self.follow(announced)  # [all] of the replica
 
-    def join(self, message: bytes) -> None:
-        """See `rollout.Swap`. On the first rank: with what is on its way there."""
+    def follow(self, message: bytes) -> None:
+        """See `rollout.InFlightUpdate`. On the first rank: with what is on its way there."""
         newest, pieces = msgspec.msgpack.decode(message, type=Announcement), None
         if self._coming is not None:
             with self._receiver.waiting(newest.version):
@@ -76,7 +76,7 @@ class InFlight:
             return
         replica = self._receiver.replica
         if announced := replica.broadcast("publish: on its way", self._announcement()):  # [all] of the replica
-            self.join(announced)  # [all] of the replica
+            self.follow(announced)  # [all] of the replica
 
     def _announcement(self) -> bytes:
         """What is on its way here; nothing on any but the first rank of a replica."""

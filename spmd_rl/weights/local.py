@@ -11,7 +11,7 @@ from spmd_rl.weights.transport import Transport
 
 
 class Local(Transport):
-    """The last, where there are several: it passes on what the engine leaves."""
+    """Goes last where there are several: its engine reads all weights, and may leave none to the next (`Publisher`)."""
 
     def __init__(self, engine: Engine, world: World) -> None:
         """world: of the ranks that publish."""

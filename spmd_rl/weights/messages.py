@@ -36,7 +36,7 @@ class Base(msgspec.Struct, array_like=True, frozen=True):
 
     version: wire.Id
     digest: Digest
-    """Of all pieces, as it was announced."""
+    """The digest of all its tensors, as it was announced."""
 
 
 class Hold(FromMember, tag=1):
@@ -56,19 +56,19 @@ class Held(wire.WireMessage, tag=2):
     """Whether deltas of the sender's base, to the bit, are kept with it."""
 
 
-class FetchPiece(FromMember, tag=3):
-    """Ask for one tensor of a version of the weights; answered with a `Piece` and its bytes, or with `Missing`.
+class FetchTensor(FromMember, tag=3):
+    """Ask for one tensor of a version of the weights; answered with a `TensorMessage` and its bytes, or with `Missing`.
 
     Only between `Hold` and `Release`."""
 
     version: wire.Id
     index: wire.Id
-    """Its place among all weights, in the order of the trainer's stream."""
+    """The tensor's place among all weights, in the order of the trainer's stream."""
     delta: bool
     """Whether a delta will do, where it is smaller; only after `Held.deltas`."""
 
 
-class Piece(wire.WireMessage, tag=4):
+class TensorMessage(wire.WireMessage, tag=4):
     """One tensor of the weights; its bytes follow."""
 
     version: wire.Id
@@ -97,17 +97,17 @@ class Missing(wire.WireMessage, tag=8):
     version: wire.Id
 
 
-REQUESTS = (Hold, FetchPiece, Release)
-REPLIES = (Held, Piece, Missing)
+REQUESTS = (Hold, FetchTensor, Release)
+REPLIES = (Held, TensorMessage, Missing)
 
 
 class Announcement(msgspec.Struct, array_like=True):
     """What is published of a version that can be fetched."""
 
     version: int
-    num_pieces: int
+    num_tensors: int
     digest: bytes
-    """Over the digests of all pieces, in order."""
+    """The digest of the digests of all tensors, in order."""
     probed: bool
     """Whether the trainer waits for answers of engines that have loaded it."""
 

@@ -1,8 +1,8 @@
 """`Publisher`: sends the trainer's weights to engines, and proves that they arrived.
 
-On every road: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps them plain, and
-logprobs of the engine's own answers as the trainer computes them. Nothing that one rank finds makes it leave alone:
-findings are gathered, and all ranks stop with the same line.
+Whatever the transport: each name once, the same bytes on all ranks, the same bytes in the engine where it keeps them
+plain, and logprobs of the engine's own answers as the trainer computes them. Nothing that one rank finds makes it leave
+alone: findings are gathered, and all ranks stop with the same line.
 """
 
 import time
@@ -30,6 +30,7 @@ class Publisher:
 
         probe_every: the first publish is probed, and every one whose version is divisible by this; 0: the first alone.
         """
+        assert not any(one.engine for one in transports[:-1]), "an engine leaves none to the next"
         self._policy, self._world, self._transports = policy, world, transports
         self._engines = [transport.engine for transport in transports if transport.engine]
         self._probe_every, self._probed_once = probe_every, False
@@ -59,7 +60,8 @@ class Publisher:
                     found |= transport.announce(version, probed, stream.num_bytes)  # [all]
                 clock.append(time.perf_counter())
                 answers, fault = self._ask(version) if probed else ({}, "")  # [all]
-            # From here on the engine may sleep: the trainer's weights never meet its KV cache on the device.
+            # The engine may sleep again before the trainer's weights wake to judge its answers. In `_send` both are
+            # awake, the native engine with its KV cache; vLLM's comes with the first request.
             if probed:
                 of_ranks = self._decide("publish: probe", version, fault, answers, Answers)  # [all]
                 found["publish/probe_abs_diff"], fault = self._judge(of_ranks, probe.LIMITS[stream.dtype])  # [all]

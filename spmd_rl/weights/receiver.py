@@ -17,12 +17,12 @@ from spmd_rl.weights import probe
 from spmd_rl.weights.client import WeightClient
 from spmd_rl.weights.delta import DeltaBase
 from spmd_rl.weights.messages import Announcement
-from spmd_rl.weights.replica_broadcast import Piece, ReplicaBroadcast
+from spmd_rl.weights.replica_broadcast import NamedTensor, ReplicaBroadcast
 from spmd_rl.weights.stream import WeightStream
 
 
 class WeightReceiver:
-    """One rank's. The first rank of a replica fetches for all of them."""
+    """What a generating rank receives. The first rank of a replica fetches for all of them."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class WeightReceiver:
         """While this rank waits inside, a hang report says for which version."""
         return self._world.journal.waiting(f"publish: version {version} from ranks that train")
 
-    def fetch(self, newest: Announcement, client: WeightClient) -> Iterator[Piece]:
+    def fetch(self, newest: Announcement, client: WeightClient) -> Iterator[NamedTensor]:
         """Yield the pieces of a version, which the client holds: on the first rank of a replica."""
-        return client.fetch(newest.version, newest.num_pieces, self._base)
+        return client.fetch(newest.version, newest.num_tensors, self._base)
 
-    def load(self, newest: Announcement, pieces: Iterable[Piece] | None, client: WeightClient | None) -> None:
+    def load(self, newest: Announcement, pieces: Iterable[NamedTensor] | None, client: WeightClient | None) -> None:
         """[all] of a replica: give a version to the engine, and prove that it is what was announced.
 
         pieces: on its first rank. client: which fetches, or has fetched them. RunFailed if anything differs.

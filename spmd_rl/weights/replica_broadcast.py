@@ -1,4 +1,4 @@
-"""`ReplicaBroadcast`: the last stretch of the weight road, from a replica's first rank, which fetches, to the others.
+"""`ReplicaBroadcast`: weight sync within a replica, from its first rank, which fetches, to the others.
 
 The ranks of a replica (`engine.tp`) need the same weights, and lie close together: a version comes over the network
 once for each replica, and goes on in buckets over the replica's own group (NCCL, or gloo on the CPU).
@@ -20,12 +20,12 @@ BUCKET_BYTES = 64 * 2**20
 
 BUCKET = "publish: bucket"
 
-Piece = tuple[str, Tensor, bytes]
+NamedTensor = tuple[str, Tensor, bytes]
 """Name, tensor and digest of its bytes."""
 
 
 class ReplicaBroadcast:
-    """Of one replica: neighbouring ranks of `world`."""
+    """The broadcasts of one replica, whose ranks are neighbours in `world`."""
 
     def __init__(self, world: World, num_ranks: int, bucket_bytes: int = BUCKET_BYTES) -> None:
         """[all] world: of the ranks that generate, `num_ranks` of them in each replica."""
@@ -41,7 +41,7 @@ class ReplicaBroadcast:
         """[all] of the replica: the record of its first rank."""
         return self._world.broadcast(name, record)
 
-    def carry(self, pieces: Iterable[Piece] | None) -> Iterable[Piece]:
+    def carry(self, pieces: Iterable[NamedTensor] | None) -> Iterable[NamedTensor]:
         """[all] of the replica, while they iterate: what its first rank has, on the device of more ranks than one.
 
         pieces: None on the others, where the digests are of the bytes that arrived.
@@ -50,7 +50,7 @@ class ReplicaBroadcast:
             return self._receive()
         return self._send(pieces) if self._group else pieces
 
-    def _send(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def _send(self, pieces: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         for bucket in _buckets(pieces, self._bucket_bytes):
             tensors = [tensor.to(self._world.device) for _, tensor, _ in bucket]
             heads = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor, _ in bucket]
@@ -60,7 +60,7 @@ class ReplicaBroadcast:
                 yield name, tensor, digest
         self._world.broadcast(BUCKET, [])  # [all]
 
-    def _receive(self) -> Iterator[Piece]:
+    def _receive(self) -> Iterator[NamedTensor]:
         while heads := self._world.broadcast(BUCKET, None):  # [all]
             sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in heads]
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self._world.device)
@@ -75,9 +75,9 @@ class ReplicaBroadcast:
             dist.broadcast(flat, self._first, group=self._group)
 
 
-def _buckets(pieces: Iterable[Piece], num_bytes: int) -> Iterator[list[Piece]]:
+def _buckets(pieces: Iterable[NamedTensor], num_bytes: int) -> Iterator[list[NamedTensor]]:
     """The pieces in order, some at a time: until they have so many bytes."""
-    bucket: list[Piece] = []
+    bucket: list[NamedTensor] = []
     for piece in pieces:
         bucket.append(piece)
         if sum(tensor.nbytes for _, tensor, _ in bucket) >= num_bytes:

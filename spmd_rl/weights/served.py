@@ -38,17 +38,17 @@ class Served(Transport):
         """The version that was staged last, where deltas are made."""
         self._pieces: dict[int, Staged] = {}
         """This rank's share of the version that was sent last."""
-        self._num_pieces, self._digest = 0, b""
+        self._num_tensors, self._digest = 0, b""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """See `Transport`: copies this rank's share."""
         before, self._pieces = self._pieces if self._deltas else {}, {}
-        whole, self._num_pieces = xxhash.xxh3_128(), 0
+        whole, self._num_tensors = xxhash.xxh3_128(), 0
         for index, (name, tensor) in enumerate(weights):  # [all]
             payload = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
             digest = messages.digest(payload)
             whole.update(name.encode() + digest)
-            self._num_pieces = index + 1
+            self._num_tensors = index + 1
             if index % self._world.size == self._world.rank:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 piece = Staged(name, dtype, list(tensor.shape), memoryview(bytes(payload)), digest)
@@ -68,7 +68,7 @@ class Served(Transport):
         sizes = {"sent": sum(len(piece.delta.payload) if piece.delta else piece.payload.nbytes for piece in pieces)}
         sent = self._world.reduce("publish: staged", sizes)["sent"]  # [all] now all ranks have their share
         if self._world.rank == 0:
-            self._announce(messages.Announcement(version, self._num_pieces, self._digest, probed))
+            self._announce(messages.Announcement(version, self._num_tensors, self._digest, probed))
         has_deltas = self._base is not None
         if self._deltas:
             self._base = messages.Base(version, self._digest)

@@ -48,7 +48,7 @@ def with_delta(piece: Staged, before: Staged | None) -> Staged:
 
 
 class StagedWeights:
-    """Of one rank. `stage` is for the main thread, all else for the thread that serves, which holds the lock."""
+    """One rank's share. `stage` is for the main thread, all else for the thread that serves, which holds the lock."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class StagedWeights:
         inside `waiting`, and not for ever.
         """
         with self._lock:
+            # `or None`: would only this version be kept, [:-0] is none of them, and [:None] all.
             old, until = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None], self._clock() + self._fetch_seconds
             with waiting:
                 while any(self._fetching[kept] for kept in old) and self._clock() < until:
@@ -92,13 +93,13 @@ class StagedWeights:
     def answer(self, message: messages.FromMember) -> list[bytes | memoryview]:
         """Return the frames that answer one of `messages.REQUESTS`."""
         match message:
-            case messages.FetchPiece(member, _, version, index, wants_delta):
+            case messages.FetchTensor(member, _, version, index, wants_delta):
                 piece = self._versions.get(version, {}).get(index)
                 if piece is None or member not in self._fetching[version]:
                     return [wire.encode(messages.Missing(version))]
                 sent = piece.delta if wants_delta and piece.delta else Delta(piece.payload, piece.digest, None)
                 described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
-                return [wire.encode(messages.Piece(version, index, *described)), sent.payload]
+                return [wire.encode(messages.TensorMessage(version, index, *described)), sent.payload]
             case messages.Hold(member, _, version, base):
                 if known := version in self._versions:
                     self._fetching[version].add(member)

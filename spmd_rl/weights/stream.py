@@ -22,7 +22,7 @@ class WeightStream:
         self.repeated: list[str] = []
         """Names that came more than once."""
         self.dtype: torch.dtype | None = None
-        """Of the last floating tensor."""
+        """The dtype of the first floating tensor, in which the model computes. Buffers, which may differ, come last."""
         self.num_bytes = 0
         self.wait_seconds = 0.0
         """Spent until each tensor was here."""
@@ -39,7 +39,8 @@ class WeightStream:
                 self.repeated.append(name)
             self._started[name] = start(tensor)
             self.num_bytes += tensor.nbytes
-            self.dtype = tensor.dtype if tensor.is_floating_point() else self.dtype
+            if self.dtype is None and tensor.is_floating_point():
+                self.dtype = tensor.dtype
             self._progress()
             self.hash_seconds += time.perf_counter() - arrived
             yield name, tensor
@@ -47,7 +48,7 @@ class WeightStream:
 
     @property
     def fingerprints(self) -> dict[str, bytes]:
-        """Of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
+        """The fingerprint of each tensor's bytes, by name, in the order of the stream; a device is waited for."""
         self._started = found = finish(self._started)
         return found
 

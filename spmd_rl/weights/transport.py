@@ -1,4 +1,4 @@
-"""`Transport`: how whole weights get from the ranks that train to engines. What it does is proven, not believed."""
+"""`Transport`: how whole weights get from the ranks that train to engines. `Publisher` verifies the result."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -11,10 +11,10 @@ from spmd_rl.weights.probe import Answer
 
 
 class Transport(Protocol):
-    """Of a rank that trains. A publish calls `send`, `announce` and perhaps `probe`, in order."""
+    """One way for weights, on a rank that trains. A publish calls `send`, `announce` and perhaps `probe`, in order."""
 
     engine: Engine | None = None
-    """Of this process, where it sends to that; awake from before `send` until after `probe`."""
+    """The engine of this process, where it sends to that; awake from before `send` until after `probe`."""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """[all] while the result is iterated: take each tensor as it passes, and pass it on.
@@ -25,7 +25,7 @@ class Transport(Protocol):
         ...
 
     def announce(self, version: int, probed: bool, num_bytes: int) -> Metrics:
-        """[all] Let engines elsewhere fetch what was sent, which the ranks agree on; what there is to measure in that.
+        """[all] Make the sent version fetchable, after all ranks have staged theirs; return metrics.
 
         probed: those engines shall answer the probe. num_bytes: of all weights.
         """

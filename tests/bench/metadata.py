@@ -24,7 +24,7 @@ from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.learn import prepare
 from spmd_rl.rollout.collected import Collected, RankReport
 from spmd_rl.rollout.coordinator import coordinate
-from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.step_plan import Cursor, plan_step
 from spmd_rl.rollout.table import ANSWER, SliceReport
 from tests.bench import show
 
@@ -55,7 +55,7 @@ def step(payloads: list[bytes]) -> dict[str, float]:
     """CPU-seconds of each part, of one rank."""
     ranks = len(payloads)
     settings = RolloutConfig(prompts_per_step=ranks * TICKETS, answers_per_prompt=ANSWERS)
-    coordinator = coordinate(dist.HashStore(), "bench", plan_round(Cursor(), settings), ranks)
+    coordinator = coordinate(dist.HashStore(), "bench", plan_step(Cursor(), settings), ranks)
     decode = msgspec.msgpack.Decoder(RankReport).decode
     seconds = {}
 

@@ -27,14 +27,14 @@ async def until_right(ctx):
     ids = ctx.render(ctx.prompt.messages)
     while True:
         turn = await ctx.generate(ids)
-        if (await ctx.score(turn.text)).score == 1 and ctx.answer == 0:
+        if (await ctx.score(turn.text)).score == 1 and ctx.answer_index == 0:
             return ctx.sample(await ctx.score(turn.text))
         ids = ctx.reply(RETRY)
 
 
 async def unlucky(ctx):
     turn = await ctx.generate(ctx.render(ctx.prompt.messages))
-    if ctx.answer == 1:
+    if ctx.answer_index == 1:
         turn.missing
     return ctx.sample(await ctx.score(turn.text))
 '''

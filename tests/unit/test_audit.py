@@ -22,9 +22,9 @@ from spmd_rl import wire
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import RunFailed
+from spmd_rl.plugins.targets import build_target
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target
 from spmd_rl.tools import audit
 from spmd_rl.tools.reward_audit import (
     ASKED,

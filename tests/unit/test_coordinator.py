@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.rollout.claims import StaticClaim, StoreClaim, claims
-from spmd_rl.rollout.coordinator import LOOKS_PER_SECOND, coordinate
-from spmd_rl.rollout.rounds import Cursor, GroupSlice, Round, plan_round
+from spmd_rl.rollout.coordinator import POLLS_PER_SECOND, coordinate
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice, StepPlan, plan_step
 
 
 def expected_end(outcomes: list[bool], goal: int, limit: int) -> int:
@@ -23,10 +23,10 @@ def expected_end(outcomes: list[bool], goal: int, limit: int) -> int:
     return limit
 
 
-def play(round: Round, outcomes: list[bool], replicas: int, kind: str, seed: int, owners: dict | None = None) -> dict:
+def play(plan: StepPlan, outcomes: list[bool], replicas: int, kind: str, seed: int, owners: dict | None = None) -> dict:
     """Replicas that claim, finish and resolve in a random order until all know the step's end."""
     store, order, now = HashStore(), random.Random(seed), [0.0]
-    coordinators = [coordinate(store, "s", round, replicas, clock=lambda: now[0]) for _ in range(replicas)]
+    coordinators = [coordinate(store, "s", plan, replicas, clock=lambda: now[0]) for _ in range(replicas)]
     claimed = [claims(kind, coordinator, r, replicas) for r, coordinator in enumerate(coordinators)]
     running: list[tuple[int, GroupSlice]] = [(r, part) for part, r in (owners or {}).items()]
     started: list[GroupSlice] = []
@@ -42,14 +42,14 @@ def play(round: Round, outcomes: list[bool], replicas: int, kind: str, seed: int
             started.append(part)
         if running and order.random() < 0.7:
             r, part = running.pop(order.randrange(len(running)))
-            position = round.order.position(part.ticket)
-            pooled = coordinators[r].pool(position, part.number, bytes([part.number]))
+            position = plan.cursor.position(part.ticket)
+            pooled = coordinators[r].merge_slices(position, part.number, bytes([part.number]))
             if pooled is not None:
-                assert pooled == [bytes([n]) for n in range(round.slices)]
+                assert pooled == [bytes([n]) for n in range(plan.slices)]
                 resolved.append(position)
                 coordinators[r].resolve(position, outcomes[position])
     assert all(coordinator.ended() for coordinator in coordinators)
-    used = coordinators[0].used([c.end_mark() for c in coordinators], {p for c in coordinators for p in c.counted})
+    used = coordinators[0].used([c.end_mark() for c in coordinators], {p for c in coordinators for p in c.used_here})
     return {"used": used, "started": started, "running": running, "resolved": resolved}
 
 
@@ -68,12 +68,12 @@ games = {
 @settings(max_examples=150, deadline=None)
 @given(kind=st.sampled_from(["store", "static"]), **games)
 def test_in_order_the_end_is_the_goal_th_qualifying_position(kind, demand, outcomes, replicas, skipped, seed) -> None:
-    round = Round(Cursor(7, tuple(sorted(skipped))), limit=12, **demand)
-    game = play(round, outcomes, replicas, kind, seed)
-    end = expected_end(outcomes, round.goal, 12)
+    plan = StepPlan(Cursor(7, tuple(sorted(skipped))), limit=12, **demand)
+    game = play(plan, outcomes, replicas, kind, seed)
+    end = expected_end(outcomes, plan.goal, 12)
     assert game["used"] == set(range(end))
     assert sorted(set(game["started"])) == sorted(game["started"]), "a slice started twice"
-    used = {round.order.ticket(position) for position in range(end)}
+    used = {plan.cursor.ticket(position) for position in range(end)}
     assert used <= {part.ticket for part in game["started"]}
     assert not any(part.ticket in used for _, part in game["running"]), "ended with one of its tickets running"
 
@@ -81,13 +81,13 @@ def test_in_order_the_end_is_the_goal_th_qualifying_position(kind, demand, outco
 @settings(max_examples=150, deadline=None)
 @given(**games)
 def test_of_the_first_to_finish_those_that_came_are_used(demand, outcomes, replicas, skipped, seed) -> None:
-    round = Round(Cursor(7, tuple(sorted(skipped))), limit=12, accept="first_finished", **demand)
-    game = play(round, outcomes, replicas, "store", seed)
+    plan = StepPlan(Cursor(7, tuple(sorted(skipped))), limit=12, accept="first_finished", **demand)
+    game = play(plan, outcomes, replicas, "store", seed)
     came = game["resolved"]
-    qualify = [position for position in came if outcomes[position]][: round.goal]
+    qualify = [position for position in came if outcomes[position]][: plan.goal]
     assert {position for position in game["used"] if outcomes[position]} == set(qualify)
     assert {position for position in game["used"] if not outcomes[position]} == {p for p in came if not outcomes[p]}
-    assert len(qualify) == round.goal or len(came) == 12
+    assert len(qualify) == plan.goal or len(came) == 12
 
 
 @settings(max_examples=80, deadline=None)
@@ -96,11 +96,11 @@ def test_carried_slices_are_nobody_elses(accept, demand, outcomes, replicas, ski
     order = Cursor(7, tuple(sorted(skipped)))
     chosen = random.Random(seed).sample(range(6), 2)
     owners = {GroupSlice(order.ticket(p), 0): p % replicas for p in chosen}
-    round = Round(order, limit=12, accept=accept, carried=frozenset(owners), **demand)
-    game = play(round, outcomes, replicas, "store", seed, owners)
+    plan = StepPlan(order, limit=12, accept=accept, carried=frozenset(owners), **demand)
+    game = play(plan, outcomes, replicas, "store", seed, owners)
     assert not set(game["started"]) & set(owners)
     if accept == "in_order":
-        assert game["used"] == set(range(expected_end(outcomes, round.goal, 12)))
+        assert game["used"] == set(range(expected_end(outcomes, plan.goal, 12)))
 
 
 @given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 30)))
@@ -114,15 +114,15 @@ def test_a_cursor_forgets_what_is_used_and_nothing_else(skipped, used) -> None:
 
 def test_deferred_tickets_come_together_in_a_long_round() -> None:
     s = RolloutConfig(prompts_per_step=3, over_sample=2, tail="defer")
-    short = plan_round(Cursor(20, (1, 5)), s)
-    assert (short.accept, short.extra, short.order.ticket(0)) == ("first_finished", 2, 20)
-    long = plan_round(Cursor(20, (1, 5, 9)), s)
+    short = plan_step(Cursor(20, (1, 5)), s)
+    assert (short.accept, short.extra, short.cursor.ticket(0)) == ("first_finished", 2, 20)
+    long = plan_step(Cursor(20, (1, 5, 9)), s)
     assert (long.accept, long.extra) == ("in_order", 0)
-    assert [long.order.ticket(position) for position in range(4)] == [1, 5, 9, 20]
+    assert [long.cursor.ticket(position) for position in range(4)] == [1, 5, 9, 20]
 
 
 def test_static_waves_start_what_is_missing() -> None:
-    coordinator = coordinate(HashStore(), "s", Round(Cursor(), goal=3, extra=1, limit=12))
+    coordinator = coordinate(HashStore(), "s", StepPlan(Cursor(), goal=3, extra=1, limit=12))
     deal = StaticClaim(coordinator, 0, 1)
     assert [part.ticket for part in deal.next(1)] == [0, 1, 2, 3]
     for position, qualifies in ((3, True), (1, False), (0, True)):
@@ -135,7 +135,7 @@ def test_static_waves_start_what_is_missing() -> None:
 
 
 def test_store_claim_keeps_its_reservation() -> None:
-    coordinator = coordinate(HashStore(), "s", Round(Cursor(), goal=1, extra=0, limit=3))
+    coordinator = coordinate(HashStore(), "s", StepPlan(Cursor(), goal=1, extra=0, limit=3))
     mine, other = StoreClaim(coordinator), StoreClaim(coordinator)
     assert mine.next(5) == [GroupSlice(0, 0)]
     assert other.next(5) == [], "beyond the goal nothing starts"
@@ -148,7 +148,7 @@ def test_store_claim_keeps_its_reservation() -> None:
 
 def test_a_replica_with_room_takes_a_whole_prompt() -> None:
     """Prompt affinity: the answers of a prompt meet in one prefix cache wherever they fit."""
-    coordinator = coordinate(HashStore(), "s", Round(Cursor(), goal=3, extra=0, limit=6, slices=4))
+    coordinator = coordinate(HashStore(), "s", StepPlan(Cursor(), goal=3, extra=0, limit=6, slices=4))
     first, second = StoreClaim(coordinator), StoreClaim(coordinator)
     assert first.next(4) == [GroupSlice(0, n) for n in range(4)]
     assert second.next(2) == [GroupSlice(1, 0), GroupSlice(1, 1)]
@@ -159,10 +159,10 @@ def test_a_replica_with_room_takes_a_whole_prompt() -> None:
 def test_forget_leaves_no_key(accept: str) -> None:
     store = HashStore()
     before = store.num_keys()
-    coordinator = coordinate(store, "s", Round(Cursor(), goal=1, extra=0, limit=3, slices=2, accept=accept))
+    coordinator = coordinate(store, "s", StepPlan(Cursor(), goal=1, extra=0, limit=3, slices=2, accept=accept))
     StoreClaim(coordinator).next(2)
     for number in range(2):
-        coordinator.pool(0, number, b"x")
+        coordinator.merge_slices(0, number, b"x")
     coordinator.resolve(0, True)
     assert coordinator.ended() and store.num_keys() > before
     coordinator.forget(shared=True)
@@ -175,8 +175,8 @@ def test_store_operations_per_ticket_do_not_grow_with_replicas(accept: str, back
     """Whoever resolves which ticket when: two operations each, and one for the end."""
     for replicas in (1, 4, 64):
         store = Counting()
-        round = Round(Cursor(), goal=64, extra=0, limit=64, accept=accept)
-        coordinators = [coordinate(store, "s", round, replicas) for _ in range(replicas)]
+        plan = StepPlan(Cursor(), goal=64, extra=0, limit=64, accept=accept)
+        coordinators = [coordinate(store, "s", plan, replicas) for _ in range(replicas)]
         for position in sorted(range(64), reverse=backwards):
             coordinators[position % replicas].resolve(position, True)
         assert store.calls <= 2 * 64 + 1
@@ -201,7 +201,7 @@ def test_in_order_whoever_comes_between_the_end_is_found(order, bad, goal, data)
             self.store.set(key, value)
 
     store = Interrupting()
-    coordinators = [coordinate(store, "s", Round(Cursor(), goal, extra=0, limit=80), 3) for _ in range(3)]
+    coordinators = [coordinate(store, "s", StepPlan(Cursor(), goal, extra=0, limit=80), 3) for _ in range(3)]
 
     def resolve() -> None:
         position = left.pop()
@@ -214,8 +214,8 @@ def test_in_order_whoever_comes_between_the_end_is_found(order, bad, goal, data)
 
 
 def test_a_look_at_the_store_is_not_taken_more_often_than_a_share_of_all() -> None:
-    store, now, replicas = Counting(), [0.0], 1 + LOOKS_PER_SECOND
-    coordinator = coordinate(store, "s", Round(Cursor(), goal=1, extra=0, limit=1), replicas, clock=lambda: now[0])
+    store, now, replicas = Counting(), [0.0], 1 + POLLS_PER_SECOND
+    coordinator = coordinate(store, "s", StepPlan(Cursor(), goal=1, extra=0, limit=1), replicas, clock=lambda: now[0])
     for _ in range(100):
         now[0] += 0.05
         assert not coordinator.ended()

@@ -1,10 +1,19 @@
 """Which ranks train and which generate, and how far ahead."""
 
+import sys
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
 import pytest
 
+from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.config.placement import Placement, ranks_do
+from spmd_rl.config.sections.data import RewardsConfig
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.errors import UserError
+from spmd_rl.placement.colocated import colocated
 from spmd_rl.split.pace import oldest_version
 
 RANKS = "ranks as 0-3 or 0,2,4-7, or a share as 25%"
@@ -75,3 +84,21 @@ def test_no_answer_is_older_than_the_bound(staleness: int, start: int) -> None:
         assert start <= oldest <= step - 1  # a policy that exists when the step before has been trained on
         assert step - 1 - oldest <= staleness
         assert oldest == start or step - 1 - oldest == staleness  # and no waiting for a newer one than is needed
+
+
+def test_what_drives_an_engine_is_closed_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def closes(name: str) -> SimpleNamespace:
+        return SimpleNamespace(policy=None, close=lambda: closed.append(name))
+
+    module = sys.modules["spmd_rl.placement.colocated"]
+    monkeypatch.setattr(module, "Rollouts", lambda *parts: closes("rollouts"))
+    for part, name in (("engine", "build"), ("train", "build_roles"), ("weights", "build")):
+        monkeypatch.setattr(getattr(module, part), name, lambda *parts, part=part: closes(part))
+    settings = GenerationSettings(RolloutConfig(), RewardsConfig(), seed=0, kv_tokens=64)
+    cfg = MagicMock(generation=settings)
+    with ExitStack() as stack:
+        job = MagicMock(cfg=cfg, stack=stack, starting=nullcontext, connect=lambda debug: (None, None))
+        stack.enter_context(colocated(job))
+    assert closed == ["rollouts", "engine"]

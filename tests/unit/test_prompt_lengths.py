@@ -10,7 +10,7 @@ from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.data import Prompts
 from spmd_rl.errors import UserError
-from spmd_rl.rollout.prompt_lengths import drop_overlong
+from spmd_rl.rollout.prompt_lengths import fit_prompts
 from spmd_rl.sidecar.support import find_unsupported
 from spmd_rl.types import Message, Prompt
 from tests.fakes import FakeTokenizer
@@ -74,7 +74,7 @@ def test_rows_that_their_reward_cannot_judge_are_left_out_and_counted(size: int,
             return super().gather(name, value) if name == "start: rows" else [value]
 
     for rank in range(size):
-        left, _, _ = drop_overlong(prompts(), FakeTokenizer(), *sections(cfg), Both(rank, size, brought))
+        left, _, _ = fit_prompts(prompts(), FakeTokenizer(), *sections(cfg), Both(rank, size, brought))
         assert [p.id for p in (*left.train, *left.eval)] == ["id2", "id4", "id6", "id8", "id10"]
     told = "4 of 8 training rows and 1 of 2 held-out ones are left out, which their reward cannot judge: 5 x it is odd"
     assert capsys.readouterr().err.splitlines() == [told]
@@ -86,12 +86,10 @@ def on_all_ranks(
     brought: list[Any] = [None] * size
     for rank in range(size):
         try:
-            drop_overlong(prompts(), FakeTokenizer(), *sections(cfg), Ranks(rank, size, brought))
+            fit_prompts(prompts(), FakeTokenizer(), *sections(cfg), Ranks(rank, size, brought))
         except TypeError:
             assert rank < size - 1, "not all have brought theirs yet"
-    return [
-        drop_overlong(prompts(), FakeTokenizer(), *sections(cfg), Ranks(rank, size, brought)) for rank in range(size)
-    ]
+    return [fit_prompts(prompts(), FakeTokenizer(), *sections(cfg), Ranks(rank, size, brought)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])

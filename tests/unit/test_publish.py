@@ -228,6 +228,31 @@ def test_bytes_are_compared_in_a_publish_that_is_not_probed(llama, world):
         publish(version=2)
 
 
+class Biased(NativeEngine):
+    """Takes a buffer too, which it keeps in a form of its own."""
+
+    def load(self, weights, version):
+        super().load([(name, tensor) for name, tensor in weights if name != "bias"], version)
+
+    def loaded_weights(self):
+        return (*super().loaded_weights(), ("bias", None))
+
+
+def test_a_buffer_in_a_dtype_of_its_own_does_not_sharpen_the_probe(llama, world):
+    road = lambda weights: [*weights, ("bias", torch.zeros(3))]  # noqa: E731  buffers come last
+    policy, engine = Policy(llama, torch.bfloat16, road), native(llama, torch.bfloat16, Biased)
+    exact = policy.logprobs
+    policy.logprobs = lambda *args, **how: (exact(*args, **how)[0] + 0.01, None)
+    metrics = weights.build(policy, engine, world)(version=1)
+    assert 3e-4 < metrics["publish/probe_abs_diff"] < 0.2
+
+
+def test_no_transport_comes_after_an_engine_which_leaves_it_nothing(llama, world):
+    local = weights.Local(native(llama), world)
+    with pytest.raises(AssertionError, match="leaves none to the next"):
+        weights.Publisher(Policy(llama, torch.float32), world, [local, local])
+
+
 def test_not_a_number_is_found_by_the_probe(llama, world):
     policy, engine = Policy(llama, torch.float32), native(llama)
     with torch.no_grad():

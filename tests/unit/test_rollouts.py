@@ -335,9 +335,9 @@ def test_a_mistake_in_an_episode_is_a_verdict_of_that_sample_alone(world: World)
         if ctx.ticket == 1:
             raise KeyError("a mistake of mine")
         turn = await ctx.generate(ctx.render(ctx.prompt.messages))
-        if ctx.answer == 2:
+        if ctx.answer_index == 2:
             return turn
-        if ctx.answer == 3:
+        if ctx.answer_index == 3:
             await ctx.generate(None)
         return ctx.sample(await ctx.score(turn.text))
 
@@ -395,7 +395,7 @@ def test_an_episode_may_look_after_its_budget_itself(world: World) -> None:
         try:
             await endless(ctx)
         except BudgetSpent:
-            return ctx.sample(Verdict("ok", float(ctx.answer % 2)))
+            return ctx.sample(Verdict("ok", float(ctx.answer_index % 2)))
 
     collected = collect_with(careful, settings(max_turns=2), world)
     assert {turn.finish_reason for s in collected.groups[0].samples for turn in s.turns} == {"stop"}

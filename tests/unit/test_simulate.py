@@ -162,7 +162,7 @@ def test_lengths_used_are_the_laws_own_unless_the_first_to_arrive_are_taken() ->
 
 def test_replicas_find_the_end_at_their_paced_looks(monkeypatch) -> None:
     def seconds(looks_per_second: int) -> list[float]:
-        monkeypatch.setattr(coordinator, "LOOKS_PER_SECOND", looks_per_second)
+        monkeypatch.setattr(coordinator, "POLLS_PER_SECOND", looks_per_second)
         return [step.seconds for step in play("store", default_scene(64), 8).steps]
 
     pause, late = 63 / 10, [slow - fast for slow, fast in zip(seconds(10), seconds(10**6), strict=True)]

@@ -15,7 +15,7 @@ import xxhash
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.distributed import World, solo
-from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.step_plan import Cursor, plan_step
 from spmd_rl.split import GenerateSide, Generator, PieceRules, RemoteRollouts, TrainSide, generator, remote_step
 from spmd_rl.split.client import Task
 from spmd_rl.split.messages import News, Reported, Stats
@@ -84,12 +84,12 @@ def assert_tickets(steps: list[Trained], settings: RolloutConfig) -> None:
     """Followed as a training rank follows them, which sees no more than what a step used."""
     cursor, seen = Cursor(), set()
     for step in steps:
-        round, used = plan_round(cursor, settings), set(step.generated.used)
+        plan, used = plan_step(cursor, settings), set(step.generated.used)
         assert not used & seen, "a ticket is used twice"
-        positions = {round.order.position(ticket) for ticket in used}
-        assert positions <= set(range(round.limit)) and step.generated.long == round.long
-        assert not round.long or positions == set(range(len(used)))
-        assert len(step.generated.trained) <= round.goal
+        positions = {plan.cursor.position(ticket) for ticket in used}
+        assert positions <= set(range(plan.limit)) and step.generated.long == plan.waits_for_stragglers
+        assert not plan.waits_for_stragglers or positions == set(range(len(used)))
+        assert len(step.generated.trained) <= plan.goal
         cursor, seen = cursor.after(used), seen | used
         assert seen | set(cursor.skipped) == set(range(cursor.next)), "a ticket is lost"
 
@@ -220,7 +220,7 @@ class Job:
         self.held = version if version in self.staged else None
         return self.held is not None
 
-    def fetch(self, version: int, num_pieces: int, base: object):
+    def fetch(self, version: int, num_tensors: int, base: object):
         self.turns()
         assert version in self.staged, "the version is gone before it was fetched"
         self.held = None
@@ -245,7 +245,7 @@ class Second:
     def hold(self, version: int) -> bool:
         return self.job.hold(version)
 
-    def fetch(self, version: int, num_pieces: int, base: object):
+    def fetch(self, version: int, num_tensors: int, base: object):
         assert version in self.job.staged, "the version is gone before it was fetched"
         self.job.held = None
         yield from ()

@@ -18,21 +18,21 @@ from spmd_rl import wire
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
-from spmd_rl.rollout.rounds import Cursor
+from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.split import PieceRules, RemoteRollouts, TrainSide, messages
 from spmd_rl.split.messages import Stats
 from spmd_rl.split.pieces import pack
 from spmd_rl.split.server import TrainerServer
 from spmd_rl.split.work_queue import Limits, WorkQueue
 from spmd_rl.types import Sample, Turn, Verdict
-from spmd_rl.weights.messages import FetchPiece, Hold, Release, digest
+from spmd_rl.weights.messages import FetchTensor, Hold, Release, digest
 from spmd_rl.weights.staged import Staged
 from tests import sockets
 from tests.fakes import FakePrompts, FakeTokenizer
 from tests.patience import patient
 from tests.servers import SEAL, connect, serve
 
-KINDS = [Hold, FetchPiece, Release]
+KINDS = [Hold, FetchTensor, Release]
 KINDS += [messages.Hello, messages.Join, messages.Beat, messages.Claim, messages.Deposit, messages.Report]
 KINDS += [messages.GiveBack, messages.TakeBegun, messages.Leave]
 GROWTH_BYTES = 64 << 20
@@ -258,7 +258,7 @@ def test_what_is_oversized_half_open_or_slow_costs_little(run: Run) -> None:
         half.send(b"\xff\0\0\0\0\0\0\0\1\x7f"[: index % 10])
         open_ones.append(half)
     joins = wire.encode(messages.Join("half open", True))
-    hold, fetch = wire.encode(Hold(*member, 0, None)), wire.encode(FetchPiece(*member, 0, 0, False))
+    hold, fetch = wire.encode(Hold(*member, 0, None)), wire.encode(FetchTensor(*member, 0, 0, False))
     over = bytes(12 << 20)
     with sockets.context() as context, context.socket(zmq.DEALER) as slow:  # asks, and reads nothing
         slow.setsockopt(zmq.RCVHWM, 1)
@@ -298,7 +298,7 @@ def member_of(task, member: int) -> tuple:
 
 def test_only_members_are_served(run: Run) -> None:
     assert isinstance(run.server, TrainerServer)
-    asked = [Hold(run.honest, bytes(16), 0, None), FetchPiece(run.honest, bytes(16), 0, 0, False)]
+    asked = [Hold(run.honest, bytes(16), 0, None), FetchTensor(run.honest, bytes(16), 0, 0, False)]
     with sockets.context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(run.server.address)
         for message in asked:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from spmd_rl.config.schema import RolloutConfig
-from spmd_rl.rollout.rounds import Cursor, plan_round
+from spmd_rl.rollout.step_plan import Cursor, plan_step
 from spmd_rl.rollout.table import SliceReport, build_table
 from spmd_rl.split.messages import Stats
 from spmd_rl.split.work_queue import MAX_SILENT, Limits, WorkQueue
@@ -85,12 +85,12 @@ class History:
                 step = self.version + 1
                 end = self.queue.take("step", step)
                 assert [piece.place for piece in end.accepted] == self.accepted[step]
-                round = plan_round(cursor, self.settings)
+                plan = plan_step(cursor, self.settings)
                 finished = [report for theirs in end.reports for report in theirs.finished]
                 tickets = {report.ticket for report in finished}
                 cursor_then = self.queue.horizon.cursor if self.queue.horizon.step == step + 1 else None
-                mine = self.used(round, end.reports)
-                build_table(finished, mine, round.slices)  # whole, and none twice
+                mine = self.used(plan, end.reports)
+                build_table(finished, mine, plan.slices)  # whole, and none twice
                 assert mine <= tickets
                 cursor = cursor.after(mine)
                 assert cursor_then in (None, cursor)
@@ -101,10 +101,10 @@ class History:
             self.move()
         raise AssertionError("the run does not come to its end")
 
-    def used(self, round, reports) -> set[int]:
-        if round.accept == "first_finished":
-            return {round.order.ticket(position) for position in reports[0].counted}
-        return {round.order.ticket(position) for position in range(int(reports[0].end))}
+    def used(self, plan, reports) -> set[int]:
+        if plan.accept == "first_finished":
+            return {plan.cursor.ticket(position) for position in reports[0].used_here}
+        return {plan.cursor.ticket(position) for position in range(int(reports[0].end))}
 
     def move(self) -> None:
         draw = self.draw

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd_rl.config.sections.data import SANDBOXES, cpu_numbers
 from spmd_rl.config.values import above, at_least, check_fields, one_of, require
@@ -11,13 +11,38 @@ from spmd_rl.errors import UserError
 
 MODES = ("process", "thread")
 ON_ERROR = ("mask", "zero", "raise")
-PATTERNS = {
-    "action": r"<answer>(.*?)</answer>",
-    "think": r"\A\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*\Z",
-    "tool": r"<tool_call>(.*?)</tool_call>",
-    "all": r"\A(.*)\Z",
+
+
+class ActionFormat(NamedTuple):
+    """How an action is written in an answer."""
+
+    pattern: str
+    """Regular expression that finds it; the group is the action."""
+    template: str
+    """An answer for `str.format` with an action, as demonstrations give it."""
+    reminder: str = ""
+    """What the policy is told of it."""
+
+
+ACTION_FORMATS = {
+    "action": ActionFormat(
+        r"<answer>(.*?)</answer>",
+        "<answer>{}</answer>",
+        "Answer with one action: <answer>ACTION</answer>, and nothing else.",
+    ),
+    "think": ActionFormat(
+        r"\A\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*\Z",
+        "<think>\n</think>\n<answer>{}</answer>",
+        "Think first, then give one action: <think>THOUGHTS</think><answer>ACTION</answer>",
+    ),
+    "tool": ActionFormat(
+        r"<tool_call>(.*?)</tool_call>",
+        "<tool_call>{}</tool_call>",
+        'Call a tool: <tool_call>{"name": NAME, "arguments": {...}}</tool_call>',
+    ),
+    "all": ActionFormat(r"\A(.*)\Z", "{}"),
 }
-"""How an action is found in an answer, by name; the group is the action."""
+"""The named `env.<tag>.pattern`s; one of the user's own needs words of their own."""
 FIELDS = ("instruction", "suffix", "reminder", "history", "turn", "turns_left", "max_tokens", "observation")
 """What a template may show"""
 
@@ -100,12 +125,12 @@ class EnvConfig:
         for name in ("template", "next_template"):
             require("{observation}" in getattr(self, name), f"{name}: must contain {{observation}}")
         check_fields(self, template=FIELDS, next_template=FIELDS)
-        if self.pattern is not None and self.pattern not in PATTERNS:
+        if self.pattern is not None and self.pattern not in ACTION_FORMATS:
             try:
                 groups = re.compile(self.pattern).groups
             except re.error as error:
                 raise UserError(f"pattern: {self.pattern!r} is no regular expression: {error}") from None
-            known = ", ".join(PATTERNS)
+            known = ", ".join(ACTION_FORMATS)
             require(
                 groups == 1, f"pattern: {self.pattern!r} is none of {known} and no regular expression with one group"
             )

@@ -87,9 +87,9 @@ class PlacementConfig:
 
     @property
     def part(self) -> str:
-        """Which of `spmd_rl.placement` a job is: its mode, but `attached` or `attaches` where jobs generate."""
+        """Which of `spmd_rl.placement` a job is: its mode, or the side of `generate=attached` that it is."""
         if self.is_attached:
-            return "attached" if self.attach is None else "attaches"
+            return "attached_trainer" if self.attach is None else "attached_generator"
         return self.mode
 
     @property

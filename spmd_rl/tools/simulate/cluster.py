@@ -8,7 +8,7 @@ from math import inf
 
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
-from spmd_rl.rollout.rounds import Cursor, GroupSlice, Round, num_slots, plan_round
+from spmd_rl.rollout.step_plan import Cursor, GroupSlice, StepPlan, num_slots, plan_step
 from spmd_rl.tools.simulate.replica import Replica
 from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.tools.simulate.store import CountingStore
@@ -59,13 +59,13 @@ class Cluster:
     def step(self, number: int) -> VirtualStep:
         """Generation and scoring of the step of this number, on from `cursor`."""
         scene, replicas = self.scene, self.replicas
-        round = plan_round(self.cursor, scene.settings, self.carried)
+        plan = plan_step(self.cursor, scene.settings, self.carried)
         name, began, before = f"step{number}", self.now, self._counters()
-        coordinators = self._begin(name, number, round)
-        self._play(round, f"{name}/rejected")
-        counted = {position for coordinator in coordinators for position in coordinator.counted}
+        coordinators = self._begin(name, number, plan)
+        self._play(plan, f"{name}/rejected")
+        counted = {position for coordinator in coordinators for position in coordinator.used_here}
         positions = coordinators[0].used([coordinator.end_mark() for coordinator in coordinators], counted)
-        used = {round.order.ticket(position) for position in positions}
+        used = {plan.cursor.ticket(position) for position in positions}
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
         num_stale = self._close(trained, number)
         self.carried = frozenset(group_slice for replica in replicas for group_slice in replica.close(used))
@@ -75,14 +75,14 @@ class Cluster:
         busy, tokens, operations, looks = (b - a for a, b in zip(before, self._counters(), strict=True))
         seconds = self.now - began
         idle = 1 - busy / seconds / len(replicas) if seconds else 0.0
-        step = (round.long, seconds, tuple(sorted(used)), tuple(sorted(trained)), num_stale, idle)
+        step = (plan.waits_for_stragglers, seconds, tuple(sorted(used)), tuple(sorted(trained)), num_stale, idle)
         return VirtualStep(*step, tokens, operations, looks)
 
-    def _begin(self, name: str, number: int, round: Round) -> Sequence[Coordinator]:
+    def _begin(self, name: str, number: int, plan: StepPlan) -> Sequence[Coordinator]:
         """All replicas begin a step; their coordinators."""
         scene, size = self.scene, len(self.replicas)
         slots = num_slots(scene.settings, size, scene.max_running)
-        coordinators = [coordinate(self.store, name, round, size, lambda: self.now) for _ in self.replicas]
+        coordinators = [coordinate(self.store, name, plan, size, lambda: self.now) for _ in self.replicas]
         for index, (replica, coordinator) in enumerate(zip(self.replicas, coordinators, strict=True)):
             claim = claims(scene.settings.claim, coordinator, index, size)
             replica.begin(self.now, number, coordinator, claim, slots)
@@ -109,7 +109,7 @@ class Cluster:
         computed = sum(engine.busy for engine in engines), sum(engine.tokens for engine in engines)
         return *computed, self.store.operations, self.store.looks
 
-    def _play(self, round: Round, rejected: str) -> None:
+    def _play(self, plan: StepPlan, rejected: str) -> None:
         """From event to event, until every replica knows that the step has ended."""
         replicas, over, stuck = self.replicas, False, 0
         agenda = Agenda(replicas)
@@ -134,7 +134,7 @@ class Cluster:
                     over = True
                     agenda.look(agenda.live, time)
                 continue
-            allowed = min(round.limit, round.initial_limit + int(self.store.peek(rejected)))
+            allowed = min(plan.limit, plan.initial_limit + int(self.store.peek(rejected)))
             position = replicas[index].waits_for
             if over or (position is not None and position < allowed and self._may_start(index, position)):
                 replicas[index].look_after(time)

@@ -45,7 +45,7 @@ class PolicyResult:
 
 
 def play(policy: str, scene: Scene, num_steps: int) -> PolicyResult:
-    """At least `num_steps` steps; with `tail: defer` on to the end of a long round, to count whole cycles."""
+    """At least `num_steps` steps; with `tail: defer` on to the end of a long step, to count whole cycles."""
     settings = replace(scene.settings, **POLICIES[policy])
     scene = replace(scene, settings=settings)
     cluster, steps = Cluster(scene), []

@@ -6,7 +6,7 @@ from math import ceil, inf
 from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.engine_loop import IDLE_SECONDS
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.tools.simulate.engine import VirtualEngine
 from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.tools.simulate.store import CountingStore
@@ -113,7 +113,7 @@ class Replica:
 
     def _start(self, now: float) -> None:
         room = (self._slots - self.engine.num_requests) // self.scene.settings.slice_size
-        slices = self._claim.next(min(room, self._coordinator.round.slices))
+        slices = self._claim.next(min(room, self._coordinator.plan.slices))
         for group_slice in slices:
             answers = self.scene.answers(group_slice)
             self.running[group_slice], self.begun[group_slice] = len(answers), self.begun_in
@@ -123,8 +123,8 @@ class Replica:
             self.look = now + STORE_SECONDS  # for more
 
     def _report(self, group_slice: GroupSlice) -> None:
-        position = self._coordinator.round.order.position(group_slice.ticket)
-        if self._coordinator.pool(position, group_slice.number, b"") is not None:
+        position = self._coordinator.plan.cursor.position(group_slice.ticket)
+        if self._coordinator.merge_slices(position, group_slice.number, b"") is not None:
             self._coordinator.resolve(position, self.scene.qualifies(group_slice.ticket))
 
     def _ended(self, now: float) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.data.seeds import counter_seed
-from spmd_rl.rollout.rounds import GroupSlice
+from spmd_rl.rollout.step_plan import GroupSlice
 from spmd_rl.tools.simulate.engine import Speed
 from spmd_rl.tools.simulate.lengths import Lengths
 

@@ -16,7 +16,7 @@ from math import inf
 
 from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.coordinator import FirstKInOrder
-from spmd_rl.rollout.rounds import GroupSlice, Round, num_slots
+from spmd_rl.rollout.step_plan import GroupSlice, StepPlan, num_slots
 from spmd_rl.split.pace import oldest_version_at
 from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.replica import Replica
@@ -32,7 +32,7 @@ class Paced(FirstKInOrder):
 
     def is_young(self, position: int) -> bool:
         """Whether the version may begin this ticket."""
-        return self.version >= oldest_version_at(position, self.step, self.round.goal, self.max_staleness)
+        return self.version >= oldest_version_at(position, self.step, self.plan.goal, self.max_staleness)
 
     def may_start(self, position: int) -> bool:
         """See `Coordinator`."""
@@ -111,9 +111,9 @@ class CarriedCluster(Cluster):
                 heapreplace(loads, (dedicated[index].num_carried, index))
         return step
 
-    def _begin(self, name: str, number: int, round: Round) -> list[Paced]:
+    def _begin(self, name: str, number: int, plan: StepPlan) -> list[Paced]:
         scene, settings, size = self.scene, self.scene.settings, len(self.replicas)
-        self._paced = [Paced(self.store, name, round, size, lambda: self.now) for _ in range(size)]
+        self._paced = [Paced(self.store, name, plan, size, lambda: self.now) for _ in range(size)]
         slots = num_slots(settings, self._num_dedicated, scene.max_running)
         for index, (replica, paced) in enumerate(zip(self.replicas, self._paced, strict=True)):
             lent = index >= self._num_dedicated

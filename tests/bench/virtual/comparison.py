@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from spmd_rl.rollout.rounds import Cursor
+from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.tools.simulate.policies import POLICIES
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.carried import Carried, carried_scene

@@ -15,7 +15,7 @@ from math import inf
 
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError
-from spmd_rl.rollout.rounds import Cursor
+from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.split.pace import due, oldest_version
 from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.scene import Scene

@@ -1,7 +1,7 @@
 """What one step asks for: which tickets, in which order, how many, and what ends it. Pure functions of the cursor.
 
-Ticket i stands for one prompt and its answers, a pure function of the seed (`data.Prompts.ticket`). Within a step a
-ticket has a *position*: 0 starts first. A replica claims *slices* of a ticket's group of answers, each of
+Ticket i is the index of a prompt group: (epoch, prompt), a pure function of the seed (`data.Prompts.ticket`). Within a
+step a ticket has a *position*: 0 starts first. A replica claims *slices* of a ticket's group of answers, each of
 `rollout.answers_per_claim` answers; by default a slice is the whole group.
 """
 
@@ -62,11 +62,11 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The demand of one step, equal on all replicas."""
+class StepPlan:
+    """What one step asks for, equal on all replicas."""
 
-    order: Cursor
-    """The tickets, by position."""
+    cursor: Cursor
+    """Which ticket stands at a position."""
     goal: int
     """K: the number of qualifying tickets that the step wants."""
     extra: int
@@ -86,14 +86,14 @@ class Round:
         return min(self.limit, self.goal + self.extra)
 
     @property
-    def long(self) -> bool:
+    def waits_for_stragglers(self) -> bool:
         """Whether the step waits for every ticket that it needs, however long its answers get."""
         return self.accept == "in_order"
 
     def slice(self, number: int) -> tuple[int, GroupSlice]:
-        """Return (position, slice) for the number of a slice among all slices of the round."""
+        """Return (position, slice) for the number of a slice among all slices of the step."""
         position, number = divmod(number, self.slices)
-        return position, GroupSlice(self.order.ticket(position), number)
+        return position, GroupSlice(self.cursor.ticket(position), number)
 
 
 def num_slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
@@ -106,22 +106,21 @@ def num_slots(settings: RolloutConfig, replicas: int, max_running: int) -> int:
     return max(s.slice_size, min(max_running, share))
 
 
-def plan_round(cursor: Cursor, settings: RolloutConfig, carried: Iterable[GroupSlice] = ()) -> Round:
-    """Return the round of the next step.
+def plan_step(cursor: Cursor, settings: RolloutConfig, carried: Iterable[GroupSlice] = ()) -> StepPlan:
+    """Return the plan of the next step.
 
-    With `rollout.tail=defer`, rounds are short (the first K to finish of K + `over_sample` fresh tickets) until K
-    tickets have been skipped; then comes a long round of just these, which waits for all. So answers are cut short in
-    no round, every ticket is used once, by the policy of its own step, and only every (K / `over_sample`)-th step waits
+    With `rollout.tail=defer`, steps are short (the first K to finish of K + `over_sample` fresh tickets) until K
+    tickets have been skipped; then comes a long step of just these, which waits for all. So answers are cut short in
+    no step, every ticket is used once, by the policy of its own step, and only every (K / `over_sample`)-th step waits
     for long answers (RollPacker, arXiv 2509.21009).
     """
-    s = settings
-    order, extra, accept = cursor, s.over_sample, s.accept
+    s, extra, accept = settings, settings.over_sample, settings.accept
     if s.tail == "defer":
         is_long = len(cursor.skipped) >= s.prompts_per_step
-        order = cursor if is_long else Cursor(cursor.next)
+        cursor = cursor if is_long else Cursor(cursor.next)
         extra, accept = (0, "in_order") if is_long else (s.over_sample, "first_finished")
-    return Round(
-        order=order,
+    return StepPlan(
+        cursor=cursor,
         goal=s.prompts_per_step,
         extra=extra,
         limit=s.max_prompts_per_step or 4 * s.prompts_per_step,
