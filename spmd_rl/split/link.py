@@ -106,7 +106,7 @@ class Link:
         self.membership, self.news = membership, messages.News(True)
         self.ready = False
         """Whether this rank's engine is built."""
-        self._address, self._journal, self._lease, self._lost = addresses[0], journal, lease_seconds, ""
+        self.journal, self._address, self._lease, self._lost = journal, addresses[0], lease_seconds, ""
         self._silent_seconds = max(lease_seconds, SILENT_SECONDS)
         self._began, self._num_waits = journal.progress, 0
         self._context = zmq.Context()
@@ -125,7 +125,7 @@ class Link:
         and no progress there."""
         if self._lease < inf:
             self._num_waits += 1
-            self._journal.progress += 1
+            self.journal.progress += 1
 
     def give_up(self) -> None:
         """RunFailed: the training job counts on this rank no more."""
@@ -146,7 +146,7 @@ class Link:
     def _run(self) -> None:
         silent, last = 0.0, time.monotonic()
         while not self._closing.wait(self.news.pause):
-            moved = max(0, self._journal.progress - self._began - self._num_waits)
+            moved = max(0, self.journal.progress - self._began - self._num_waits)
             for dealer in self._sockets:
                 send(dealer, messages.Beat(*self.membership, moved, self.ready))
             self._sockets[0].poll(ANSWER_MS)

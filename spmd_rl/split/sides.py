@@ -114,7 +114,7 @@ def meet(cfg: PipelineConfig, world: World) -> Iterator[Sides]:
             keys, membership = _client_keys(cfg), seal.membership(numbers[world.rank])
             link = stack.enter_context(closing(Link(of_trainers, membership, world.journal, keys)))
             world.on_exit(link.close)
-            connect = partial(TrainerClient, link, of_trainers, world.progress, keys)
+            connect = partial(TrainerClient, link, of_trainers, world.progress, keys, placement.train)
             own = (connect(), connect, world if settings.is_lent else generate_world)
             side = GenerateSide(train_world if trains else generate_world, *own)
             stack.enter_context(closing(side.client))

@@ -62,12 +62,12 @@ FETCH = ["publish: answers of engines", "generate: publish: newest version", "ge
 WAITS = {
     "rank-0": {
         "start": ["publish: version 0 from ranks that train"],
-        "publish": ["train: publish: staged"],
-        "generate": ["train: generate: reports"],
-        "eval": ["train: eval: reports"],
+        "publish": ["train: publish: weights"],
+        "generate": ["train: generate: reports", "generate: answer of rank 0", "generate: answer of rank 1"],
+        "eval": ["train: eval: reports", "generate: answer of rank 1"],
         "prepare": ["train: prepare: samples"],
         "update": ["train: update: backward of micro-batch 1/1"],
-        "save": ["train: save: shards"],
+        "save": ["train: save: policy"],
     },
     "rank-2": {
         "start": ["generate: start: prompt lengths"],
