@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from transformers import AutoConfig
 
-from spmd_rl.config.schema import PipelineConfig, RolloutConfig
+from spmd_rl.config.schema import RlConfig, RolloutConfig
 from spmd_rl.hub import model_folder
 from spmd_rl.model.moe import num_experts
 from spmd_rl.rollout.episode import SEGMENTS, Sampling
@@ -83,7 +83,7 @@ class PieceRules:
         self._num_ids, self._num_experts = num_ids, num_experts
 
     @classmethod
-    def of(cls, cfg: PipelineConfig) -> "PieceRules":
+    def of(cls, cfg: RlConfig) -> "PieceRules":
         """Return those of a run."""
         folder, trust = model_folder(cfg.policy.model), cfg.policy.trust_remote_code
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust).get_text_config()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed.notice import Notice
 from spmd_rl.learn import Evaluation
@@ -58,7 +58,7 @@ class RemoteRollouts:
     must be (`server.Rules`)."""
 
     def __init__(
-        self, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide, rules: PieceRules
+        self, cfg: RlConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide, rules: PieceRules
     ) -> None:
         """[all] that train. prompts: of tasks, what they say is known when they begin."""
         self.source = self.prompts = prompts
