@@ -84,7 +84,8 @@ def _awaited(live: Sequence[Pulse], everyone: Sequence[int]) -> Place | None:
     """The collective in which most ranks are, among those where a dead rank is missing if there are any.
 
     Ranks with other work wait in a chain: one for another, which waits for the one that is dead. Of several collectives
-    it is the end of such a chain: nobody who is missing there waits elsewhere.
+    it is the end of such a chain: nobody who is missing there waits elsewhere. A meeting says more of where the dead
+    one should be than a rank that waits for its answer.
     """
     places = {pulse.peer.rank: pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place}
     dead = set(everyone) - {pulse.peer.rank for pulse in live}
@@ -94,7 +95,7 @@ def _awaited(live: Sequence[Pulse], everyone: Sequence[int]) -> Place | None:
 
     candidates = [place for place in places.values() if dead & missing(place)] or [*places.values()]
     ends = [place for place in candidates if not missing(place) & places.keys()]
-    return _most_common(ends or candidates)
+    return _most_common([place for place in ends if len(place.ranks) != 1] or ends or candidates)
 
 
 def _most_common(items: Any) -> Any:

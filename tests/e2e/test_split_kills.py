@@ -63,7 +63,7 @@ WAITS = {
     "rank-0": {
         "start": ["publish: version 0 from ranks that train"],
         "publish": ["train: publish: weights"],
-        "generate": ["train: generate: reports", "generate: answer of rank 0", "generate: answer of rank 1"],
+        "generate": ["train: generate: reports", "generate: answer of rank 1"],
         "eval": ["train: eval: reports", "generate: answer of rank 1"],
         "prepare": ["train: prepare: samples"],
         "update": ["train: update: backward of micro-batch 1/1"],

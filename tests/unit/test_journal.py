@@ -198,6 +198,11 @@ def test_of_two_waits_for_a_dead_rank_the_one_is_told_that_nobody_else_holds_up(
     slow = [*pulses[:1], pulse(1, "update", None), *pulses[2:]]
     lines = [line.strip() for line in hang_report(slow, 3.0, "here").splitlines()]
     assert "collective: 'train: update: backward' #9" in lines, "and where nobody is dead, but one does something else"
+    askers = [pulse(rank, "generate", Place("generate: answer of rank 1", 3, (1,))) for rank in (2, 3)]
+    lines = [line.strip() for line in hang_report([*pulses[:2], *askers], 3.0, "here").splitlines()]
+    assert "collective: 'train: update: backward' #9" in lines, "a meeting rather than who asks it for something"
+    lines = [line.strip() for line in hang_report([*pulses[1:2], *askers], 3.0, "here").splitlines()]
+    assert "collective: 'generate: answer of rank 1' #3" in lines and "did not arrive: rank 1" in lines
 
 
 def test_report_of_a_hang_outside_collectives_names_the_silent() -> None:
