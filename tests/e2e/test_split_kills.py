@@ -71,7 +71,7 @@ WAITS = {
     },
     "rank-2": {
         "start": ["generate: start: prompt lengths"],
-        "publish": ["publish: answers of engines"],
+        "publish": FETCH,
         "generate": ["generate: step 2 from ranks that generate"],
         "eval": ["eval: answers of ranks that generate", "generate: publish: newest version"],
         "prepare": FETCH,
