@@ -10,7 +10,7 @@ from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.split import messages
 from spmd_rl.split.link import Link
 from spmd_rl.split.messages import Kind, Stats
-from spmd_rl.split.pieces import DAMAGED, pack, unpack_partial
+from spmd_rl.split.pieces import DAMAGED, pack, unpack
 from spmd_rl.split.queues import Place
 from spmd_rl.types import Sample
 from spmd_rl.weights.client import WeightClient
@@ -80,7 +80,7 @@ class TrainerClient(WeightClient):
         try:
             if digest(payload) != header.digest:
                 raise ValueError("its digest differs")
-            return unpack_partial(payload)
+            return unpack(payload, PartialRollouts)
         except DAMAGED as error:
             raise RunFailed(f"what training rank {trainer} had of slice {task.place} is damaged: {error}") from None
 

@@ -24,7 +24,7 @@ from spmd_rl.rollout.rounds import Cursor, GroupSlice, plan_round
 from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pace import is_evaluated, oldest_version
-from spmd_rl.split.pieces import PieceRules, unpack_probe
+from spmd_rl.split.pieces import PieceRules, unpack
 from spmd_rl.split.queues import Accepted, Place
 from spmd_rl.split.server import Checked
 from spmd_rl.split.sides import TrainSide
@@ -224,7 +224,7 @@ class RemoteRollouts:
         return Checked(group, msgspec.msgpack.encode(report))
 
     def _probe(self, payload: memoryview) -> list[Answer]:
-        answers = unpack_probe(payload)
+        answers = unpack(payload, list[Answer])
         if len(answers) != len(PROMPTS) or any(not 0 < len(one.token_ids) <= NEW_TOKENS for one in answers):
             raise ValueError("it does not answer the probe")
         for one in answers:
