@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_CHARACTERS = 400
 MAX_BITS = 4096
-"""Of an integer anywhere in a calculation."""
+"""The limit for an integer anywhere in a calculation."""
 
 
 def _round(number: float, digits: int = 0) -> float:

@@ -53,7 +53,7 @@ class FrozenLake(Oracle):
         cells = range(size * size)
         self._next = [[self._neighbour(cell, way) for way in DIRECTIONS] for cell in cells]
         self._over = True
-        self._draw(Random(0), TRIALS)  # tells impossible settings at once
+        self._draw(Random(0), TRIALS)  # reports impossible settings at once
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Draw the board of this seed."""

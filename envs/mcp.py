@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .tool_calls import ToolsLost
+
 VERSION = "2025-06-18"
 MAX_LINE_BYTES = 16 << 20
 """The longest line of a server: with a longer one it is ended."""
@@ -51,7 +53,7 @@ class McpClient:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a tool's result. ValueError if the tool reports a failure; TimeoutError without a reply in
-        time, ConnectionError if the server has ended: the next call starts it again."""
+        time, `ToolsLost` if the server has ended: the next call starts it again."""
         result = self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
         parts = [part["text"] if part.get("type") == "text" else f"[{part.get('type')}]" for part in result["content"]]
         text = "\n".join(parts)
@@ -85,7 +87,10 @@ class McpClient:
 
     def _start(self) -> None:
         self._said, self._last_words, pipe = bytearray(), b"", subprocess.PIPE
-        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+        try:
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+        except OSError as error:
+            raise ToolsLost(f"{self._name} cannot be started: {error.strerror}") from None
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             os.set_blocking(stream.fileno(), False)
         about = {"name": "spmd_rl", "version": "1"}
@@ -103,7 +108,7 @@ class McpClient:
             try:
                 left = left[self._process.stdin.write(left) or 0 :]
             except BrokenPipeError:
-                raise ConnectionError(self._farewell()) from None
+                raise ToolsLost(self._farewell()) from None
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of one request. What the server asks or says meanwhile is answered or dropped."""
@@ -151,10 +156,10 @@ class McpClient:
         if process.stdout in ready:
             chunk = process.stdout.read(PIPE_BYTES)
             if chunk == b"":
-                raise ConnectionError(self._farewell())
+                raise ToolsLost(self._farewell())
             self._said += chunk or b""
         if len(self._said) > MAX_LINE_BYTES and b"\n" not in self._said:
-            raise ConnectionError(f"{self._name} sent a line of over {MAX_LINE_BYTES} bytes")
+            raise ToolsLost(f"{self._name} sent a line of over {MAX_LINE_BYTES} bytes")
 
     def _hear(self) -> bytes | None:
         """Read from stderr: empty at its end, None where there is nothing yet."""

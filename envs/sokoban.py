@@ -63,7 +63,7 @@ class Sokoban(Oracle):
             height, width = (size, size) if isinstance(size, int) else size
             walk = int(1.7 * (height + width)) if walk is None else walk
             self._maker = LevelMaker(height, width, num_boxes, min_pushes, search_depth, walk, turn)
-            self._maker.make(generator(0, "level"), TRIALS)  # tells impossible settings at once
+            self._maker.make(generator(0, "level"), TRIALS)  # reports impossible settings at once
         self._max_steps, self._letters, self._observation = max_steps, letters, observation
         self._spellings = spellings(ACTIONS)
         self._over = True

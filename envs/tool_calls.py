@@ -34,6 +34,13 @@ def tool_call(name: str, arguments: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
+class ToolsLost(ConnectionError):
+    """What serves the tools is gone. That is the environment's failure and no reply: the model did nothing wrong."""
+
+    names_its_place = True
+    """The message says what failed, and a line of this file would say less."""
+
+
 class BadCall(ValueError):
     """A call that cannot be made: it is no JSON, there is no such tool, or the arguments do not fit."""
 
@@ -176,7 +183,7 @@ class Toolbox:
         return self._tools[call.name](call.arguments)
 
     def play(self, action: str) -> ToolReply:
-        """Make the calls of an action. Nothing is raised: a failure is a tool's reply, and the model reads it."""
+        """Make the calls of an action. A failure is a tool's reply, which the model reads; `ToolsLost` goes through."""
         said = without_thoughts(action)
         if not said:
             return ToolReply("error: the turn has neither a tool call nor an answer", valid=False)
@@ -190,6 +197,8 @@ class Toolbox:
         for call in calls:
             try:
                 texts.append(as_text(self.call(call)))
+            except ToolsLost:
+                raise
             except Exception as error:  # noqa: BLE001 - a tool may fail in any way
                 valid = valid and not isinstance(error, BadCall)
                 failures += 1

@@ -29,7 +29,7 @@ _LAST = phrases(
 _RIVERS = phrases("Ashe, Brint, Corra, Delm, Emra, Fesk, Gull, Harn, Ivel, Jorn")
 _CRAFTS = phrases("glassmaker, weaver, surveyor, printer, clockmaker, botanist, shipwright, baker")
 OPERATIONS = {"Add": "+", "Subtract": "-", "Multiply by": "*", "Divide by": "//"}
-"""Of a chain: what it says, and Python's sign for it."""
+"""The operations of a chain: the word for each, and Python's sign for it."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -34,7 +34,7 @@ class Page:
     words: str = ""
     """What was searched for."""
     number: int = 1
-    """Of the page of results."""
+    """The number of the page of results."""
     asin: str = ""
     options: dict[str, str] = field(default_factory=dict)
     """What was chosen on the item's page, by name."""

@@ -17,11 +17,11 @@ from typing import Any
 from spmd_rl.types import MISSING_PACKAGE, UNPROVEN, AnswerInfo, Message, Prompt, Verdict
 
 MAX_BATCH = 64
-"""The most answers at once, where no part says it."""
+"""The most answers at once, where no part sets it."""
 
 
 class CompositeReward:
-    """`wrong_format` if a part says so, else `ok`; the score is the sum of weight times score of the parts."""
+    """`wrong_format` if a part has it, else `ok`; the score is the sum of weight times score of the parts."""
 
     def __init__(
         self, parts: Mapping[str, Mapping[str, Any]], build: Callable[[str, str, Mapping[str, Any]], Any]

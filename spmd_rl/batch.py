@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.devices import to_device
-from spmd_rl.types import Sample, Survivors, Turn
+from spmd_rl.types import CandidateIds, Sample, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Batch(_Remembered):
     """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
     """int32 [T]: by how many versions the policy that sampled the token is older than the step's; 0 elsewhere"""
-    survivors: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
+    candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
     """T lists of int32: among which tokens each sampled token was drawn, where sampling cut off all others; all
     logprobs of the batch are those of the distribution over these alone. An empty list, or None: over all tokens"""
     experts: Ragged | None = field(default=None, metadata=per_token(torch.int16, "experts", ragged=True))
@@ -220,7 +220,7 @@ def pack(
     """Samples laid end to end in the order given; advantages and weights are zero. Legal with no sample at all.
 
     version: the policy's in this step, from which a token's lag is counted (None: no lag). truncated: whether the
-    batch has `survivors`, which a batch without a sample cannot know by itself. replayed: the same of `experts`.
+    batch has `candidate_ids`, which a batch without a sample cannot know by itself. replayed: the same of `experts`.
     """
     samples = list(samples)
     turns = [turn for sample in samples for turn in sample.turns]
@@ -242,19 +242,19 @@ def pack(
         loss_mask=torch.from_numpy(mask),
         rollout_logprobs=torch.from_numpy(logprobs),
         lags=torch.from_numpy(lags),
-        survivors=_survivors(turns, mask) if truncated else None,
+        candidate_ids=_candidate_ids(turns, mask) if truncated else None,
         experts=_experts(turns, mask) if replayed else None,
         advantages=torch.zeros(len(mask)),
         weights=torch.zeros(len(mask)),
     )
 
 
-def _survivors(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
+def _candidate_ids(turns: Sequence[Turn], mask: np.ndarray) -> Ragged:
     """Those of all turns, at the tokens of the mask."""
-    cut = [turn.survivors or Survivors(array("i", bytes(4 * len(turn.token_ids))), array("i")) for turn in turns]
+    cut = [turn.candidate_ids or CandidateIds(array("i", bytes(4 * len(turn.token_ids))), array("i")) for turn in turns]
     counts = np.zeros(len(mask), np.int64)
-    counts[mask] = _joined([survivors.counts for survivors in cut], np.int32)
-    ids = _joined([survivors.ids for survivors in cut], np.int32)
+    counts[mask] = _joined([candidates.counts for candidates in cut], np.int32)
+    ids = _joined([candidates.ids for candidates in cut], np.int32)
     return Ragged(as_tensor(ids, np.int32), torch.from_numpy(_cumulated(counts)))
 
 

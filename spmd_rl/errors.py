@@ -59,6 +59,11 @@ def tell(text: str, lines: bool = False, file: TextIO | None = None) -> None:
     print(printable(text, lines), file=file or sys.stderr, flush=True)
 
 
+def plural(count: int, noun: str) -> str:
+    """A number of things: `1 row`, `2 rows`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def reason(error: Exception) -> str:
     """What a user's mistake is: of an `OSError` the file and why, without a number, else the message."""
     if isinstance(error, OSError) and error.strerror:
@@ -70,8 +75,10 @@ def located(error: BaseException) -> str:
     """An exception on one line, after the file and line of the user's code where it was raised.
 
     That is the innermost frame outside of this package and of what is installed; without such a frame, the innermost
-    one outside of this package: `my_reward.py:12: ValueError: no number`.
+    one outside of this package: `my_reward.py:12: ValueError: no number`. One with `names_its_place` is said alone.
     """
+    if getattr(error, "names_its_place", False):
+        return one_line(str(error))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
     users = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     where = "".join(f"{Path(frame.filename).name}:{frame.lineno}: " for frame in (users or frames)[-1:])

@@ -107,7 +107,7 @@ class Job:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """What is done inside may take `journal.start_seconds` without progress."""
-        with self.world.phase("start"), self.world.journal.slow(self.cfg.journal.start_seconds):
+        with self.world.phase("start"), self.world.journal.extend_timeout(self.cfg.journal.start_seconds):
             yield
 
     def connect(self, debug: bool = False) -> tuple[Scorer, Environments | None]:
@@ -133,6 +133,8 @@ class Job:
         start = saver.restore()  # [train]
         place.on_start(start)  # [all]
         if place.publish:
-            with self.world.journal.slow(self.cfg.journal.start_seconds):  # an engine's first step may compile
+            with self.world.journal.extend_timeout(
+                self.cfg.journal.start_seconds
+            ):  # an engine's first step may compile
                 place.publish(version=start)  # [train] verified
         return saver, start

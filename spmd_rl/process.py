@@ -113,10 +113,10 @@ def contained(work: Callable[[Callable[[str], None]], None], seconds: float) -> 
             os.write(ends, outcome.encode())
     os.close(says)
     os.close(ends)
-    os.waitpid(keeper, 0)
     with os.fdopen(lines) as lines_said, os.fdopen(end) as outcome:
-        said = lines_said.read().splitlines()
-        return (said[:-1], "") if said[-1:] == [RETURNED] else (said, outcome.read())
+        said, how = lines_said.read().splitlines(), outcome.read()  # first: a full pipe would hold up the process
+    os.waitpid(keeper, 0)
+    return (said[:-1], "") if said[-1:] == [RETURNED] else (said, how)
 
 
 def _fork_work(work: Callable[[Callable[[str], None]], None], says: int) -> int:

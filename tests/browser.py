@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmd_rl.tools.view.runs import Runs
-from spmd_rl.tools.view.server import Server
+from spmd_rl.tools.view.runs import RunIndex
+from spmd_rl.tools.view.server import ViewServer
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCHEMES = {"dark": 0, "light": 1}
 
 
 @contextmanager
-def served(run_dir: Path) -> Iterator[Server]:
+def served(run_dir: Path) -> Iterator[ViewServer]:
     """Serve the page of a run on a thread."""
-    with Server(Runs(run_dir)) as server:
+    with ViewServer(RunIndex(run_dir)) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()

@@ -43,11 +43,11 @@ def global_batch(seed=0, truncated=False) -> Batch:
         advantages=noise[0] * mask,
         weights=(0.5 + noise[1].abs()) * mask / mask.sum(),
         old_logprobs=(-5.5 + 0.3 * noise[2]) * mask,
-        survivors=survivors(token_ids, mask) if truncated else None,
+        candidate_ids=candidate_ids(token_ids, mask) if truncated else None,
     )
 
 
-def survivors(token_ids: Tensor, mask: Tensor) -> Ragged:
+def candidate_ids(token_ids: Tensor, mask: Tensor) -> Ragged:
     """The token itself and others, in no order."""
     generator = torch.Generator().manual_seed(1)
     lists = [torch.empty(0, dtype=torch.int64)] * len(mask)
@@ -127,10 +127,10 @@ def plain_forward(model, batch: Batch):
     attention = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / TEMPERATURE
     cut = torch.zeros_like(logits, dtype=torch.bool)
-    if batch.survivors is not None:
+    if batch.candidate_ids is not None:
         for i, (begin, end) in enumerate(pairwise(bounds)):
             for place in range(begin + 1, end):
-                kept = batch.survivors.index_select(0, torch.tensor([place])).values.long()
+                kept = batch.candidate_ids.index_select(0, torch.tensor([place])).values.long()
                 cut[i, place - begin - 1] = len(kept) > 0
                 cut[i, place - begin - 1, kept] = False
     full = torch.log_softmax(logits.masked_fill(cut, -torch.inf), -1)

@@ -17,7 +17,7 @@ from math import isfinite
 from typing import Any
 
 MAX_BYTES = 100 << 20
-"""Of one message: OpenEnv's own limit."""
+"""The largest message: OpenEnv's own limit."""
 
 
 class OpenEnvServer:

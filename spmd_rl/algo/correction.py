@@ -28,7 +28,7 @@ def raw_weights(tokens: Tokens, level: str) -> Tensor:
 
 
 def mismatch(tokens: Tokens, level: str) -> dict[str, Tensor]:
-    """Return per token, float [N], what tells how far the samples are from the policy that trains on them.
+    """Return per token, float [N], what measures how far the samples are from the policy that trains on them.
 
     `train_infer/abs_diff`: |log pi_old - log pi_engine|; `train_infer/ratio`: the raw weight. Names end in how they are
     summed up; `train_infer/ratio_square/mean` is for `effective_share`.

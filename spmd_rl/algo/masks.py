@@ -31,7 +31,7 @@ def difficulty_mask(
     Keys: `difficulty_low_threshold`, `difficulty_high_threshold`: low and high.
     Use: many groups are nearly all right or all wrong.
 
-    scores: float64 [n], as judged, before shaping; groups: int64 [n]. Returns bool [n]. A group of one says nothing of
+    scores: float64 [n], as judged, before shaping; groups: int64 [n]. Returns bool [n]. A group of one shows nothing of
     difficulty and stays.
     """
     means = group_mean(scores, groups)

@@ -33,7 +33,7 @@ from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
-from spmd_rl.targets import import_coroutine
+from spmd_rl.plugins.targets import import_coroutine
 
 SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""

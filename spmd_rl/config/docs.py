@@ -21,7 +21,7 @@ from spmd_rl.config.keys import leaves, to_dict, type_name
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SettingEntry:
     """The documentation of one setting."""
 
     key: str
@@ -31,7 +31,7 @@ class Entry:
     doc: str
 
 
-def entries(schema: type, cfg: Any) -> Iterator[Entry]:
+def entries(schema: type, cfg: Any) -> Iterator[SettingEntry]:
     """Yield all settings of a pipeline with their values in `cfg`, in order of declaration.
 
     A value that is the schema's default stands as it is written there, so that `~` is nobody's home directory.
@@ -41,7 +41,7 @@ def entries(schema: type, cfg: Any) -> Iterator[Entry]:
         doc = field_docs(leaf.section).get(leaf.field.name, "")
         value = _at(values, leaf.key)
         shown = _default(leaf.field) if value == _at(defaults, leaf.key) else _yaml(value)
-        yield Entry(leaf.key, type_name(leaf.type), shown, doc)
+        yield SettingEntry(leaf.key, type_name(leaf.type), shown, doc)
 
 
 def _at(tree: Any, key: str) -> Any:

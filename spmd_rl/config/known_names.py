@@ -28,6 +28,7 @@ _THEIRS = {
     "eval.every, which evaluates before the first step too; 0 never does": "val_before_train eval_on_start",
     # steps and batches
     "steps": "max_steps total_training_steps",
+    "warmup.episodes": "warmup.batch",
     "rollout.answers_per_prompt": "num_generations rollout.n group_size num_return_sequences_in_group",
     "rollout.prompts_per_step": "train_batch_size rollout_batch_size",
     "rollout.prompts_per_step with rollout.over_sample": "gen_batch_size",
@@ -51,6 +52,7 @@ _THEIRS = {
     "engine.args={enforce_eager: true}, with engine=vllm": "enforce_eager",
     "engine.args={max_num_batched_tokens: N}, with engine=vllm": "max_num_batched_tokens",
     "engine.name": "rollout.name",
+    "engine.args={enable_chunked_prefill: true}, with engine=vllm": "enable_chunked_prefill",
     "engine.max_running": "max_num_seqs",
     # generation
     "rollout.max_new_tokens": "max_completion_length max_response_length response_length max_tokens generate_max_len",
@@ -101,6 +103,7 @@ _THEIRS = {
     "data.overlong, drop or error: prompts are never cut": "data.truncation filter_overlong_prompts",
     "reward.<domain>.target; several, with weights: rewards.composite:CompositeReward": "reward_funcs",
     "reward.<domain>.target": "function reward_fn reward_manager",
+    "reward.<domain>.target=rewards.reward_model:ModelReward, where a model judges": "reward_model.enable",
     "reward.<domain>.target=module:function or module:Class": "custom_reward_function.path custom_reward_function.name",
     # the run
     "run.dir": "output_dir default_local_dir",
@@ -121,7 +124,8 @@ _ABSENT = {
     "train.tokens_per_microbatch bounds memory": "per_device_train_batch_size",
     "engine.max_running bounds what is generated at the same time": "per_device_eval_batch_size",
     "train.tokens_per_microbatch bounds a micro-batch, in tokens": (
-        "micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu ppo_micro_batch_size"
+        "micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu ppo_micro_batch_size "
+        "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size"
     ),
     "train.updates_per_step is the number of mini-batches of a step": "ppo_mini_batch_size steps_per_generation",
     "a step generates rollout.prompts_per_step x rollout.answers_per_prompt samples": "generation_batch_size",
@@ -156,6 +160,10 @@ _ABSENT = {
     ),
     "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs": "reward_weights",
     "run.dir/samples has all samples; python -m spmd_rl view shows them": "log_completions",
+    "models are trained without dropout": "disable_dropout",
+    "not needed: logits are never whole in memory, their logprobs are computed in chunks": "use_liger_kernel",
+    "tokens are not selected by entropy; algorithm.loss=clip_cov and kl_cov do by covariance": "top_entropy_quantile",
+    "not needed: prompts stay messages until the model's own chat template renders them": "return_raw_chat",
     "samples are always dealt to ranks by their tokens": "balance_batch",
     "agents have a pipeline of their own: python -m spmd_rl.agentic": "multi_turn.enable",
     "metrics.jsonl has a line for each step": "logging_steps",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spmd_rl.errors import UserError
+from spmd_rl.plugins.targets import UNPROVIDED, PluginKind, build_target
 from spmd_rl.process import contained
-from spmd_rl.targets import UNPROVIDED, PluginKind, build_target
 
 
 class PluginSettings(Protocol):
@@ -24,7 +24,7 @@ class PluginSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class Plugin:
+class PluginSetting:
     """A plug-in to check: where it is set, what is set there, and what it gets."""
 
     section: str
@@ -41,7 +41,7 @@ class Plugin:
             build_target(self.section, self.settings.target, args, self.kind, self.services)
 
 
-def check_packages(plugins: Iterable[Plugin]) -> None:
+def check_packages(plugins: Iterable[PluginSetting]) -> None:
     """Check that the packages for the sandbox are installed."""
     for plugin in plugins:
         if missing := [name for name in plugin.settings.packages if not installed(name)]:
@@ -59,7 +59,7 @@ def check_workers(what: str, workers: Mapping[str, int], per_core: int) -> None:
         )
 
 
-def build_plugins(plugins: Iterable[Plugin]) -> None:
+def build_plugins(plugins: Iterable[PluginSetting]) -> None:
     """Check that each can be imported and built, in a process of its own: a plug-in may do anything there."""
     by_section = {plugin.section: plugin for plugin in plugins}
 

@@ -1,11 +1,11 @@
 """Checks of `reward` before the process group forms."""
 
-from spmd_rl.config.plugin_checks import Plugin, build_plugins, check_packages, check_workers
+from spmd_rl.config.plugin_checks import PluginSetting, build_plugins, check_packages, check_workers
 from spmd_rl.config.ranks import local_rank
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardsConfig
 from spmd_rl.config.sections.run import JournalConfig
 from spmd_rl.errors import UserError
-from spmd_rl.targets import REWARDER, UNPROVIDED
+from spmd_rl.plugins.targets import REWARDER, UNPROVIDED
 
 WORKERS_PER_CORE = 64
 """The most workers of rewarders for each core of a machine; those that wait for servers need none of their own"""
@@ -32,7 +32,7 @@ def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, da
         if one.devices is not None and debug:
             raise UserError(f"reward.{domain}.devices: debug starts no server; give reward.{domain}.args.url")
         services = UNPROVIDED if one.devices is None else {**UNPROVIDED, "url": lambda: "http://127.0.0.1/v1"}
-        plugins.append(Plugin(f"reward.{domain}", one, REWARDER, services))
+        plugins.append(PluginSetting(f"reward.{domain}", one, REWARDER, services))
     check_packages(plugins)
     check_workers(
         "domains", {f"{plugin.section}.workers": plugin.settings.workers for plugin in plugins}, WORKERS_PER_CORE

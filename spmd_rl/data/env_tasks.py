@@ -1,6 +1,6 @@
 """The tasks of an agent: which environment each ticket plays, and its seed.
 
-A task is a `Prompt` without messages, whose domain is the environment's tag: what it says is known once the environment
+A task is a `Prompt` without messages, whose domain is the environment's tag: its text is known once the environment
 has been reset. Tasks are endless, and a pure function of the run's seed; all answers to one play the same world.
 """
 
@@ -13,7 +13,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.types import Prompt
 
 SEED_BITS = 30
-"""Environments of many libraries take seeds of 31 bits alone; the highest of these tells held-out seeds apart."""
+"""Environments of many libraries take seeds of 31 bits alone; the highest of these marks held-out seeds."""
 
 
 class EnvTasks:

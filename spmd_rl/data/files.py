@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from spmd_rl.data.rows import Row, parse_rows, plain
+from spmd_rl.data.rows import Record, parse_rows, plain
 from spmd_rl.errors import UserError
 
 GZIP, PARQUET, BYTE_ORDER_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 
 
-def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = None) -> Iterator[Row]:
+def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = None) -> Iterator[Record]:
     """Yield the rows of a file. `key` is the setting that a `UserError` names, `columns` is `data.keys`."""
     try:
         file: BinaryIO = path.open("rb")

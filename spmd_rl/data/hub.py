@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmd_rl.data.files import without_nulls
-from spmd_rl.data.rows import Row, parse_rows
+from spmd_rl.data.rows import Record, parse_rows
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.hub import HubDataset, http_error
 
 DEFAULT_SPLITS = {"data.train": "train", "data.eval": "test"}
 
 
-def read_dataset(source: HubDataset, key: str, columns: Mapping[str, str | None]) -> Iterator[Row]:
+def read_dataset(source: HubDataset, key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
     """Yield the rows of one split. `key` is the setting that a `UserError` names, `columns` is `data.keys`."""
     split = source.split or DEFAULT_SPLITS[key]
     name = ":".join(filter(None, (source.repo, source.config, split)))

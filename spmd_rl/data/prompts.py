@@ -26,7 +26,7 @@ from spmd_rl.data import reasoning_gym
 from spmd_rl.data.files import read_rows
 from spmd_rl.data.hub import read_dataset
 from spmd_rl.data.mix import Mix
-from spmd_rl.data.rows import Row
+from spmd_rl.data.rows import Record
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError, tell
 from spmd_rl.hub import hub_dataset
@@ -55,6 +55,8 @@ class Prompts:
         self.eval = tuple(eval)
         self.num_dropped = num_dropped
         """Number of dropped rows: duplicates, training rows that are also in `data.eval`, prompts that are too long"""
+        self.num_unused = len(train) - len(self.train)
+        """Number of training rows whose domain has a share of 0"""
         self._by_domain = {domain: _EpochOrder([p for p in self.train if p.domain == domain]) for domain in mix or ()}
         self._all = _EpochOrder(self.train)
 
@@ -172,7 +174,7 @@ def is_held_out(content: str, holdout: float) -> bool:
     return int(content[:16], 16) < holdout * 2**64
 
 
-def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Row]:
+def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
     """Yield the rows of all parts of a source. Raises `UserError`, naming both places, for an id used twice."""
     seen: dict[str, str] = {}
     for name in sources(source):
@@ -192,19 +194,19 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Row]:
             yield row
 
 
-def _distinct(rows: Iterable[Row]) -> dict[str, Row]:
+def _distinct(rows: Iterable[Record]) -> dict[str, Record]:
     """Return rows by content id, in their order; of duplicates the first."""
-    out: dict[str, Row] = {}
+    out: dict[str, Record] = {}
     for row in rows:
         out.setdefault(_content(row), row)
     return out
 
 
-def _content(row: Row) -> str:
+def _content(row: Record) -> str:
     return content_id((Message("user", row.problem),) if isinstance(row.problem, str) else row.problem)
 
 
-def _numbered(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+def _numbered(rows: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Record]]:
     """Yield each row with an id made of its content id: that itself, and for duplicates `<content id>-2`, `-3`, ..."""
     counts = Counter[str]()
     for content, row in rows:
@@ -212,18 +214,19 @@ def _numbered(rows: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
         yield content if counts[content] == 1 else f"{content}-{counts[content]}", row
 
 
-def _check_names(rows: Sequence[Row], cfg: DataConfig) -> None:
+def _check_names(rows: Sequence[Record], cfg: DataConfig) -> None:
     """Raise a `UserError` for a domain in `data.domains`, or a column in `data.keys`, that no row has."""
     if unknown := sorted(set(cfg.domains) - {row.domain for row in rows}):
-        raise UserError(f"data.domains: no row has the domain or tag {unknown[0]!r}")
+        raise UserError(f"data.domains: no row has the domain or tag {' or '.join(map(repr, unknown))}")
     read = [row for row in rows if row.lacks is not None]
-    for name, column in cfg.keys.items():
-        if read and all(name in row.lacks for row in read):
-            where, has = read[0].where, read[0].lacks[name]
-            raise UserError(f"data.keys.{name}: no row has a column `{column}`; {where} has {has}")
+    lacking = [name for name in cfg.keys if read and all(name in row.lacks for row in read)]
+    if lacking:
+        said = " or ".join(f"`{cfg.keys[name]}`" for name in lacking)
+        keys, has = " and ".join(f"data.keys.{name}" for name in lacking), read[0].lacks[lacking[0]]
+        raise UserError(f"{keys}: no row has a column {said}; {read[0].where} has {has}")
 
 
-def _to_prompt(row: Row, id: str, cfg: DataConfig) -> Prompt:
+def _to_prompt(row: Record, id: str, cfg: DataConfig) -> Prompt:
     """Return the prompt of a row: `data.format` applied to a text, and `data.system` put before it if it has none.
 
     id: that of a row without one of its own.

@@ -10,14 +10,14 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from spmd_rl.data.rows import Row, plain
+from spmd_rl.data.rows import Record, plain
 from spmd_rl.errors import UserError
 
 DOMAIN = "reasoning_gym"
 PREFIX = "reasoning_gym:"
 
 
-def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Iterator[Row]:
+def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Iterator[Record]:
     """Yield `size` rows of a task, with duplicates. `key` is the setting that a `UserError` names."""
     dataset = _create(task, size, seed, args, key)
     for index in range(size):
@@ -26,7 +26,7 @@ def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str)
         if index == 0:
             _check_scorer(dataset, task, item, entry, key)
         truth = "" if item["answer"] is None else str(item["answer"])  # None: more than one answer is right
-        yield Row(f"{PREFIX}{task}[{index}]", item["question"], truth, DOMAIN, None, {"task": task, "entry": entry})
+        yield Record(f"{PREFIX}{task}[{index}]", item["question"], truth, DOMAIN, None, {"task": task, "entry": entry})
 
 
 def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ THOUSANDS = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Record:
     """One problem, as its source gives it."""
 
     where: str
@@ -39,7 +39,7 @@ class Row:
     for a generated problem"""
 
 
-def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Row]:
+def parse_rows(records: Iterable[tuple[str, Any]], key: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
     """Yield the row of each record: where it stands, and what JSON makes of it. `columns` is `data.keys`.
 
     UserError, naming the setting `key` and the record, for a broken one.
@@ -55,7 +55,7 @@ class _BrokenRow(Exception):
     """Says what is wrong with a row."""
 
 
-def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
+def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Record:
     """Check one record."""
     if not isinstance(data, dict):
         raise _BrokenRow(f"not an object but {_kind(data)}")
@@ -63,8 +63,11 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
         raise _BrokenRow(f"nested more than {MAX_DEPTH} levels deep")
     data, lacks = _renamed(data, columns)
     names = _names(data)
-    problem = _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names)
-    ground_truth = "" if columns.get("ground_truth", "") is None else _ground_truth(data, columns, names)
+    judged = columns.get("ground_truth", "") is not None
+    problem, ground_truth = _each(
+        lambda: _problem(data, [name for name in PROBLEMS if columns.get(name)] or PROBLEMS, names),
+        lambda: _ground_truth(data, columns, names) if judged else "",
+    )
     domain = _domain(data)
     own_id = data.pop("id", None)
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int) or own_id == ""):
@@ -72,7 +75,20 @@ def _row(data: Any, where: str, columns: Mapping[str, str | None]) -> Row:
     if own_id is not None and isinstance(tag := data.get("tag"), str):
         own_id = f"{tag}/{own_id}"  # ROLL counts each source's rows from 1
     own_id = None if own_id is None else _encodable(str(own_id), "id")
-    return Row(where, problem, ground_truth, domain, own_id, data, lacks)
+    return Record(where, problem, ground_truth, domain, own_id, data, lacks)
+
+
+def _each(*fields: Callable[[], Any]) -> list[Any]:
+    """Return what these give, or say of all of them at once what is wrong."""
+    found, broken = [], []
+    for field_of in fields:
+        try:
+            found.append(field_of())
+        except _BrokenRow as error:
+            broken.append(str(error))
+    if broken:
+        raise _BrokenRow("; and it ".join(broken))
+    return found
 
 
 def _names(data: Mapping[str, Any]) -> str:
@@ -90,8 +106,8 @@ def _depth(data: Any) -> int:
 
 
 def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the record with its columns under the names that `data.keys` gives them, and `Row.lacks`."""
-    out, lacks = dict(data), {}
+    """Return the record with its columns under the names that `data.keys` gives them, and `Record.lacks`."""
+    out, lacks, missing = dict(data), {}, []
     for name, column in columns.items():
         found = data if column is None else _column(data, column)
         if column is None:
@@ -100,9 +116,11 @@ def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[d
             out.pop(column, None)
             out[name] = found
         elif name not in data:
-            raise _BrokenRow(f"has no `{column}` (data.keys.{name}); it has {_names(data)}")
+            missing.append(f"`{column}` (data.keys.{name})")
         else:
             lacks[name] = _names(data)
+    if missing:
+        raise _BrokenRow(f"has no {' and no '.join(missing)}; it has {_names(data)}")
     return out, lacks
 
 

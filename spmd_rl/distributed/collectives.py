@@ -1,6 +1,6 @@
 """Named collectives over metadata, as msgpack, never pickle. No tensors.
 
-Every record says which collective its rank believes to be in, so that an error names the ranks that have come apart.
+Every record names the collective that its rank believes to be in, so that an error can name ranks that have come apart.
 """
 
 import reprlib
@@ -49,7 +49,7 @@ class _Brief(reprlib.Repr):
 
 
 class Collectives:
-    """All methods meet all ranks. Records are whatever msgpack can say; tuples come back as lists."""
+    """All methods meet all ranks. Records are whatever msgpack can encode; tuples come back as lists."""
 
     def __init__(self, group: dist.ProcessGroup | None, meeting: Meeting) -> None:
         """`group` takes tensors on the CPU; None for one rank alone. `meeting` journals a name, and numbers it."""

@@ -18,7 +18,7 @@ CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def agree_on_dtype(world: World, policy: PolicyConfig) -> None:
-    """[all] Put bfloat16 or float32 in the place of `policy.dtype=auto`, alike on all ranks; rank 0 says why.
+    """[all] Put bfloat16 or float32 in the place of `policy.dtype=auto`, alike on all ranks; rank 0 prints the reason.
 
     The settings must be agreed already: all ranks have `auto`, or none has.
     """

@@ -11,12 +11,12 @@ import msgspec
 import torch.distributed as dist
 
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.distributed.report import Beat, Peer, Pulse
+from spmd_rl.distributed.report import Heartbeat, Peer, RankState
 
 BEAT_SECONDS = 0.25
 """Between beats, of up to 256 ranks; the more there are beyond, the longer, so that one store can serve them all."""
 SILENT_BEATS = 6
-"""A rank that has not been heard of for so many beats is stopped, dead or cut off."""
+"""A rank without a heartbeat for so many beats is stopped, dead or cut off."""
 
 
 class Heartbeats:
@@ -31,38 +31,38 @@ class Heartbeats:
         self._reported = 0
 
     def beat(self) -> int:
-        """Publish this rank's place; returns the progress of all ranks together since the start."""
+        """Publish where this rank is; returns the progress of all ranks together since the start."""
         journal = self._journal
-        self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(self.own_pulse().beat))
+        self._store.set(f"beat/{self.me.rank}", msgspec.msgpack.encode(self.own_heartbeat().state))
         journal.progress += journal.excused()
         progress = journal.progress
         increment, self._reported = progress - self._reported, progress
         return self._store.add("progress", increment)
 
-    def own_pulse(self) -> Pulse:
+    def own_heartbeat(self) -> Heartbeat:
         """Where this rank is now."""
         journal = self._journal
-        beat = Beat(time.monotonic(), journal.step, journal.phase_name, journal.inside, journal.last)
-        return Pulse(self.me, beat, 0.0, True)
+        state = RankState(time.monotonic(), journal.step, journal.phase_name, journal.inside, journal.last)
+        return Heartbeat(self.me, state, 0.0, True)
 
-    def pulses(self, peers: Sequence[Peer] | None = None) -> list[Pulse]:
+    def read(self, peers: Sequence[Peer] | None = None) -> list[Heartbeat]:
         """The last heartbeats of these ranks, by rank; of all ranks, unless given."""
         peers = self.peers if peers is None else peers
         now = time.monotonic() - self.me.clock
         keys = [f"beat/{peer.rank}" for peer in peers]
-        all_heard = self._store.check(keys)
-        heard = [all_heard or self._store.check([key]) for key in keys]
-        found = iter(self._store.multi_get([key for key, there in zip(keys, heard, strict=True) if there]))
-        pulses = []
-        for peer, there in zip(peers, heard, strict=True):
-            beat = msgspec.msgpack.decode(next(found), type=Beat) if there else None
-            age = now - (beat.clock - peer.clock) if beat else now
-            pulses.append(Pulse(peer, beat, age, age < self.silent_seconds))
-        return pulses
+        all_there = self._store.check(keys)
+        there = [all_there or self._store.check([key]) for key in keys]
+        found = iter(self._store.multi_get([key for key, is_there in zip(keys, there, strict=True) if is_there]))
+        heartbeats = []
+        for peer, is_there in zip(peers, there, strict=True):
+            state = msgspec.msgpack.decode(next(found), type=RankState) if is_there else None
+            age = now - (state.clock - peer.clock) if state else now
+            heartbeats.append(Heartbeat(peer, state, age, age < self.silent_seconds))
+        return heartbeats
 
     def live(self, peers: Sequence[Peer]) -> set[int]:
-        """Which of these ranks have been heard of lately."""
-        return {pulse.peer.rank for pulse in self.pulses(peers) if pulse.live}
+        """Which of these ranks have sent a heartbeat lately."""
+        return {heartbeat.peer.rank for heartbeat in self.read(peers) if heartbeat.live}
 
     def local_peers(self) -> list[Peer]:
         """The other ranks of this node."""

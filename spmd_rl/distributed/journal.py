@@ -1,7 +1,7 @@
 """What a rank is doing: phases, named collectives and a progress counter, in memory and in `journal/rank-N.jsonl`.
 
-The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog tells the
-other ranks. When progress has stopped for too long is decided in `watchdog.py`.
+The file is the input of the hang report and of the timeline in `report.html`; the memory is what the watchdog sends to
+the other ranks. When progress has stopped for too long is decided in `watchdog.py`.
 
     {"t": 1731.25, "event": "enter", "phase": "update", "step": 3}
 """
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PhaseWatcher(Protocol):
-    """Told of each phase of the main thread, while it happens; see `Journal.watch`."""
+    """Called at each phase of the main thread, while it happens; see `Journal.watch`."""
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
@@ -32,7 +32,7 @@ class PhaseWatcher(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective that a rank is in."""
 
     name: str
@@ -61,9 +61,9 @@ class Journal:
         self.progress = 0
         """Counts everything that moves: engine steps, micro-batches, bytes, collectives and notes; not phases, which a
         rank that waits may enter again and again."""
-        self.inside: Place | None = None
+        self.inside: CollectiveCall | None = None
         """The collective this rank is in."""
-        self.last: Place | None = None
+        self.last: CollectiveCall | None = None
         """The last one it entered."""
         self.note("start", rank=rank, **start)
 
@@ -87,7 +87,7 @@ class Journal:
             for watcher in self._watchers:
                 watcher.exit(name)
             self._write("exit", phase=name)
-            self._charge()  # what it takes to say so is the phase's too
+            self._charge()  # what it takes to write this is the phase's too
             left = self._phases.pop()
             assert left == name, f"phase {left} left as {name}: phases of two tasks were interleaved"
 
@@ -102,22 +102,22 @@ class Journal:
         """
         self._numbers[subset] += 1
         name = f"{subset}: {name}" if subset else name
-        place, outer = Place(name, self._numbers[subset], ranks), self.inside
-        self.inside = place
+        call, outer = CollectiveCall(name, self._numbers[subset], ranks), self.inside
+        self.inside = call
         if written:
-            self.last = place
-            self.note("collective", phase=self.phase_name, name=name, seq=place.number, kind=kind)
+            self.last = call
+            self.note("collective", phase=self.phase_name, name=name, seq=call.number, kind=kind)
         try:
-            yield place.number
+            yield call.number
         finally:
             self.inside = outer
         if written:
-            self.note("collective_done", phase=self.phase_name, name=name, seq=place.number)
+            self.note("collective_done", phase=self.phase_name, name=name, seq=call.number)
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
         """Time inside is `compute` (as all other time), `copy` (bytes on the move) or `wait`, until something nested
-        says otherwise: it is for the timeline alone, and charged to the phase as ever."""
+        names another: it is for the timeline alone, and charged to the phase as ever."""
         self._write("kind", kind=kind)
         try:
             yield
@@ -134,8 +134,8 @@ class Journal:
                 self._write("kind_done")
 
     @contextmanager
-    def slow(self, limit_seconds: float) -> Iterator[None]:
-        """What is inside may take so long without any progress: loading a model, starting a server, compiling.
+    def extend_timeout(self, limit_seconds: float) -> Iterator[None]:
+        """The code inside may take so long without any progress: loading a model, starting a server, compiling.
 
         Meanwhile no rank's watchdog takes the time for a stall.
         """
@@ -152,7 +152,7 @@ class Journal:
         self._expected_until = time.monotonic() + seconds
 
     def excused(self) -> bool:
-        """Whether this rank may be without progress for now; see `slow` and `expect`."""
+        """Whether this rank may be without progress for now; see `extend_timeout` and `expect`."""
         now = time.monotonic()
         return now < self._slow_until or (self._idle and now < self._expected_until)
 
@@ -162,7 +162,7 @@ class Journal:
 
         Not numbered and not written, since ranks come to it as often as they happen to; only a hang report shows it.
         """
-        outer, self.inside = self.inside, Place(name, self._numbers[""] + 1)
+        outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1)
         try:
             yield
         finally:
@@ -171,7 +171,7 @@ class Journal:
     @contextmanager
     def blocked(self, name: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Wait for these ranks with nothing else going on: `waiting`, which no verdict that is expected excuses."""
-        outer, self.inside = self.inside, Place(name, self._numbers[""] + 1, ranks)
+        outer, self.inside = self.inside, CollectiveCall(name, self._numbers[""] + 1, ranks)
         expected, self._expected_until = self._expected_until, 0.0
         try:
             yield
@@ -179,7 +179,7 @@ class Journal:
             self.inside, self._expected_until = outer, expected
 
     def watch(self, watcher: PhaseWatcher) -> None:
-        """Tell `watcher` of every phase from now on. Called outside of any phase."""
+        """Report every phase from now on to `watcher`. Called outside of any phase."""
         assert not self._phases
         self._watchers.append(watcher)
 
@@ -197,7 +197,7 @@ class Journal:
     def note(self, event: str, **fields: Any) -> None:
         """Write one line. A single write to an unbuffered descriptor: it survives this process, not the machine.
 
-        Where the disk is full the line is lost: whoever writes what counts will say so.
+        Where the disk is full the line is lost: whoever writes what counts will fail.
         """
         self.progress += 1
         self._write(event, **fields)

@@ -22,7 +22,7 @@ from spmd_rl.distributed.collectives import Reduction
 from spmd_rl.distributed.world import World
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Of a world's ranks, the last one varying fastest; torchtitan's names."""
+"""The axes of a world's ranks, the last one varying fastest; torchtitan's names."""
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 """The same ranks, as most weights lie on them: `fsdp` is `dp_shard` x `cp`."""
 EXPERTS = ("pp", "dp_replicate", "expert_fsdp", "ep")

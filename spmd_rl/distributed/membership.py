@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from spmd_rl.device_files import device_file, driver
 from spmd_rl.distributed import shared_group
-from spmd_rl.distributed.notice import waiting
+from spmd_rl.distributed.device_files import device_file, driver
+from spmd_rl.distributed.wait_message import waiting
 from spmd_rl.errors import UserError
 
 FOREVER = timedelta(days=365)
@@ -86,7 +86,7 @@ def unusable_device() -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Rendezvous:
     """What a rank shares with the others."""
 
     store: dist.Store
@@ -97,7 +97,7 @@ class Joined:
     """all ranks, for what lies in the hosts' memory: metadata and samples; None at size 1"""
 
 
-def join(me: Membership) -> Joined:
+def join(me: Membership) -> Rendezvous:
     """[all] Form the default group, which is the libraries', and the host group, which is ours.
 
     A rank that skips a library's collective hangs where the watchdog can name it, instead of feeding the bytes of our
@@ -109,7 +109,7 @@ def join(me: Membership) -> Joined:
         return _join(me)
 
 
-def _join(me: Membership) -> Joined:
+def _join(me: Membership) -> Rendezvous:
     if me.launched:
         store, _, _ = next(rendezvous("env://", timeout=FOREVER))
     else:
@@ -125,7 +125,7 @@ def _join(me: Membership) -> Joined:
         backend = f"cpu:gloo,{me.device.type}:{dist.get_default_backend_for_device(me.device)}"
     dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.size, timeout=FOREVER)
     host = form_group("host", range(me.size), host_backend(me)) if me.size > 1 else None
-    return Joined(store, nonce, host)
+    return Rendezvous(store, nonce, host)
 
 
 def host_backend(me: Membership) -> str:

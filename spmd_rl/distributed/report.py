@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.distributed.journal import Place
+from spmd_rl.distributed.journal import CollectiveCall
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True):
@@ -21,81 +21,82 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
     """its monotonic clock, in seconds, at the moment the peers met"""
 
 
-class Beat(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank last said of itself."""
+class RankState(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank last was, as it reported itself."""
 
     clock: float
     """its monotonic clock, in seconds"""
     step: int
     phase: str
-    place: Place | None
+    inside: CollectiveCall | None
     """the collective it is in"""
-    last: Place | None
+    last: CollectiveCall | None
     """the last one it entered"""
 
 
-class Pulse(msgspec.Struct, frozen=True):
+class Heartbeat(msgspec.Struct, frozen=True):
     """A rank's last heartbeat as seen from here."""
 
     peer: Peer
-    beat: Beat | None
+    state: RankState | None
     age: float
     """seconds since the heartbeat"""
     live: bool
 
 
-def hang_report(pulses: Sequence[Pulse], stall_seconds: float, stacks: str) -> str:
+def hang_report(heartbeats: Sequence[Heartbeat], stall_seconds: float, stacks: str) -> str:
     """Several lines. `stacks`: where the stacks are written, for the reader."""
-    live = [pulse for pulse in pulses if pulse.live]
-    dead = [pulse for pulse in pulses if not pulse.live]
-    awaited = _awaited(live, [pulse.peer.rank for pulse in pulses])
-    arrived = [pulse for pulse in live if awaited and pulse.beat and pulse.beat.place == awaited]
-    missing = [pulse for pulse in pulses if pulse not in arrived] if awaited else dead
+    live = [heartbeat for heartbeat in heartbeats if heartbeat.live]
+    dead = [heartbeat for heartbeat in heartbeats if not heartbeat.live]
+    awaited = _awaited(live, [heartbeat.peer.rank for heartbeat in heartbeats])
+    arrived = [heartbeat for heartbeat in live if awaited and heartbeat.state and heartbeat.state.inside == awaited]
+    missing = [heartbeat for heartbeat in heartbeats if heartbeat not in arrived] if awaited else dead
     if awaited and awaited.ranks:
-        missing = [pulse for pulse in missing if pulse.peer.rank in awaited.ranks]
-    phase = _most_common(pulse.beat.phase for pulse in arrived or live if pulse.beat)
-    step = max((pulse.beat.step for pulse in arrived or pulses if pulse.beat), default=0)
+        missing = [heartbeat for heartbeat in missing if heartbeat.peer.rank in awaited.ranks]
+    phase = _most_common(heartbeat.state.phase for heartbeat in arrived or live if heartbeat.state)
+    step = max((heartbeat.state.step for heartbeat in arrived or heartbeats if heartbeat.state), default=0)
+    size = len(heartbeats)
     lines = [
-        f"spmd_rl: a stall: no progress on any of {len(pulses)} ranks for {stall_seconds:g} s (journal.stall_seconds)",
+        f"spmd_rl: a stall: no progress on any of {size} ranks for {stall_seconds:g} s (journal.stall_seconds)",
         f"  step {step}, phase: {phase or 'none'}",
-        f"  collective: {_place(awaited)}",
+        f"  collective: {_call(awaited)}",
         f"  arrived: {_ranks(arrived)}",
         f"  did not arrive: {_ranks(missing)}",
     ]
     if dead and dead != missing:
         lines.append(f"  stopped, dead or cut off: {_ranks(dead)}")
-    lines += [f"    {_where(pulse)}" for pulse in pulses if pulse not in arrived]
+    lines += [f"    {_where(heartbeat)}" for heartbeat in heartbeats if heartbeat not in arrived]
     return "\n".join([*lines, f"  stacks: {stacks}"])
 
 
-def cut_off_report(pulse: Pulse, silent_seconds: float, stall_seconds: float, stacks: str) -> str:
+def cut_off_report(heartbeat: Heartbeat, silent_seconds: float, stall_seconds: float, stacks: str) -> str:
     """The same of a rank that the store has not answered for so long: all it knows is where it is itself."""
     return "\n".join(
         [
-            f"spmd_rl: rank {pulse.peer.rank} is cut off: the store is out of reach, without an answer for "
+            f"spmd_rl: rank {heartbeat.peer.rank} is cut off: the store is out of reach, without an answer for "
             f"{silent_seconds:.0f} s (journal.stall_seconds={stall_seconds:g}); its node or the way there is lost",
-            f"    {_where(pulse)}",
+            f"    {_where(heartbeat)}",
             f"  stacks: {stacks}",
         ]
     )
 
 
-def _awaited(live: Sequence[Pulse], everyone: Sequence[int]) -> Place | None:
+def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCall | None:
     """The collective in which most ranks are, among those where a dead rank is missing if there are any.
 
     Ranks with other work wait in a chain: one for another, which waits for the one that is dead. Of several collectives
     it is the end of such a chain: nobody who is missing there waits elsewhere. A meeting says more of where the dead
     one should be than a rank that waits for its answer.
     """
-    places = {pulse.peer.rank: pulse.beat.place for pulse in live if pulse.beat and pulse.beat.place}
-    dead = set(everyone) - {pulse.peer.rank for pulse in live}
+    calls = {h.peer.rank: h.state.inside for h in live if h.state and h.state.inside}
+    dead = set(everyone) - {heartbeat.peer.rank for heartbeat in live}
 
-    def missing(place: Place) -> set[int]:
-        return {rank for rank in place.ranks or everyone if places.get(rank) != place}
+    def missing(call: CollectiveCall) -> set[int]:
+        return {rank for rank in call.ranks or everyone if calls.get(rank) != call}
 
-    candidates = [place for place in places.values() if dead & missing(place)] or [*places.values()]
-    ends = [place for place in candidates if not missing(place) & places.keys()]
-    return _most_common([place for place in ends if len(place.ranks) != 1] or ends or candidates)
+    candidates = [call for call in calls.values() if dead & missing(call)] or [*calls.values()]
+    ends = [call for call in candidates if not missing(call) & calls.keys()]
+    return _most_common([call for call in ends if len(call.ranks) != 1] or ends or candidates)
 
 
 def _most_common(items: Any) -> Any:
@@ -103,22 +104,23 @@ def _most_common(items: Any) -> Any:
     return next((item for item, _ in Counter(items).most_common(1)), None)
 
 
-def _place(place: Place | None) -> str:
-    return f"'{place.name}' #{place.number}" if place else "no rank is in one"
+def _call(call: CollectiveCall | None) -> str:
+    return f"'{call.name}' #{call.number}" if call else "no rank is in one"
 
 
-def _ranks(pulses: Sequence[Pulse]) -> str:
-    return "rank" + "s" * (len(pulses) > 1) + " " + ", ".join(str(p.peer.rank) for p in pulses) if pulses else "none"
+def _ranks(heartbeats: Sequence[Heartbeat]) -> str:
+    numbers = ", ".join(str(heartbeat.peer.rank) for heartbeat in heartbeats)
+    return f"rank{'s' * (len(heartbeats) > 1)} {numbers}" if heartbeats else "none"
 
 
-def _where(pulse: Pulse) -> str:
-    peer, beat = pulse.peer, pulse.beat
+def _where(heartbeat: Heartbeat) -> str:
+    peer, state = heartbeat.peer, heartbeat.state
     text = f"rank {peer.rank} (pid {peer.pid} on {peer.host}): "
-    if beat is None:
+    if state is None:
         return text + "no heartbeat ever: stopped, dead or cut off; no stack"
-    if not pulse.live:
-        text += f"no heartbeat for {pulse.age:.1f} s: stopped, dead or cut off; no stack. Last seen "
-    text += f"in phase {beat.phase or 'none'}, "
-    if beat.place:
-        return text + f"in collective {_place(beat.place)}"
-    return text + (f"after collective {_place(beat.last)}" if beat.last else "before any collective")
+    if not heartbeat.live:
+        text += f"no heartbeat for {heartbeat.age:.1f} s: stopped, dead or cut off; no stack. Last seen "
+    text += f"in phase {state.phase or 'none'}, "
+    if state.inside:
+        return text + f"in collective {_call(state.inside)}"
+    return text + (f"after collective {_call(state.last)}" if state.last else "before any collective")

@@ -83,7 +83,7 @@ class SharedGroup(dist.ProcessGroup):
 
     @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """[all] The sum, or what `opts.reduceOp` says."""
+        """[all] The sum, or what `opts.reduceOp` names."""
         return self._reduce(tensors, opts.reduceOp if opts is not None else ReduceOp.SUM)
 
     allreduce_coalesced = allreduce

@@ -29,7 +29,7 @@ ALIGNMENT = 64
 _SEMAPHORE_BYTES = 64
 _LEAST_BYTES = 1 << 16
 _POLL_SECONDS = 0.02
-_FIELDS = 3  # of what a rank says about its file, for each half: how many files it had before, descriptor, bytes
+_FIELDS = 3  # of what a rank reports about its file, for each half: how many files it had before, descriptor, bytes
 
 
 class _Timespec(ctypes.Structure):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.distributed.membership import Joined, Membership
+from spmd_rl.distributed.membership import Membership, Rendezvous
 from spmd_rl.distributed.world import World
 
 
@@ -22,5 +22,5 @@ def solo(directory: Path | None = None) -> Iterator[World]:
     me = Membership(0, 1, 0, 1, node="0", launched=False, device=torch.device("cpu"))
     with tempfile.TemporaryDirectory() as temporary:
         journal = Journal((directory or Path(temporary)) / "journal", 0)
-        yield World(me, Joined(dist.HashStore(), "solo", None), journal)
+        yield World(me, Rendezvous(dist.HashStore(), "solo", None), journal)
         journal.close()

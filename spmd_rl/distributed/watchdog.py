@@ -13,9 +13,9 @@ import time
 
 import torch.distributed as dist
 
-from spmd_rl.distributed.ending import GRACE_SECONDS, End, Ending
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.report import cut_off_report, hang_report
+from spmd_rl.distributed.shutdown import GRACE_SECONDS, End, Shutdown
 
 STOP_SECONDS = 5.0
 TICK_SECONDS = 0.25
@@ -25,9 +25,9 @@ TICK_SECONDS = 0.25
 class Watchdog:
     """Starts with its construction; `stop` it before the groups are destroyed."""
 
-    def __init__(self, heartbeats: Heartbeats, ending: Ending, stall_seconds: float, stacks: str) -> None:
+    def __init__(self, heartbeats: Heartbeats, shutdown: Shutdown, stall_seconds: float, stacks: str) -> None:
         """`stall_seconds`: infinity looks for no stalls."""
-        self._heartbeats, self._ending = heartbeats, ending
+        self._heartbeats, self._shutdown = heartbeats, shutdown
         self._stall_seconds, self._stacks = stall_seconds, stacks
         self._progress = -1
         self._moved = self._ticked = self._beaten = time.monotonic()
@@ -37,7 +37,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self.leaving = False
         """Whether this rank is about to leave, and no longer minds a store that is gone."""
-        heartbeats.beat()  # a rank that is stopped at once has been heard of
+        heartbeats.beat()  # a rank that is stopped at once has sent a heartbeat
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         threading.Thread(target=self._run_clock, name="watchdog clock", daemon=True).start()
@@ -53,9 +53,9 @@ class Watchdog:
                 self._tick()
                 self._answered += 1
         except dist.DistError as lost:
-            if not self.leaving and self._ending.claim():
+            if not self.leaving and self._shutdown.claim():
                 rank = self._heartbeats.me.rank
-                self._ending.end_with(End("error", rank, f"the store is lost, its process or node is gone: {lost}"))
+                self._shutdown.end_with(End("error", rank, f"the store is lost, its process or node is gone: {lost}"))
 
     def _run_clock(self) -> None:
         looked, answered, silent = time.monotonic(), self._answered, 0.0
@@ -67,9 +67,9 @@ class Watchdog:
             if answered != self._answered:
                 answered, silent = self._answered, 0.0
             looked = now
-        if self._ending.claim():
-            report = cut_off_report(self._heartbeats.own_pulse(), silent, self._stall_seconds, self._stacks)
-            self._ending.end_with(End("cut off", self._heartbeats.me.rank, report))
+        if self._shutdown.claim():
+            report = cut_off_report(self._heartbeats.own_heartbeat(), silent, self._stall_seconds, self._stacks)
+            self._shutdown.end_with(End("cut off", self._heartbeats.me.rank, report))
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -81,11 +81,11 @@ class Watchdog:
             self._beaten, progress = now, self._heartbeats.beat()
             if progress != self._progress:
                 self._progress, self._moved = progress, now
-        end, rank = self._ending.announced(), self._heartbeats.me.rank
+        end, rank = self._shutdown.announced(), self._heartbeats.me.rank
         if end is None and now - self._moved > self._stall_seconds:
-            end = self._ending.announce(End("stall", rank, "no progress"))
+            end = self._shutdown.announce(End("stall", rank, "no progress"))
             if end.kind == "stall" and end.rank == rank:  # all see it at once: one of them reads where all are
-                report = hang_report(self._heartbeats.pulses(), self._stall_seconds, self._stacks)
+                report = hang_report(self._heartbeats.read(), self._stall_seconds, self._stacks)
                 end = End("stall", rank, report)
         if end is not None:
             self._end(end)
@@ -94,6 +94,6 @@ class Watchdog:
         """End this process, unless its main thread is already about it."""
         if end.kind == "error" and self._stopped.wait(GRACE_SECONDS):
             return  # the rank that failed exits first, and our main thread may fail of the same cause
-        if self._ending.claim():
-            self._ending.end_with(end)
+        if self._shutdown.claim():
+            self._shutdown.end_with(end)
         self._stopped.set()

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.distributed.collectives import Collectives, Reduction
-from spmd_rl.distributed.guard import Guard
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.distributed.membership import Joined, Membership, form_group, host_backend, join, membership, mesh
+from spmd_rl.distributed.membership import Membership, Rendezvous, form_group, host_backend, join, membership, mesh
+from spmd_rl.distributed.supervisor import Supervisor
 from spmd_rl.process import die_with_parent
 from spmd_rl.types import Node
 
@@ -55,22 +55,22 @@ class World:
 
     _num_formed: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
 
-    def __init__(self, me: Membership, joined: Joined, journal: Journal, subset: Subset = ALL) -> None:
-        self._me, self._joined, self._subset = me, joined, subset
+    def __init__(self, me: Membership, rendezvous: Rendezvous, journal: Journal, subset: Subset = ALL) -> None:
+        self._me, self._rendezvous, self._subset = me, rendezvous, subset
         self.ranks = subset.ranks or tuple(range(me.size))
         """Numbers of these ranks in the job; `rank` is an index of it."""
         self.rank, self.size = self.ranks.index(me.rank), len(self.ranks)
         self.local_rank, self.local_size = me.local_rank, me.local_size
         """Index of this rank on its machine, and the number of the job's ranks there."""
         self.device = me.device
-        self.store = dist.PrefixStore(f"world/{subset.name}", joined.store)
+        self.store = dist.PrefixStore(f"world/{subset.name}", rendezvous.store)
         """Keys of this start. For the main thread; another thread takes a `clone_store()`."""
         self.journal = journal
-        sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{joined.nonce}-{me.node}"
+        sockets = Path(tempfile.gettempdir()) / f"spmd-rl-{rendezvous.nonce}-{me.node}"
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
         self._failed: ExitCallback = lambda kind, error, traceback: None
-        self._collectives = Collectives(joined.host, partial(self.collective, kind="wait"))
+        self._collectives = Collectives(rendezvous.host, partial(self.collective, kind="wait"))
 
     @classmethod
     @contextmanager
@@ -84,23 +84,23 @@ class World:
         if me.launched:
             die_with_parent()
         faulthandler.dump_traceback_later(max(_JOIN_SECONDS, stall_seconds), exit=True)
-        joined = join(me)
-        journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=joined.nonce)
-        world = cls(me, joined, journal)
+        rendezvous = join(me)
+        journal = Journal(run_dir / "journal", me.rank, size=me.size, pid=os.getpid(), nonce=rendezvous.nonce)
+        world = cls(me, rendezvous, journal)
         stall_seconds = math.inf if debug else stall_seconds
         signals = [signal.SIGTERM] if debug else [signal.SIGTERM, signal.SIGINT]
-        guard = Guard(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
-        guard.ending.callbacks = world._callbacks
-        world._failed = guard.on_exception
+        supervisor = Supervisor(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
+        supervisor.shutdown.callbacks = world._callbacks
+        world._failed = supervisor.on_exception
         faulthandler.cancel_dump_traceback_later()
         with ExitStack() as stack:
             if me.size == 1:
                 stack.callback(dist.destroy_process_group)  # meets nobody: also with an exception pending
-            stack.push(guard.on_exception)
+            stack.push(supervisor.on_exception)
             yield world
-            guard.leaving()
+            supervisor.leaving()
             world.barrier("end of run")
-            guard.close()
+            supervisor.close()
         if me.size > 1:
             dist.destroy_process_group()
         journal.note("end")
@@ -108,7 +108,7 @@ class World:
 
     @contextmanager
     def resources(self) -> Iterator[ExitStack]:
-        """What the run holds: an `ExitStack` that tells the other ranks of an exception before it unwinds.
+        """What the run holds: an `ExitStack` that reports an exception to the other ranks before it unwinds.
 
         What it holds may then be slow to close: the other ranks have ended by then, and this one has a few seconds.
         """
@@ -154,8 +154,8 @@ class World:
         name = f"{self._subset.name}/{name}" if self._subset.name else name
         unique = self._unique(f"{name} host", members)
         host = form_group(unique, members, host_backend(self._me)) if len(members) > 1 else None  # [ranks]
-        joined = replace(self._joined, host=host)
-        return World(self._me, joined, self.journal, Subset(name, members, written))
+        rendezvous = replace(self._rendezvous, host=host)
+        return World(self._me, rendezvous, self.journal, Subset(name, members, written))
 
     def _unique(self, what: str, ranks: tuple[int, ...]) -> str:
         """A name for a group of these ranks, the same on all of them."""
@@ -167,7 +167,7 @@ class World:
         return self.store.clone()
 
     def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] Each rank's record, by rank: anything msgpack can say, of any size; tuples come back as lists.
+        """[all] Each rank's record, by rank: anything msgpack can encode, of any size; tuples come back as lists.
 
         type: what msgspec shall make of each instead, at once.
         """
@@ -180,7 +180,7 @@ class World:
     def agree(self, name: str, value: Any) -> None:
         """[all] RunFailed on all ranks, naming those that differ, unless `value` is equal everywhere.
 
-        Anything msgpack can say, and arrays.
+        Anything msgpack can encode, and arrays.
         """
         self._collectives.agree(name, value)
 
@@ -208,7 +208,7 @@ class World:
         sent, received = list(sent), list(received)
         arrived = rows.new_empty(sum(received), rows.shape[1])
         with self.collective(f"{name}: rows", kind="wait"):  # [all]
-            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._joined.host)
+            dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._rendezvous.host)
         return arrived
 
     def collective(

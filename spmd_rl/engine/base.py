@@ -32,7 +32,7 @@ class PromptTokens:
     asked: int = 0
     """Tokens of the prompts of all requests begun; the caller may set both to 0."""
     cached: int = 0
-    """Those whose keys and values were there: of an earlier turn, or of another answer to the same prompt."""
+    """Prompt tokens whose keys and values were there: of an earlier turn, or of another answer to the same prompt."""
 
     def count(self, asked: int, cached: int) -> None:
         """Add the prompt of one request."""
@@ -52,7 +52,7 @@ class Engine(Protocol):
     leads: bool
     """Whether this rank is the first of its replica."""
     prompt_tokens: PromptTokens
-    """Of all requests since the construction, or since the caller set them to 0."""
+    """The prompt tokens of all requests since the construction, or since the caller set them to 0."""
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """[all ranks of the replica] Inside, the first rank's requests and steps are those of all.

@@ -9,7 +9,7 @@ many steps to compute. It broadcasts the tick, then all do the same; the first r
             engine.add(request)
             completions = engine.step()
 
-A rank that fails ends the whole job within a second (`distributed/guard.py`): nothing is handled here.
+A rank that fails ends the whole job within a second (`distributed/supervisor.py`): nothing is handled here.
 """
 
 from array import array
@@ -41,7 +41,7 @@ class Tick(msgspec.Struct, array_like=True, frozen=True):
     message: bytes | None = None
     """The other ranks `join` with it, and all make the same calls until they are through."""
     digest: bytes = b""
-    """Of all that the first rank's engine has given back so far: the others' must be equal."""
+    """The hash of all that the first rank's engine has given back so far: the others' must be equal."""
 
 
 class ReplicatedEngine:
@@ -52,7 +52,9 @@ class ReplicatedEngine:
         assert world.size % num_ranks == 0, "checked with the settings"
         self.capacity, self.prompt_tokens = engine.capacity, engine.prompt_tokens
         self.leads = world.rank % num_ranks == 0
-        self._engine, self._world = engine, world
+        self.engine = engine
+        """This rank's own."""
+        self._world = world
         index = world.rank // num_ranks
         block = range(index * num_ranks, (index + 1) * num_ranks)
         self._group = world.subset(f"replica {index}", block, written=False)  # [block] ticks are no progress
@@ -87,43 +89,43 @@ class ReplicatedEngine:
     @property
     def num_unfinished(self) -> int:
         """The number of requests whose completion has not been handed out."""
-        return len(self._added) + self._engine.num_unfinished
+        return len(self._added) + self.engine.num_unfinished
 
     def add(self, request: Request) -> None:
         """Queue a request; see `Engine`."""
         if self._driving:
             self._added.append(request)
         else:
-            self._engine.add(request)
+            self.engine.add(request)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Stop requests; see `Engine`. Inside `driven`, those that were added before the last step."""
         if self._driving:
             self._aborted += ids
         else:
-            self._engine.abort(ids)
+            self.engine.abort(ids)
 
     def step(self) -> list[Completion]:
         """Compute a tick of steps on all ranks of the replica, or one step outside `driven`; see `Engine`."""
         if not self._driving:
-            return self._engine.step()
+            return self.engine.step()
         return self._tick() if self.num_unfinished else []  # [all]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine`."""
-        self._engine.load(weights, version)
+        self.engine.load(weights, version)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """See `Engine`."""
-        return self._engine.loaded_weights()
+        return self.engine.loaded_weights()
 
     def awake(self) -> AbstractContextManager[None]:
         """See `Engine`."""
-        return self._engine.awake()
+        return self.engine.awake()
 
     def close(self) -> None:
         """See `Engine`."""
-        self._engine.close()
+        self.engine.close()
 
     def _tick(self, end: bool = False) -> list[Completion]:
         """[all] Let the other ranks do what is done here."""
@@ -140,21 +142,21 @@ class ReplicatedEngine:
             raise RunFailed(f"rank {self._world.rank}: its engine gave other answers than its replica's first rank")
         self._world.journal.idle(False)
         if tick.message is not None:
-            assert join is not None, "nobody told this rank what to do"
+            assert join is not None, "this rank was given nothing to do"
             join(tick.message)  # [all]
             return True
         self._steps([_request(fields) for fields in tick.add], tick.abort)
         if not tick.end:
             self._world.progress()
-            self._world.journal.idle(not self._engine.num_unfinished)
+            self._world.journal.idle(not self.engine.num_unfinished)
         return not tick.end
 
     def _steps(self, added: list[Request], aborted: list[str]) -> list[Completion]:
         for request in added:
-            self._engine.add(request)
+            self.engine.add(request)
         if aborted:
-            self._engine.abort(aborted)
-        completions = [c for _ in range(STEPS_PER_TICK) if self._engine.num_unfinished for c in self._engine.step()]
+            self.engine.abort(aborted)
+        completions = [c for _ in range(STEPS_PER_TICK) if self.engine.num_unfinished for c in self.engine.step()]
         for completion in completions:
             self._digest.update(completion.id.encode() + completion.token_ids.tobytes())
         return completions

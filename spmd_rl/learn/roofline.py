@@ -6,7 +6,7 @@ import torch
 from spmd_rl.config.schema import DeviceSpecConfig
 from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.prepare import Plan, begins
-from spmd_rl.track.roofline import Devices, Pass, TokenCounts, find_device_spec, roofline
+from spmd_rl.track.roofline import Devices, ModelPasses, TokenCounts, find_device_spec, roofline
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
 
@@ -31,9 +31,9 @@ class Roofline:
         answers = collected.table.answers
         width = 1 + answers["answer"].max(initial=0)
         used = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
-        passes = [Pass(self._policy.size, int(needs_old), trains)]
-        passes += [Pass(self._reference.size, 1, False)] if self._reference else []
-        passes += [Pass(self._critic.size, 1, True)] if self._critic else []
+        passes = [ModelPasses(self._policy.size, int(needs_old), trains)]
+        passes += [ModelPasses(self._reference.size, 1, False)] if self._reference else []
+        passes += [ModelPasses(self._critic.size, 1, True)] if self._critic else []
         seconds = roofline(
             _tokens(answers), _tokens(answers[used]), self._policy.size, passes, self._devices, self._spec
         )

@@ -182,7 +182,7 @@ def redistribute(
 ) -> list[Batch]:
     """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
 
-    data: this rank's shard of the policy's. truncated, replayed: whether the batches have `survivors` and `experts`.
+    data: this rank's shard of the policy's. truncated, replayed: whether batches have `candidate_ids` and `experts`.
     RunFailed, on all ranks alike, unless they have the same plan.
     """
     samples = {sample.key: sample for group in collected.groups for sample in group.samples}

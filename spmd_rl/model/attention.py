@@ -59,7 +59,7 @@ class Block:
     """bool [num_rows, 1, queries.length, keys.length]: which keys a query sees; None for plain causal attention"""
 
 
-class Exchange(Protocol):
+class HeadExchange(Protocol):
     """How ranks that share out a row attend together."""
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +103,7 @@ class Packing:
     parents, or with blocks"""
     seen_starts: Tensor
     """int32 [S+1]: where each segment's begin in `seen`"""
-    exchange: Exchange | None = None
+    exchange: HeadExchange | None = None
     """None where this rank has the whole row"""
 
     @classmethod
@@ -113,7 +113,7 @@ class Packing:
         parents: Tensor | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
-        exchange: Exchange | None = None,
+        exchange: HeadExchange | None = None,
         share: Share | None = None,
     ) -> "Packing":
         """From the first token of each segment, then T (int64 [S+1]); every segment holds a token.
@@ -188,7 +188,7 @@ class _Piece:
 
     @property
     def keys(self) -> list[range]:
-        """What its last token sees."""
+        """The tokens that its last token sees."""
         return [*self.before, self.own]
 
     @property
@@ -369,7 +369,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float) -
 
 @cache
 def _asks_for_gqa() -> bool:
-    """Whether torch wants to be told of fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
+    """Whether torch needs a flag for fewer key-value heads than heads: from 2.12 on; before, it takes them as is."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters

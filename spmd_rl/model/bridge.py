@@ -10,7 +10,7 @@ that stands between turns is found by rendering a short conversation of our own,
     <|im_start|>assistant
 
 What follows the answer is the bridge, and what precedes it shows whether the template is append-only: whether it
-renders what was said before as the model has seen it.
+renders the messages before as the model has seen it.
 """
 
 from array import array

@@ -21,7 +21,7 @@ from spmd_rl.model.attention import Packing, Share
 from spmd_rl.model.differentiable import exchange_parts, gather_rows
 
 
-class Context(Protocol):
+class ContextParallel(Protocol):
     """How a row is shared out over `size` ranks; its number of tokens must be a multiple of `granule`."""
 
     granule: int
@@ -35,7 +35,7 @@ class Context(Protocol):
         ...
 
 
-def context_of(group: dist.ProcessGroup, num_heads: int, num_kv_heads: int) -> Context:
+def context_of(group: dist.ProcessGroup, num_heads: int, num_kv_heads: int) -> ContextParallel:
     """`Ulysses` where the heads (of this rank, if each layer is shared out too) divide, else `GatherKeys`."""
     size = group.size()
     return Ulysses(group) if num_heads % size == 0 and num_kv_heads % size == 0 else GatherKeys(group)
@@ -49,20 +49,20 @@ class Ulysses:
         self.granule = self._size
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
-        """See `Context`."""
+        """See `ContextParallel`."""
         run, place = num_tokens // self._size, self._rank if rank is None else rank
         return torch.arange(place * run, (place + 1) * run)
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
-        """See `Context`."""
+        """See `ContextParallel`."""
         return Packing.of(starts, parents, device, dtype, exchange=self)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[all] See `Exchange`."""
+        """[all] See `HeadExchange`."""
         return self._to_heads(q), self._to_heads(k), self._to_heads(v)
 
     def after(self, out: Tensor) -> Tensor:
-        """[all] See `Exchange`: [T, H / size, D] -> [T / size, H, D]."""
+        """[all] See `HeadExchange`: [T, H / size, D] -> [T / size, H, D]."""
         received = exchange_parts(out.unflatten(0, (self._size, -1)), self._group)
         return received.transpose(0, 1).flatten(1, 2)
 
@@ -79,23 +79,23 @@ class GatherKeys:
         self.granule = 2 * self._size
 
     def tokens(self, num_tokens: int, rank: int | None = None) -> Tensor:
-        """See `Context`."""
+        """See `ContextParallel`."""
         return torch.cat([torch.arange(c.start, c.stop) for c in self._chunks(num_tokens, rank)])
 
     def packing(self, starts: Tensor, parents: Tensor, device: torch.device, dtype: torch.dtype) -> Packing:
-        """See `Context`."""
+        """See `ContextParallel`."""
         total = int(starts[-1])
         gathered = torch.cat([self.tokens(total, rank) for rank in range(self._size)])
         share = Share(self._chunks(total), torch.argsort(gathered))
         return Packing.of(starts, parents, device, dtype, exchange=self, share=share)
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[all] See `Exchange`."""
+        """[all] See `HeadExchange`."""
         keys, values = gather_rows(torch.stack([k, v], 1), self._group).unbind(1)
         return q, keys, values
 
     def after(self, out: Tensor) -> Tensor:
-        """See `Exchange`."""
+        """See `HeadExchange`."""
         return out
 
     def _chunks(self, num_tokens: int, rank: int | None = None) -> tuple[range, range]:

@@ -6,8 +6,9 @@ rounded to that dtype first, as the model itself and an engine round them. Peak 
 vocabulary (Wijmans et al., arXiv 2411.09009, do the same on a GPU in one kernel). Ranks that share the vocabulary out
 (Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053) combine four numbers a token, and never a logit.
 
-Where sampling cut tokens off (top-k, top-p, min-p), an answer's distribution is the softmax over the survivors that the
-engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same tokens.
+Where sampling cut tokens off (top-k, top-p, min-p), an answer's distribution is the softmax over the candidates that
+the engine recorded, for old, current and reference logprobs alike: an importance ratio compares them on the same
+tokens.
 """
 
 from collections.abc import Iterator
@@ -47,20 +48,20 @@ def token_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    survivors: Pairs | None = None,
+    candidate_ids: Pairs | None = None,
     share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]; survivors: the softmax is over these alone, to
-    which the targets belong. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
+    hidden: [N, h]; weight: [V, h] of the same dtype; targets: int64 [N]. candidate_ids: the softmax is over them alone,
+    and the targets are among them. Returns float32 [N] each (float64 for float64), both with gradients to `hidden` and
     `weight`; that of the entropy costs nothing where no loss uses it.
 
     share: `weight` has this rank's part of the vocabulary alone, token ids are those of the whole. [all] The ranks give
     the same rows and get the same results; the gradient to `hidden` on each is a term of a sum over them.
     """
     assert temperature > 0
-    rows, ids = survivors or (None, None)
+    rows, ids = candidate_ids or (None, None)
     if share is not None:  # token ids count from this rank's first row on, and those of others lie outside
         targets, ids = targets - share.first, None if ids is None else ids - share.first
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, rows, ids, share and share.group)  # [all]
@@ -92,7 +93,7 @@ class TokenHead(nn.Module):
         self.targets: Tensor | None = None
         """int64 [N], to be set before each forward"""
         self.temperature = 1.0
-        self.survivors: Pairs | None = None
+        self.candidate_ids: Pairs | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[1, N, h] -> float32 [1, N, 2]: logprob and entropy; [all] of the mesh that shares the weight out, if any."""
@@ -101,7 +102,7 @@ class TokenHead(nn.Module):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
             weight = weight.to_local()
         temperature = self.temperature / self._factor
-        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, temperature, self.survivors, share)
+        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, temperature, self.candidate_ids, share)
         found = torch.stack([logprobs[None], entropy[None]], dim=-1)  # a view of it would make FSDP warn
         return found if self._factor == 1 else found / self._factor
 
@@ -201,7 +202,7 @@ def _inside(targets: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
 
 
 def _cut_off(x: Tensor, rows: Tensor, places: Tensor) -> None:
-    """Set to `CUT`, in place, what does not survive in x [N, C]; survivors that lie elsewhere have other places."""
+    """Set to `CUT`, in place, what does not survive in x [N, C]; candidates that lie elsewhere have other places."""
     num_rows, width = x.shape
     gone = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=x.device)  # the last place is nobody's
     gone[rows] = True

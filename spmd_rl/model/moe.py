@@ -39,7 +39,7 @@ def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def router_class(model: nn.Module) -> type[nn.Module] | None:
-    """What computes the logits of experts, if transformers tells it.
+    """What computes the logits of experts, if transformers has it.
 
     Its forward returns these (as of all tokens, [T, E]), and the weights and indices of the chosen ones ([T, k] each).
     """
@@ -48,7 +48,7 @@ def router_class(model: nn.Module) -> type[nn.Module] | None:
 
 
 def probabilities(router: nn.Module, logits: Tensor) -> Tensor:
-    """Of each expert: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
+    """The probability of each expert: float32 (or float64, as `logits`) [T, E], rows that sum to 1.
 
     A router of DeepSeek-V3's kind, whose experts do not compete, has scores of its own, which are normalised.
     """

@@ -15,9 +15,9 @@ class ModelSize:
     parameters: int
     """All."""
     read: int
-    """Of these, what a decode step reads: all but a table of which only the rows of its tokens are looked up."""
+    """Parameters that a decode step reads: all but a table of which only the rows of its tokens are looked up."""
     per_token: int
-    """Of these, what each token is multiplied by: without the output embedding and the experts it is not sent to."""
+    """Parameters that each token is multiplied by: without the output embedding and the experts it is not sent to."""
     head: int
     """The output embedding: only where the next token matters."""
     kv: int
@@ -27,7 +27,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelSize":
-        """Of a Hugging Face causal language model, whole, that is: not sharded yet."""
+        """Return the size of a Hugging Face causal language model that is not sharded yet."""
         config = model.config.get_text_config()
         layers, heads, width = config.num_hidden_layers, config.num_attention_heads, head_dim(config)
         output, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -44,12 +44,12 @@ class ModelSize:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Width of an attention head; older configurations do not say it."""
+    """Width of an attention head; older configurations do not have it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Key-value heads; configurations older than grouped attention do not say it."""
+    """Key-value heads; configurations older than grouped attention do not have them."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 

@@ -38,7 +38,7 @@ class Tokenizer:
 
     stop_ids: tuple[int, ...]
     name: str
-    """Of the model, or the path of its directory."""
+    """The name of the model, or the path of its directory."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Tokenizer:
 
 
 def _text(message: Message) -> str:
-    """What it says. UserError if it holds an image."""
+    """Return the text of a message. UserError if it holds an image."""
     try:
         return message.text
     except ValueError:

@@ -175,7 +175,7 @@ class Context:
             c = _joined(partial, c)
         self.log.record(before, c)
         text = self.tokenizer.decode(c.token_ids)
-        known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.survivors)
+        known = (c.token_ids, c.logprobs, c.versions, c.finish_reason, text, c.candidate_ids)
         turn = Turn(prompt_ids, *known, experts=c.experts)
         return self.append(turn)
 
@@ -255,8 +255,8 @@ class Context:
 def _joined(partial: Completion, rest: Completion) -> Completion:
     """An answer that was cut short, and how it went on."""
     columns = {name: getattr(partial, name) + getattr(rest, name) for name in ("token_ids", "logprobs", "versions")}
-    if partial.survivors and rest.survivors:
-        columns["survivors"] = partial.survivors + rest.survivors
+    if partial.candidate_ids and rest.candidate_ids:
+        columns["candidate_ids"] = partial.candidate_ids + rest.candidate_ids
     if partial.experts and rest.experts:
         columns["experts"] = partial.experts + rest.experts
     return replace(rest, **columns)

@@ -15,15 +15,15 @@ from functools import partial
 from spmd_rl.config.generation import GenerationSettings
 from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.engine.base import Engine
 from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.plugins.targets import import_coroutine
 from spmd_rl.rollout.engine_loop import EngineLoop
 from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of, in_order, play, single_turn
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.replay_log import Migration, PartialRollouts, ReplayLog
 from spmd_rl.rollout.rounds import GroupSlice, num_slots
-from spmd_rl.targets import import_coroutine
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
@@ -69,7 +69,7 @@ class Player:
         self._episode = services.episode or (import_coroutine("rollout.target", s.target) if s.target else single_turn)
         self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
         self._num_slots = num_slots(s, num_replicas, engine.capacity.max_running)
-        self._notice = Notice(world.rank)
+        self._wait_message = WaitMessage(world.rank)
 
     async def start_slices(self, claim: Callable[[int], list[GroupSlice]]) -> None:
         """Start as many slices as there is room for."""
@@ -158,7 +158,7 @@ class Player:
 
         Returns the number of requests stopped.
         """
-        self._notice.over()
+        self._wait_message.over()
         num_stopped = await self.engine_loop.drain()
         carries, leaves = self.settings.rollout.partial_rollout, bool(self.migration and self.migration.leaves)
         self._logs = {one: self._logs[one] for one in self.running if carries}
@@ -184,7 +184,7 @@ class Player:
         while not all(samples.done() for _, _, samples in started):
             await engine_loop.poll()
             self._report_wait(engine_loop)
-        self._notice.over()
+        self._wait_message.over()
         self.world.journal.idle(False)
         return [Group(prompt, n, in_order(samples.result())) for prompt, n, samples in started]
 
@@ -195,9 +195,9 @@ class Player:
     def _report_wait(self, engine_loop: EngineLoop) -> None:
         """Print what is waited for while the engine has nothing to do, if that takes long."""
         if engine_loop.num_requests:
-            self._notice.over()
+            self._wait_message.over()
         else:
-            self._notice(f"waiting for {self._awaited}")
+            self._wait_message(f"waiting for {self._awaited}")
 
     @property
     def _outstanding(self) -> int:

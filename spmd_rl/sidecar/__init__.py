@@ -14,7 +14,7 @@
 | `local` | rewarders and environments in this process, for `debug=true` |
 | `open_session` | an episode of an environment here or there, as its player sees it |
 | `host`, `event_loop` | the host, which keeps a pool of workers for each domain and each environment |
-| `crew`, `pool`, `env_pool` | the pools: what both have in common, of rewarders, of environments |
+| `process_pool`, `pool`, `env_pool` | the pools: what both have in common, of rewarders, of environments |
 | `sessions` | the host's book of sessions: their clients, calls sent again, leases |
 | `forkserver`, `worker`, `env_worker`, `services` | the workers, forked after the target's module has been imported |
 | `reward_server`, `supervisor` | a domain's own server, such as a judge |

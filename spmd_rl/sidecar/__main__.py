@@ -37,7 +37,7 @@ def run_host(fd: int) -> None:
         try:
             host = Host(start, parent)
         except UserError as error:
-            send_frame(parent, wire.Failed(str(error)))
+            send_frame(parent, wire.StartFailed(str(error)))
             return
         signal.signal(signal.SIGTERM, lambda *_: host.drain())
         host.run()

@@ -15,10 +15,10 @@ from typing import Protocol
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.sidecar.crew import Crew, WorkerProcess
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket
+from spmd_rl.sidecar.process_pool import ProcessPool, WorkerProcess
 from spmd_rl.types import LostReason
 
 CHECK_SECONDS = 0.02
@@ -29,15 +29,15 @@ END_SECONDS = 2.0
 """The time that a worker without sessions, and with no more to come, may take to close its environments."""
 
 
-class Holder(Protocol):
-    """What a pool asks of a session, and tells it."""
+class SlotOwner(Protocol):
+    """What a pool reads of a session, and reports to it."""
 
     reset: wire.ResetRequest
-    """What it asks for; `session` is its own affair."""
+    """What it requests; the pool puts its own number in the place of `session`."""
     client: Hashable
-    """Whose it is: clients that wait get their slots in turn."""
+    """The client of the session: clients that wait get their slots in turn."""
 
-    def on_seat(self, seat: "Seat") -> None:
+    def on_slot(self, slot: "Slot") -> None:
         """Its reset begins."""
         ...
 
@@ -51,23 +51,24 @@ class Holder(Protocol):
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Seat:
+class Slot:
     """A slot of a worker, with the session that has it."""
 
-    worker: "_Worker"
-    slot: int
-    holder: Holder | None
+    worker: "_EnvWorker"
+    index: int
+    """The number under which the worker knows it."""
+    owner: SlotOwner | None
     """None once the session is closed while a call still runs."""
     number: int = 0
-    """Of the call that runs, or ran last."""
+    """The number of the call that runs, or ran last."""
     deadline: float = float("inf")
     """When the call that runs is late; infinite if none runs."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class _Worker(WorkerProcess):
+class _EnvWorker(WorkerProcess):
     free: list[int] = field(default_factory=list)
-    seats: dict[int, Seat] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
     """By slot."""
     episodes: int = 0
     retiring: bool = False
@@ -76,13 +77,13 @@ class _Worker(WorkerProcess):
     """Whether a thread of it has been abandoned."""
 
 
-class EnvPool(Crew[_Worker]):
+class EnvPool(ProcessPool[_EnvWorker]):
     """The workers of one environment. The host calls `tick` in every round of its event loop."""
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, loop: EventLoop) -> None:
         super().__init__(f"env.{tag}", spec, wire.FROM_ENV_WORKER, loop)
-        self._queue: FairQueue[Holder] = FairQueue()
-        self._num_seats = 0
+        self._queue: FairQueue[SlotOwner] = FairQueue()
+        self._num_taken = 0
         self._num_running = 0
         self._replies = 0
         self._next_check = 0.0
@@ -93,41 +94,36 @@ class EnvPool(Crew[_Worker]):
         """Whether a worker is starting, a call runs or a reset waits."""
         return not self.ready or bool(self._queue or self._num_running)
 
-    @property
-    def spec(self) -> wire.EnvPoolSpec:
-        """What the workers run."""
-        return self._spec
-
-    def submit(self, holder: Holder) -> None:
-        """Queue a reset. Its holder hears `on_seat` and then `on_reply`, or `on_failure`."""
+    def submit(self, owner: SlotOwner) -> None:
+        """Queue a reset. Its owner's `on_slot` and then `on_reply` are called, or `on_failure`."""
         if self.broken:
-            holder.on_failure("error", self.broken)
+            owner.on_failure("error", self.broken)
         else:
-            self._queue.push(holder.client, holder)
+            self._queue.push(owner.client, owner)
             self._may_dispatch = True
 
-    def withdraw(self, holder: Holder) -> None:
+    def withdraw(self, owner: SlotOwner) -> None:
         """Take a reset off the queue, if it waits there."""
-        self._queue.discard(holder.client, holder)
+        self._queue.discard(owner.client, owner)
 
-    def step(self, seat: Seat, number: int, action: str) -> None:
+    def step(self, slot: Slot, number: int, action: str) -> None:
         """Give a step to the worker that has the session."""
-        self._give(seat, wire.StepRequest(seat.slot, number, action), number, self._spec.step_timeout)
+        self._give(slot, wire.StepRequest(slot.index, number, action), number, self.spec.step_timeout)
 
-    def release(self, seat: Seat) -> None:
-        """Take the seat of a session that is over. A call that still runs keeps its slot, and its deadline."""
-        seat.holder = None
-        if seat.deadline == float("inf"):
-            self._free(seat)
+    def release(self, slot: Slot) -> None:
+        """Take back the slot of a session that is over. A call that still runs keeps it, and its deadline."""
+        slot.owner = None
+        if slot.deadline == float("inf"):
+            self._free(slot)
 
-    def expire(self, seat: Seat) -> None:
+    def expire(self, slot: Slot) -> None:
         """Let the call that runs be late at once."""
-        seat.deadline = min(seat.deadline, self._loop.now)
+        slot.deadline = min(slot.deadline, self.loop.now)
 
     def tick(self) -> None:
         """Enforce deadlines, replace workers and hand out resets."""
-        if self._loop.now >= self._next_check:
-            self._next_check = self._loop.now + CHECK_SECONDS
+        if self.loop.now >= self._next_check:
+            self._next_check = self.loop.now + CHECK_SECONDS
             self._check_deadlines()
             self._start_wanted()
             if not self.ready:
@@ -138,25 +134,25 @@ class EnvPool(Crew[_Worker]):
 
     def status(self) -> wire.PoolStatus:
         """Return the state of the pool."""
-        ready = sum(worker.ready for worker in self._workers)
-        counts = (self._spec.workers, ready, self._num_seats, len(self._queue), self._replies, self._deaths)
-        return wire.PoolStatus(self._spec.target, *counts, self.broken)
+        ready = sum(worker.ready for worker in self.workers)
+        counts = (self.spec.workers, ready, self._num_taken, len(self._queue), self._replies, self.deaths)
+        return wire.PoolStatus(self.spec.target, *counts, self.broken)
 
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _start_wanted(self) -> None:
         """Start a worker for each session, as far as there may be so many."""
         if not self.broken:
-            fit = sum(not worker.retiring for worker in self._workers)
-            wanted = min(self._spec.workers, max(1, self._num_seats + len(self._queue)))
-            most = 2 * self._spec.workers  # with those that retire
-            self._start_workers(min(len(self._workers) + max(0, wanted - fit), most))
+            fit = sum(not worker.retiring for worker in self.workers)
+            wanted = min(self.spec.workers, max(1, self._num_taken + len(self._queue)))
+            most = 2 * self.spec.workers  # with those that retire
+            self.start_workers(min(len(self.workers) + max(0, wanted - fit), most))
 
-    def _new_worker(self, frames: FrameSocket, deadline: float) -> _Worker:
-        return _Worker(frames, deadline, free=list(range(self._spec.slots))[::-1])
+    def _new_worker(self, frames: FrameSocket, deadline: float) -> _EnvWorker:
+        return _EnvWorker(frames, deadline, free=list(range(self.spec.slots))[::-1])
 
     def _on_message(
-        self, worker: _Worker, message: wire.Ready | wire.SessionReplies | wire.Pong | wire.Goodbye
+        self, worker: _EnvWorker, message: wire.Ready | wire.SessionReplies | wire.Pong | wire.Goodbye
     ) -> None:
         if isinstance(message, wire.Ready):
             self._may_dispatch = True
@@ -168,124 +164,124 @@ class EnvPool(Crew[_Worker]):
         elif isinstance(message, wire.Goodbye):
             self._retire(worker)
 
-    def _on_outcome(self, worker: _Worker, item: wire.SessionReply | wire.SessionFailure) -> None:
-        seat = worker.seats.get(item.session)
-        if seat is None or seat.deadline == float("inf"):
+    def _on_outcome(self, worker: _EnvWorker, item: wire.SessionReply | wire.SessionFailure) -> None:
+        slot = worker.slots.get(item.session)
+        if slot is None or slot.deadline == float("inf"):
             return
         self._replies += 1
         self.progress += 1
         self._num_running -= 1
-        seat.deadline = float("inf")
-        if seat.holder is None:
-            self._free(seat)
+        slot.deadline = float("inf")
+        if slot.owner is None:
+            self._free(slot)
         elif isinstance(item, wire.SessionReply):
-            seat.holder.on_reply(item.number, item.reply)
+            slot.owner.on_reply(item.number, item.reply)
         else:
-            self._fail(seat, item.reason, item.detail, item.traceback)
+            self._fail(slot, item.reason, item.detail, item.traceback)
 
-    def _on_death(self, worker: _Worker) -> None:
+    def _on_death(self, worker: _EnvWorker) -> None:
         self._empty(worker, "its worker died")
 
     def _drop_work(self, reason: str) -> None:
         waiting, self._queue = self._queue, FairQueue()
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             self._empty(worker, reason)
-        for holder in waiting:
-            holder.on_failure("error", reason)
+        for owner in waiting:
+            owner.on_failure("error", reason)
 
     # -- sessions -------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Give resets to the workers that have the fewest sessions."""
         while self._queue:
-            open_workers = [worker for worker in self._workers if worker.ready and worker.free and not worker.retiring]
+            open_workers = [worker for worker in self.workers if worker.ready and worker.free and not worker.retiring]
             if not open_workers:
                 return
-            least = min(len(worker.seats) for worker in open_workers)
+            least = min(len(worker.slots) for worker in open_workers)
             for worker in open_workers:
-                if self._queue and len(worker.seats) == least:
-                    self._seat(worker, self._queue.pop())
+                if self._queue and len(worker.slots) == least:
+                    self._assign(worker, self._queue.pop())
 
-    def _seat(self, worker: _Worker, holder: Holder) -> None:
-        slot = worker.free.pop()
-        seat = worker.seats[slot] = Seat(worker, slot, holder)
-        self._num_seats += 1
+    def _assign(self, worker: _EnvWorker, owner: SlotOwner) -> None:
+        index = worker.free.pop()
+        slot = worker.slots[index] = Slot(worker, index, owner)
+        self._num_taken += 1
         worker.episodes += 1
-        if self._spec.recycle_after and worker.episodes >= self._spec.recycle_after:
+        if self.spec.recycle_after and worker.episodes >= self.spec.recycle_after:
             worker.retiring = True
-        holder.on_seat(seat)
-        self._give(seat, msgspec.structs.replace(holder.reset, session=slot), 0, self._spec.reset_timeout)
+        owner.on_slot(slot)
+        self._give(slot, msgspec.structs.replace(owner.reset, session=index), 0, self.spec.reset_timeout)
 
-    def _give(self, seat: Seat, request: wire.ResetRequest | wire.StepRequest, number: int, seconds: float) -> None:
-        seat.number, seat.deadline = number, self._loop.now + seconds
+    def _give(self, slot: Slot, request: wire.ResetRequest | wire.StepRequest, number: int, seconds: float) -> None:
+        slot.number, slot.deadline = number, self.loop.now + seconds
         self._num_running += 1
-        self._send(seat.worker, wire.SessionRequests([request]))
+        self.send(slot.worker, wire.SessionRequests([request]))
 
-    def _fail(self, seat: Seat, reason: LostReason, detail: str, traceback: str = "", usable: bool = True) -> None:
+    def _fail(self, slot: Slot, reason: LostReason, detail: str, traceback: str = "", usable: bool = True) -> None:
         """End a session. Without `usable`, its slot is never given again."""
-        holder, seat.holder = seat.holder, None
-        self._free(seat, usable)
-        if holder is not None:
-            holder.on_failure(reason, detail, traceback)
+        owner, slot.owner = slot.owner, None
+        self._free(slot, usable)
+        if owner is not None:
+            owner.on_failure(reason, detail, traceback)
 
-    def _free(self, seat: Seat, usable: bool = True) -> None:
-        worker = seat.worker
-        if worker.seats.pop(seat.slot, None) is None:
+    def _free(self, slot: Slot, usable: bool = True) -> None:
+        worker = slot.worker
+        if worker.slots.pop(slot.index, None) is None:
             return
         self.progress += 1
-        self._num_seats -= 1
-        if seat.deadline < float("inf"):
+        self._num_taken -= 1
+        if slot.deadline < float("inf"):
             self._num_running -= 1
-            seat.deadline = float("inf")
+            slot.deadline = float("inf")
         self._may_dispatch = True
         if usable:
-            worker.free.append(seat.slot)
-        if worker.retiring and not worker.seats:
+            worker.free.append(slot.index)
+        if worker.retiring and not worker.slots:
             self._end(worker)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _check_deadlines(self) -> None:
-        now = self._loop.now
-        for worker in [worker for worker in self._workers if now > worker.deadline]:
+        now = self.loop.now
+        for worker in [worker for worker in self.workers if now > worker.deadline]:
             if worker.ready:
-                self._deaths += not worker.ending
-                self._remove(worker)
+                self.deaths += not worker.ending
+                self.remove(worker)
                 self._empty(worker, "its worker hangs, and was killed")
             else:
-                self._late_to_start(worker)
+                self.late_to_start(worker)
         if self._num_running:
-            late = [seat for worker in self._workers for seat in worker.seats.values() if now > seat.deadline]
-            for seat in late:
-                self._on_late(seat)
+            late = [slot for worker in self.workers for slot in worker.slots.values() if now > slot.deadline]
+            for slot in late:
+                self._on_late(slot)
 
-    def _on_late(self, seat: Seat) -> None:
-        worker = seat.worker
-        verb, seconds = ("step", self._spec.step_timeout) if seat.number else ("reset", self._spec.reset_timeout)
+    def _on_late(self, slot: Slot) -> None:
+        worker = slot.worker
+        verb, seconds = ("step", self.spec.step_timeout) if slot.number else ("reset", self.spec.reset_timeout)
         detail = f"its {verb} took over {seconds:g} s"
         worker.retiring = worker.stuck = True
-        if len(worker.seats) > 1 and worker.deadline == float("inf"):
-            worker.deadline = self._loop.now + PING_SECONDS
-            self._send(worker, wire.Ping())
-        self._fail(seat, "timeout", detail, usable=False)
+        if len(worker.slots) > 1 and worker.deadline == float("inf"):
+            worker.deadline = self.loop.now + PING_SECONDS
+            self.send(worker, wire.Ping())
+        self._fail(slot, "timeout", detail, usable=False)
 
-    def _retire(self, worker: _Worker) -> None:
+    def _retire(self, worker: _EnvWorker) -> None:
         worker.retiring = True
-        if not worker.seats:
+        if not worker.slots:
             self._end(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: _EnvWorker) -> None:
         """End a worker without sessions. One that works can close its environments, until its deadline."""
         if worker.stuck:
-            self._deaths += 1
-            self._remove(worker)
+            self.deaths += 1
+            self.remove(worker)
         else:
-            worker.ending, worker.deadline = True, self._loop.now + END_SECONDS
+            worker.ending, worker.deadline = True, self.loop.now + END_SECONDS
             with contextlib.suppress(OSError):
                 worker.frames.socket.shutdown(socket.SHUT_WR)
 
-    def _empty(self, worker: _Worker, detail: str) -> None:
+    def _empty(self, worker: _EnvWorker, detail: str) -> None:
         """Fail all sessions of a worker that is gone."""
         worker.retiring = False  # it needs no end
-        for seat in list(worker.seats.values()):
-            self._fail(seat, "lost", detail, usable=False)
+        for slot in list(worker.slots.values()):
+            self._fail(slot, "lost", detail, usable=False)

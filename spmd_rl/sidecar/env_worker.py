@@ -24,11 +24,11 @@ import msgspec
 
 from spmd_rl import wire
 from spmd_rl.errors import UserError, located, printable, traceback_of
+from spmd_rl.plugins.targets import ENVIRONMENT, build_target, start_target
 from spmd_rl.sidecar.env_replies import checked_reset, checked_step, packed
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import no_debugger
-from spmd_rl.targets import ENVIRONMENT, build_target, start_target
 from spmd_rl.types import EnvReply
 
 STACK_BYTES = 2 << 20
@@ -38,7 +38,7 @@ Call = wire.ResetRequest | wire.StepRequest
 Outcome = wire.SessionReply | wire.SessionFailure
 
 
-class Slot:
+class EnvSlot:
     """Plays one episode at a time, in an environment that it keeps for the next."""
 
     def __init__(self, tag: str, spec: wire.EnvPoolSpec, services: Mapping[str, Callable[[], Any]]) -> None:
@@ -102,20 +102,20 @@ def failure(session: int, number: int, error: BaseException) -> wire.SessionFail
 class _Player:
     """Plays the calls of one slot, and sends what comes of them."""
 
-    def __init__(self, slot: Slot, runner: asyncio.Runner | None, say: Callable[[msgspec.Struct], None]) -> None:
+    def __init__(self, slot: EnvSlot, runner: asyncio.Runner | None, send: Callable[[msgspec.Struct], None]) -> None:
         """`runner`: for an environment with `async def`."""
-        self._slot, self._runner, self._say = slot, runner, say
+        self._slot, self._runner, self._send = slot, runner, send
         self._calls: queue.SimpleQueue[Call] | None = None
 
     def play(self, call: Call) -> None:
         """Play a call to its end."""
         outcome = self._outcome(call)
         if isinstance(outcome, wire.SessionFailure) and "MemoryError" in outcome.detail:
-            self._say(wire.Goodbye())  # first, so that no reset comes between
+            self._send(wire.Goodbye())  # first, so that no reset comes between
         try:
-            self._say(wire.SessionReplies([outcome]))
+            self._send(wire.SessionReplies([outcome]))
         except wire.WireError as error:  # of a failure's text
-            self._say(wire.SessionReplies([failure(call.session, outcome.number, error)]))
+            self._send(wire.SessionReplies([failure(call.session, outcome.number, error)]))
 
     def play_soon(self, call: Call) -> None:
         """Play a call in a thread of the slot's own."""
@@ -149,24 +149,24 @@ def serve(sock: socket.socket, tag: str, spec: wire.EnvPoolSpec) -> None:
     if spec.memory_mb:
         limit_memory(spec.memory_mb << 20, spec.slots)
     services = service_factories(f"env.{tag}", spec.sandbox, packages=spec.packages)
-    slots = [Slot(tag, spec, services) for _ in range(spec.slots)]
+    slots = [EnvSlot(tag, spec, services) for _ in range(spec.slots)]
     try:
         env = slots[0].build()
     except UserError as error:
-        send_frame(sock, wire.Failed(str(error)))
+        send_frame(sock, wire.StartFailed(str(error)))
         return
     is_async = any(inspect.iscoroutinefunction(getattr(env, verb)) for verb in ENVIRONMENT.verbs)
     lock = threading.Lock()
 
-    def say(message: msgspec.Struct) -> None:
+    def send(message: msgspec.Struct) -> None:
         with lock:
             send_frame(sock, message)
 
-    players = [_Player(slot, asyncio.Runner() if is_async else None, say) for slot in slots]
-    say(wire.Ready())
+    players = [_Player(slot, asyncio.Runner() if is_async else None, send) for slot in slots]
+    send(wire.Ready())
     while (message := receive_frame(sock, wire.TO_ENV_WORKER)) is not None:
         if isinstance(message, wire.Ping):
-            say(wire.Pong("", {}))
+            send(wire.Pong("", {}))
             continue
         for call in message.items:
             player = players[call.session]

@@ -15,7 +15,6 @@ from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.sidecar.host_client import Call, HostClient
 from spmd_rl.sidecar.launcher import HostProcess
 from spmd_rl.sidecar.open_session import OpenSession
-from spmd_rl.sidecar.sockets import send
 from spmd_rl.types import EnvReply, SessionLost
 
 
@@ -31,9 +30,9 @@ class RemoteEnvironments(HostClient):
 
     async def reset(self, tag: str, seed: int, held_out: bool = False, solve: bool = False) -> OpenSession:
         """See `Environments`. Cancelling it ends the session."""
-        if f"env.{tag}" not in self._patience:
+        if f"env.{tag}" not in self.patience:
             raise SessionLost("error", f"no env.{tag} is set")
-        id_ = next(self._ids)
+        id_ = next(self.ids)
         try:
             reply = await self.call(id_, tag, wire.ResetRequest(id_, tag, seed, held_out, solve))
         except SessionLost:
@@ -52,24 +51,22 @@ class RemoteEnvironments(HostClient):
             if size > wire.MAX_ACTION_BYTES:
                 raise SessionLost("error", f"the action has {size} bytes; at most {wire.MAX_ACTION_BYTES}")
         waits = isinstance(request, wire.ResetRequest)
-        reply = await self._ask(id_, f"env.{tag}", request, size, waits=waits)
+        reply = await self.request(id_, f"env.{tag}", request, size, waits=waits)
         if isinstance(reply, SessionLost):
             raise reply
         return reply
 
     def end(self, id_: int) -> None:
-        """Tell the host that a session is over, with the next calls or within a moment."""
+        """Report to the host that a session is over, with the next calls or within a moment."""
         self._ended.append(id_)
-        if self._loop is not None and not self._loop.is_closed():
-            self._flush_soon(even_if_empty=True)
+        self.wake()
 
-    def _flush(self) -> None:
+    def _before_flush(self) -> None:
         while self._ended:
             ids = [self._ended.popleft() for _ in range(min(len(self._ended), wire.BATCH_ITEMS))]
-            if not send(self._socket, wire.SessionRequests([wire.CloseRequest(id_) for id_ in ids])):
+            if not self.send(wire.SessionRequests([wire.CloseRequest(id_) for id_ in ids])):
                 self._ended.extendleft(reversed(ids))
                 break
-        super()._flush()
 
     def _message(self, calls: list[Call]) -> wire.SessionRequests:
         return wire.SessionRequests([call.request for call in calls])
@@ -79,11 +76,9 @@ class RemoteEnvironments(HostClient):
 
     def _on_replies(self, message: wire.SessionReplies) -> None:
         for item in message.items:
-            call = self._calls.get(item.session)
-            if call is None or call.reply.done() or item.number != getattr(call.request, "number", 0):
-                continue
-            call.reply.set_result(_outcome(item))
-            self._settled(call)
+            call = self.open_call(item.session)
+            if call is not None and item.number == getattr(call.request, "number", 0):
+                self.settle(call, _outcome(item))
 
     def _fail(self, call: Call, reason: str, detail: str) -> None:
         call.reply.set_result(SessionLost("timeout" if reason == "timeout" else "lost", detail))

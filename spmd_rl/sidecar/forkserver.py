@@ -19,10 +19,10 @@ import sys
 
 from spmd_rl import wire
 from spmd_rl.errors import UserError
+from spmd_rl.plugins.targets import import_target
 from spmd_rl.process import adopt_orphans, die_with_parent, kill_children
 from spmd_rl.sidecar import env_worker, worker
 from spmd_rl.sidecar.frames import receive_frame
-from spmd_rl.targets import import_target
 
 
 def main(fd: int) -> None:

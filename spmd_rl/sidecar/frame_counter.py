@@ -17,7 +17,7 @@ PEER_BYTES, PEER_FRAMES = wire.MAX_FRAME_BYTES + (1 << 20), 128
 """What one connection may have sent that is not read; it is not read from beyond."""
 
 
-class Malformed(ValueError):
+class BadFrame(ValueError):
     """Raised for bytes that are not ZMTP 3 or a frame that is too large."""
 
 
@@ -46,7 +46,7 @@ class FrameCounter:
         return self.unread <= PEER_BYTES and len(self._frames) <= PEER_FRAMES // 2
 
     def feed(self, data: memoryview) -> int:
-        """Follow the bytes up to the limit, and return their number. Raises Malformed."""
+        """Follow the bytes up to the limit, and return their number. Raises BadFrame."""
         position = 0
         while position < len(data) and not self.full:
             if self._body:
@@ -63,7 +63,7 @@ class FrameCounter:
                 self._greeted = True
                 has_key = self._header[12:32].rstrip(b"\0") == b"CURVE"
                 if self._keyed and not has_key:
-                    raise Malformed("no key")
+                    raise BadFrame("no key")
                 self._extra = CURVE_BYTES if has_key else 0
                 self._header.clear()
         return position
@@ -72,7 +72,7 @@ class FrameCounter:
         self._body = int.from_bytes(self._header[1:], "big")
         self._header.clear()
         if self._body > MAX_BODY_BYTES:
-            raise Malformed(f"a frame of {self._body} bytes")
+            raise BadFrame(f"a frame of {self._body} bytes")
         self._frames.append(self._body)
         self.unread += self._body + FRAME_COST
 
@@ -87,11 +87,11 @@ class FrameCounter:
 
 
 def _missing_greeting(header: bytearray) -> int:
-    """Return how many bytes are missing to a greeting of ZMTP 3. Raises Malformed as soon as it is none."""
+    """Return how many bytes are missing to a greeting of ZMTP 3. Raises BadFrame as soon as it is none."""
     if (header[:1] or b"\xff") != b"\xff" or (len(header) > 9 and header[9] != 0x7F):
-        raise Malformed("no ZMTP greeting")
+        raise BadFrame("no ZMTP greeting")
     if len(header) > 10 and header[10] < 3:
-        raise Malformed(f"ZMTP {header[10]}")
+        raise BadFrame(f"ZMTP {header[10]}")
     return (11 if len(header) < 11 else GREETING_BYTES) - len(header)
 
 
@@ -100,5 +100,5 @@ def _missing_header(header: bytearray) -> int:
     if not header:
         return 1
     if header[0] & 0xF8:
-        raise Malformed(f"flags {header[0]:#x}")
+        raise BadFrame(f"flags {header[0]:#x}")
     return (9 if header[0] & 2 else 2) - len(header)

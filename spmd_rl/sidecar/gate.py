@@ -20,7 +20,7 @@ import zmq
 from spmd_rl.curve_keys import LOST_MS
 from spmd_rl.errors import tell
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.frame_counter import FrameCounter, Malformed
+from spmd_rl.sidecar.frame_counter import BadFrame, FrameCounter
 from spmd_rl.sidecar.sockets import listen
 
 TOTAL_BYTES = 32 << 20
@@ -276,7 +276,7 @@ class Gate:
         try:
             self._relay_in(connection)
             self._relay_out(connection)
-        except Malformed as error:
+        except BadFrame as error:
             self._cut(connection, f"sent {error}")
         except OSError:  # one end is gone
             self._end(connection)

@@ -23,7 +23,7 @@ from spmd_rl.sidecar.env_pool import EnvPool
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import send_frame
 from spmd_rl.sidecar.gate import Gate
-from spmd_rl.sidecar.pool import Job, Pool
+from spmd_rl.sidecar.pool import Pool, ScoreJob
 from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.reward_server import RewardServer
 from spmd_rl.sidecar.sessions import Sessions
@@ -35,14 +35,14 @@ DRAIN_SECONDS = 10.0
 OWN_FILES, FILES_PER_WORKER, FILES_PER_CONNECTION = 128, 3, 3
 """Descriptors of this process: in all, for a worker and its fork server, for a connection through the gate."""
 LINGER_SECONDS = 0.2
-"""The time for the last frames of a host that drains or has worker nodes to tell."""
+"""The time for the last frames of a host that drains or has worker nodes to send to."""
 
 
 @dataclass(slots=True)
-class _Client:
+class _ClientJobs:
     """What a host holds for one client."""
 
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, ScoreJob] = field(default_factory=dict)
     """By the client's own id."""
     num_bytes: int = 0
     replies: list[wire.ScoreReply] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Client:
 
 
 class Host:
-    """The host's event loop. `parent` is a socket to the rank that started it, which hears `Ready` or `Failed` once."""
+    """The host's event loop. `parent`: a socket to the rank that started it, for `Ready` or `StartFailed`."""
 
     def __init__(self, start: wire.StartHost, parent: socket.socket) -> None:
         """UserError if the host cannot listen or a key is none."""
@@ -61,7 +61,7 @@ class Host:
         self._reported = False
         self._ended = False
         self._drain_until: float | None = None
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, _ClientJobs] = {}
         self._held_bytes = 0
         keys = HostKeys.load(start.keys) if start.keys else None
         self._context = zmq.Context()
@@ -106,11 +106,11 @@ class Host:
                 self._gate.tick()
                 self._tick()
         finally:
-            has_more_to_say = bool(self._nodes) or self._drain_until is not None
+            has_more_to_send = bool(self._nodes) or self._drain_until is not None
             if self._drain_until is None:
                 self._nodes.close()  # the run is over; after a drain, the nodes join the next host
             until = time.monotonic() + LINGER_SECONDS
-            while has_more_to_say and time.monotonic() < until:
+            while has_more_to_send and time.monotonic() < until:
                 self._loop.run_once(busy=True)  # the gate relays it
             self._gate.close()
             for part in (*self._pools.values(), *self._env_pools.values(), *self._servers.values()):
@@ -141,12 +141,12 @@ class Host:
             self._report_start()
 
     def _report_start(self) -> None:
-        """Tell the parent, once it is known, how the start went; end if it failed."""
+        """Report to the parent, once it is known, how the start went; end if it failed."""
         pools = (*self._pools.values(), *self._env_pools.values())
         broken = [part.broken for part in (*pools, *self._servers.values()) if part.broken]
         if broken or all(pool.ready for pool in pools):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                send_frame(self._parent, wire.Failed(broken[0]) if broken else wire.Ready())
+                send_frame(self._parent, wire.StartFailed(broken[0]) if broken else wire.Ready())
             self._reported = True
             self._ended = self._ended or bool(broken)
 
@@ -156,7 +156,7 @@ class Host:
         for frames in received(self._router, copy=False):
             self._gate.read(frames)
             peer, *parts = (frame.bytes for frame in frames)
-            self._sessions.heard(peer)
+            self._sessions.on_any(peer)
             try:
                 self._on_message(peer, wire.TO_HOST.decode(b"".join(parts)))
             except wire.WireError as error:
@@ -184,7 +184,7 @@ class Host:
             self._nodes.on_message(peer, message)
 
     def _on_request(self, peer: bytes, item: wire.ScoreRequest) -> None:
-        client = self._clients.get(peer) or _Client()
+        client = self._clients.get(peer) or _ClientJobs()
         if item.id in client.jobs:
             return  # sent again
         if self._drain_until is not None:
@@ -198,7 +198,7 @@ class Host:
             raise wire.WireError(f"more than {wire.HELD_BYTES} bytes of requests in flight in all")
         wire.SCORE_INPUT_SHAPE.unpack(item.input)
         # a copy: the rest of its frame is not kept
-        job = Job(peer, item.id, item.domain, item.timeout, item.input.copy())
+        job = ScoreJob(peer, item.id, item.domain, item.timeout, item.input.copy())
         self._clients[peer] = client
         client.jobs[item.id] = job
         client.num_bytes += num_bytes
@@ -208,7 +208,7 @@ class Host:
         else:
             self._resolve(job, Verdict("error", detail=f"this host has no reward.{item.domain}"))
 
-    def _forget(self, peer: bytes, id_: int) -> Job | None:
+    def _forget(self, peer: bytes, id_: int) -> ScoreJob | None:
         """Remove a job from the books; None if it is not there."""
         client = self._clients.get(peer)
         job = client.jobs.pop(id_, None) if client else None
@@ -220,7 +220,7 @@ class Host:
                 del self._clients[peer]
         return job
 
-    def _resolve(self, job: Job, verdict: Verdict) -> None:
+    def _resolve(self, job: ScoreJob, verdict: Verdict) -> None:
         if not job.cancelled:
             client = self._clients[job.client]
             client.replies.append(wire.ScoreReply(job.id, verdict))

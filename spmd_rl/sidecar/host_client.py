@@ -62,16 +62,17 @@ class HostClient:
         self.host = host
         self.on_reply: Callable[[], None] | None = None
         """Called whenever replies have arrived, such as to wake a loop that waits for them."""
-        self._patience = dict(patience)
+        self.patience = dict(patience)
+        self.ids = itertools.count()
+        """The numbers of the calls to come."""
         self._context = zmq.Context()
         self._socket = open_dealer(self._context, address, keys)
-        self._ids = itertools.count()
         self._calls: dict[int, Call] = {}
         self._outbox: deque[int] = deque()
         self._urgent: deque[int] = deque()
         self._in_flight = 0
         self._in_flight_bytes = 0
-        self._moved = dict.fromkeys(self._patience, 0.0)  # by pool: when it last made progress
+        self._moved = dict.fromkeys(self.patience, 0.0)  # by pool: when it last made progress
         self._progress: dict[str, int] = {}
         self._host_name = ""  # of the host that answers
         self._host_starts = 1
@@ -96,15 +97,18 @@ class HostClient:
         self._detach()
         self._context.destroy(linger=0)
 
-    # -- what a subclass says -------------------------------------------------------------------------------------
+    # -- what a subclass defines ----------------------------------------------------------------------------------
 
     def _message(self, calls: list[Call]) -> msgspec.Struct:
         """Return the message that carries these calls."""
         raise NotImplementedError
 
     def _cancellation(self, id_: int) -> msgspec.Struct:
-        """Return the message that says that nobody waits for a call any more."""
+        """Return the message that cancels a call."""
         raise NotImplementedError
+
+    def _before_flush(self) -> None:
+        """Send what goes before the calls of this flush: nothing, unless a subclass has more than calls to send."""
 
     def _on_replies(self, message: msgspec.Struct) -> None:
         """Settle the calls that a message of the host answers."""
@@ -116,7 +120,7 @@ class HostClient:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    async def _ask(self, id_: int, pool: str, request: msgspec.Struct, num_bytes: int, waits: bool = True) -> Any:
+    async def request(self, id_: int, pool: str, request: msgspec.Struct, num_bytes: int, waits: bool = True) -> Any:
         """Send a call and wait for its reply. Cancelling it cancels the call."""
         self._attach()
         call = Call(id_, pool, request, num_bytes, self._loop.create_future(), self._now, waits=waits)
@@ -128,9 +132,24 @@ class HostClient:
         finally:
             self._on_done(id_)
 
-    def _settled(self, call: Call) -> None:
-        """Note that a call has its reply."""
+    def open_call(self, id_: int) -> Call | None:
+        """Return the call of this number, if it still waits for its reply."""
+        call = self._calls.get(id_)
+        return call if call is not None and not call.reply.done() else None
+
+    def settle(self, call: Call, reply: Any) -> None:
+        """Give a call its reply, which is progress of its pool."""
+        call.reply.set_result(reply)
         self._moved[call.pool] = self._now
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Send a message now; False where the socket takes none."""
+        return send(self._socket, message)
+
+    def wake(self) -> None:
+        """Flush in this round of the event loop, though no call waits to be sent; nothing where no loop runs."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._flush_soon(even_if_empty=True)
 
     def _on_done(self, id_: int) -> None:
         """Forget a call that has its reply, was given up or was cancelled."""
@@ -139,7 +158,7 @@ class HostClient:
         if call.sent is not None:
             self._landed(call)
             if call.reply.cancelled():
-                send(self._socket, self._cancellation(id_))
+                self.send(self._cancellation(id_))
         self._flush_soon()
 
     def _landed(self, call: Call) -> None:
@@ -184,7 +203,7 @@ class HostClient:
             self._fail_all(self._calls.values(), "error", why)
         self._resend(older_than=RESEND_SECONDS)
         self._give_up_stuck_pools()
-        send(self._socket, wire.Ping())
+        self.send(wire.Ping())
         self._flush()
         self._timer = self._loop.call_later(TICK_SECONDS, self._tick)
 
@@ -198,8 +217,9 @@ class HostClient:
 
     def _flush(self) -> None:
         self._flushing = False
+        self._before_flush()
         while batch := self._next_batch():
-            if not send(self._socket, self._message(batch)):
+            if not self.send(self._message(batch)):
                 for call in reversed(batch):
                     self._landed(call)
                     self._queue_of(call).appendleft(call.id)
@@ -281,7 +301,7 @@ class HostClient:
         for call in self._calls.values():
             oldest.setdefault(call.pool, call)
         for pool, first in oldest.items():
-            patience = self._patience[pool] + GRACE_SECONDS
+            patience = self.patience[pool] + GRACE_SECONDS
             if self._now - max(self._moved[pool], first.asked) > patience:
                 calls = (call for call in self._calls.values() if call.pool == pool)
                 self._fail_all(calls, "timeout", f"nothing moved at the sidecar for {patience:g} s")

@@ -93,6 +93,8 @@ class HostProcess:
         self._lock = threading.Lock()
         self._stopping = False
         self._ended = threading.Event()
+        # A thread, since the event loop runs only while this rank has calls under way: a host that died meanwhile would
+        # stay dead for the other ranks of the node.
         self._watcher = threading.Thread(target=self._watch, name="sidecar watch", daemon=True)
         try:
             self._launch()
@@ -113,7 +115,7 @@ class HostProcess:
         try:
             reply = receive_frame(self._socket, wire.FROM_CHILD)
         except TimeoutError:
-            reply = wire.Failed(f"the sidecar was not ready after {self._start_seconds:g} s")
+            reply = wire.StartFailed(f"the sidecar was not ready after {self._start_seconds:g} s")
         if isinstance(reply, wire.Ready):
             self._watcher.start()
             return

@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from spmd_rl import wire
+from spmd_rl.plugins.targets import build_target, start_target
 from spmd_rl.process import Overtime, deadline
-from spmd_rl.sidecar.env_worker import Slot
+from spmd_rl.sidecar.env_worker import EnvSlot
 from spmd_rl.sidecar.launcher import env_pool_spec
 from spmd_rl.sidecar.open_session import OpenSession
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target, start_target
 from spmd_rl.types import AnswerInfo, EnvReply, Prompt, SessionLost, Verdict
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class LocalEnvironments:
             0, tag, reply, partial(self._play, slot, spec.step_timeout), partial(self._free[tag].append, slot)
         )
 
-    async def _play(self, slot: Slot, seconds: float, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
+    async def _play(self, slot: EnvSlot, seconds: float, call: wire.ResetRequest | wire.StepRequest) -> EnvReply:
         """Play a call in a slot. SessionLost if the environment fails."""
         self.outstanding += 1
         try:
@@ -98,6 +98,6 @@ class LocalEnvironments:
             for slot in slots:
                 slot.close()
 
-    def _new_slot(self, tag: str) -> Slot:
+    def _new_slot(self, tag: str) -> EnvSlot:
         spec = self._specs[tag]
-        return Slot(tag, spec, service_factories(f"env.{tag}", spec.sandbox, packages=spec.packages))
+        return EnvSlot(tag, spec, service_factories(f"env.{tag}", spec.sandbox, packages=spec.packages))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.sidecar.crew import Crew, WorkerProcess
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.fair_queue import FairQueue
 from spmd_rl.sidecar.frames import FrameSocket
+from spmd_rl.sidecar.process_pool import ProcessPool, WorkerProcess
 from spmd_rl.types import Verdict
 
 CHUNK_SECONDS = 0.01
@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class ScoreJob:
     """One request at the host, from its arrival to its verdict. `client` and `id` say whose it is."""
 
     client: bytes
@@ -54,15 +54,16 @@ class Job:
 
 
 @dataclass(eq=False, slots=True)
-class _Worker(WorkerProcess):
+class _ScoreWorker(WorkerProcess):
     """`mode` is empty until it is ready."""
 
     mode: str = ""
     max_batch: int = wire.BATCH_ITEMS
     fresh: bool = True
+    """Whether it has run nothing, and no other has died since it started: what killed that one may have struck both."""
     alone: bool = False
     """Whether it runs a suspect."""
-    running: dict[int, Job] = field(default_factory=dict)
+    running: dict[int, ScoreJob] = field(default_factory=dict)
     """By number, in the order in which they run."""
     since: float = 0.0
 
@@ -74,26 +75,26 @@ class _Worker(WorkerProcess):
         return self.max_batch if self.mode and not self.running else 0
 
 
-class Pool(Crew[_Worker]):
+class Pool(ProcessPool[_ScoreWorker]):
     """The workers of one domain. The host calls `tick` in every round of its event loop.
 
     `resolve(job, verdict)` is called once for each submitted job.
     """
 
     def __init__(
-        self, domain: str, spec: wire.PoolSpec, resolve: Callable[[Job, Verdict], None], loop: EventLoop
+        self, domain: str, spec: wire.PoolSpec, resolve: Callable[[ScoreJob, Verdict], None], loop: EventLoop
     ) -> None:
         super().__init__(f"reward.{domain}", spec, wire.FROM_WORKER, loop)
         self.verdicts = 0
         self._resolve = resolve
-        self._queue: FairQueue[Job] = FairQueue()
-        self._suspects: deque[Job] = deque()
+        self._queue: FairQueue[ScoreJob] = FairQueue()
+        self._suspects: deque[ScoreJob] = deque()
         self._mean_seconds = CHUNK_SECONDS
 
     @property
     def window(self) -> int:
         """The number of requests that a worker node should hold for these workers."""
-        modes = [worker.mode for worker in self._workers if worker.mode]
+        modes = [worker.mode for worker in self.workers if worker.mode]
         if not modes or self.broken:
             return 0
         ahead = int(AHEAD_SECONDS / self._mean_seconds) if modes[0] == "sync" else wire.BATCH_ITEMS
@@ -104,17 +105,17 @@ class Pool(Crew[_Worker]):
     @property
     def busy(self) -> bool:
         """Whether a worker is starting or running, or a request waits."""
-        waiting = self._queue or self._suspects or any(worker.running for worker in self._workers)
+        waiting = self._queue or self._suspects or any(worker.running for worker in self.workers)
         return not self.ready or bool(waiting)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ScoreJob) -> None:
         """Queue a job, or give it the verdict `error` if there can be no worker."""
         if self.broken:
             self._settle(job, Verdict("error", detail=self.broken))
         else:
             self._queue.push(job.client, job)
 
-    def take(self, limit: int) -> list[Job]:
+    def take(self, limit: int) -> list[ScoreJob]:
         """Take the next jobs off the queue: at most `limit`, and what a frame should hold."""
         jobs, size = [], 0
         while self._queue and len(jobs) < limit and size < wire.BATCH_BYTES:
@@ -124,12 +125,12 @@ class Pool(Crew[_Worker]):
                 size += len(memoryview(job.input))
         return jobs
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ScoreJob) -> None:
         """Forget a job that nobody waits for. A worker that runs it goes on."""
         job.cancelled, job.input = True, NOTHING
         self._queue.discard(job.client, job)
 
-    def put_back(self, jobs: list[Job], suspect: bool = False) -> None:
+    def put_back(self, jobs: list[ScoreJob], suspect: bool = False) -> None:
         """Return jobs that were taken to the front of the queue; a `suspect` runs alone on a fresh worker."""
         if self.broken:
             for job in jobs:
@@ -142,17 +143,17 @@ class Pool(Crew[_Worker]):
 
     def status(self) -> wire.PoolStatus:
         """Return the state of the pool."""
-        ready = sum(bool(worker.mode) for worker in self._workers)
-        running = sum(len(worker.running) for worker in self._workers)
+        ready = sum(bool(worker.mode) for worker in self.workers)
+        running = sum(len(worker.running) for worker in self.workers)
         queued = len(self._queue) + len(self._suspects)
-        settled = (self.verdicts, self._deaths, self.broken)
-        return wire.PoolStatus(self._spec.target, self._spec.workers, ready, running, queued, *settled)
+        settled = (self.verdicts, self.deaths, self.broken)
+        return wire.PoolStatus(self.spec.target, self.spec.workers, ready, running, queued, *settled)
 
     def tick(self) -> None:
         """Enforce deadlines, replace dead workers and hand out work."""
-        for worker in [worker for worker in self._workers if self._loop.now > worker.deadline]:
+        for worker in [worker for worker in self.workers if self.loop.now > worker.deadline]:
             self._on_deadline(worker)
-        self._start_workers(self._spec.workers)
+        self.start_workers(self.spec.workers)
         if not self.ready:
             self.progress += 1  # starting is progress; the worker's deadline limits it
         if self._queue or self._suspects:
@@ -160,21 +161,21 @@ class Pool(Crew[_Worker]):
 
     # -- workers --------------------------------------------------------------------------------------------------
 
-    def _new_worker(self, frames: FrameSocket, deadline: float) -> _Worker:
-        return _Worker(frames, deadline)
+    def _new_worker(self, frames: FrameSocket, deadline: float) -> _ScoreWorker:
+        return _ScoreWorker(frames, deadline)
 
-    def _on_message(self, worker: _Worker, message: wire.Ready | wire.ScoreReplies) -> None:
+    def _on_message(self, worker: _ScoreWorker, message: wire.Ready | wire.ScoreReplies) -> None:
         if isinstance(message, wire.Ready):
             worker.mode, worker.max_batch = message.mode, message.max_batch
             return
         for item in message.items:
             self._on_verdict(worker, item)
 
-    def _on_verdict(self, worker: _Worker, item: wire.ScoreReply) -> None:
+    def _on_verdict(self, worker: _ScoreWorker, item: wire.ScoreReply) -> None:
         job = worker.running.pop(item.id, None)
         if job is None:
             return
-        now = self._loop.now
+        now = self.loop.now
         if worker.mode == "sync":
             self._mean_seconds += 0.1 * (max(now - worker.since, 1e-6) - self._mean_seconds)
             worker.since = now
@@ -185,57 +186,57 @@ class Pool(Crew[_Worker]):
     # -- work -----------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             if not worker.capacity:
                 continue
             if self._suspects and worker.fresh:
                 worker.alone = True
                 self._give(worker, [self._suspects.popleft()])
-            elif self._suspects and not any(other.fresh for other in self._workers):
+            elif self._suspects and not any(other.fresh for other in self.workers):
                 if not worker.running:
-                    self._remove(worker)  # a fresh one takes its place
+                    self.remove(worker)  # a fresh one takes its place
             elif jobs := self._take_chunk(worker):
                 self._give(worker, jobs)
 
-    def _take_chunk(self, worker: _Worker) -> list[Job]:
-        share = -(-len(self._queue) // len(self._workers))
+    def _take_chunk(self, worker: _ScoreWorker) -> list[ScoreJob]:
+        share = -(-len(self._queue) // len(self.workers))
         limit = int(CHUNK_SECONDS / self._mean_seconds) if worker.mode == "sync" else wire.BATCH_ITEMS
         return self.take(max(1, min(share, limit, worker.capacity)))
 
-    def _give(self, worker: _Worker, jobs: list[Job]) -> None:
+    def _give(self, worker: _ScoreWorker, jobs: list[ScoreJob]) -> None:
         worker.running |= {job.number: job for job in jobs}
-        worker.fresh, worker.since = False, self._loop.now
+        worker.fresh, worker.since = False, self.loop.now
         self._set_deadline(worker)
-        self._send(worker, wire.ScoreRequests([job.request for job in jobs]))
+        self.send(worker, wire.ScoreRequests([job.request for job in jobs]))
 
-    def _set_deadline(self, worker: _Worker) -> None:
+    def _set_deadline(self, worker: _ScoreWorker) -> None:
         if not worker.running:
             worker.deadline = float("inf")
         elif worker.mode == "sync":
-            worker.deadline = self._loop.now + next(iter(worker.running.values())).timeout
+            worker.deadline = self.loop.now + next(iter(worker.running.values())).timeout
         else:
             grace = ASYNC_GRACE if worker.mode == "async" else 0.0
             worker.deadline = worker.since + max(job.timeout for job in worker.running.values()) + grace
 
-    def _settle(self, job: Job, verdict: Verdict) -> None:
+    def _settle(self, job: ScoreJob, verdict: Verdict) -> None:
         self.progress += 1
         self._resolve(job, verdict)
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _on_deadline(self, worker: _Worker) -> None:
+    def _on_deadline(self, worker: _ScoreWorker) -> None:
         if not worker.ready:
-            self._late_to_start(worker)
+            self.late_to_start(worker)
             return
         seconds = next(iter(worker.running.values())).timeout
-        self._deaths += 1
-        self._remove(worker)
+        self.deaths += 1
+        self.remove(worker)
         self._put_blame(worker, Verdict("timeout", detail=f"no verdict after {seconds:g} s"))
 
-    def _on_death(self, worker: _Worker) -> None:
+    def _on_death(self, worker: _ScoreWorker) -> None:
         self._put_blame(worker, Verdict("error", detail="it killed its worker, then a fresh one that ran it alone"))
 
-    def _put_blame(self, worker: _Worker, verdict: Verdict) -> None:
+    def _put_blame(self, worker: _ScoreWorker, verdict: Verdict) -> None:
         """Settle or put back what a worker had when it was lost. `verdict` is for the job to blame, once it is sure."""
         jobs, alone = list(worker.running.values()), worker.alone
         num_running = 1 if worker.mode == "sync" else len(jobs)
@@ -245,12 +246,12 @@ class Pool(Crew[_Worker]):
                 self._settle(job, verdict)
         else:
             self._suspects.extend(job for job in blamed if not job.cancelled)
-            for other in self._workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
+            for other in self.workers:  # whatever killed this worker may have struck idle ones, unnoticed yet
                 other.fresh = False
         self.put_back(innocent)
 
     def _drop_work(self, reason: str) -> None:
-        jobs = [job for worker in self._workers for job in worker.running.values()]
+        jobs = [job for worker in self.workers for job in worker.running.values()]
         jobs += [*self._suspects, *self._queue]
         self._suspects.clear()
         self._queue = FairQueue()

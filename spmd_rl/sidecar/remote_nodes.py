@@ -14,7 +14,7 @@ import msgspec
 from spmd_rl import wire
 from spmd_rl.errors import one_line, tell
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.pool import Job, Pool
+from spmd_rl.sidecar.pool import Pool, ScoreJob
 from spmd_rl.sidecar.verdicts import checked_reply
 from spmd_rl.types import Verdict
 
@@ -36,12 +36,12 @@ MAX_DISMISSED = 1024
 @dataclass(eq=False, slots=True)
 class _RemoteNode:
     name: str
-    last_heard: float
+    last_seen: float
     last_written: float
     windows: dict[str, int] = field(default_factory=dict)
-    running: dict[int, tuple[Job, float]] = field(default_factory=dict)
+    running: dict[int, tuple[ScoreJob, float]] = field(default_factory=dict)
     """By number: the job and when it was given."""
-    late: dict[int, Job] = field(default_factory=dict)
+    late: dict[int, ScoreJob] = field(default_factory=dict)
     """By number: jobs that others have got too, but whose verdict may still come from here."""
     is_slow: bool = False
     """Whether it was late and has answered nothing in time since: it gets one job at a time."""
@@ -60,7 +60,7 @@ class RemoteNodes:
         pools: Mapping[str, Pool],
         specs: Mapping[str, wire.PoolSpec],
         send: Callable[[bytes, msgspec.Struct], bool],
-        resolve: Callable[[Job, Verdict], None],
+        resolve: Callable[[ScoreJob, Verdict], None],
         loop: EventLoop,
     ) -> None:
         self._host, self._pools, self._send, self._resolve, self._loop = host, pools, send, resolve, loop
@@ -72,15 +72,17 @@ class RemoteNodes:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def on_message(self, peer: bytes, message: wire.Join | wire.Heartbeat | wire.NodeReplies | wire.Goodbye) -> None:
+    def on_message(
+        self, peer: bytes, message: wire.NodeJoin | wire.NodeHeartbeat | wire.NodeReplies | wire.Goodbye
+    ) -> None:
         """Handle a message of a node. WireError if there are too many nodes, or it was dismissed."""
-        if isinstance(message, wire.Join):
+        if isinstance(message, wire.NodeJoin):
             self._on_join(peer, message)
         elif isinstance(message, wire.Goodbye):
             self.lose(peer, blame=False)
         elif (node := self._nodes.get(peer)) is None:
             self._send(peer, wire.Pong("", {}))  # not the name that it knows: it joins again
-        elif isinstance(message, wire.Heartbeat):
+        elif isinstance(message, wire.NodeHeartbeat):
             self._on_heartbeat(peer, node, message)
         else:
             for item in message.items:
@@ -95,10 +97,10 @@ class RemoteNodes:
         for peer, node in list(self._nodes.items()):
             if look:
                 self._take_back_late(node)
-            if self._loop.now - node.last_heard > LEASE_SECONDS:
+            if self._loop.now - node.last_seen > LEASE_SECONDS:
                 self.lose(peer)
                 continue
-            if self._loop.now - max(node.last_heard, node.last_written) > QUIET_SECONDS:
+            if self._loop.now - max(node.last_seen, node.last_written) > QUIET_SECONDS:
                 node.last_written = self._loop.now
                 self._send(peer, wire.Pong(self._host, {}))
             for domain, window in node.windows.items():
@@ -123,11 +125,11 @@ class RemoteNodes:
     def status(self) -> list[wire.NodeStatus]:
         """Return the state of each node."""
         return [
-            wire.NodeStatus(node.name, node.windows, len(node.running), node.verdicts, self._loop.now - node.last_heard)
+            wire.NodeStatus(node.name, node.windows, len(node.running), node.verdicts, self._loop.now - node.last_seen)
             for node in self._nodes.values()
         ]
 
-    def _on_join(self, peer: bytes, message: wire.Join) -> None:
+    def _on_join(self, peer: bytes, message: wire.NodeJoin) -> None:
         self.lose(peer, blame=False)
         name = one_line(message.name)
         if name in self._dismissed:
@@ -136,10 +138,10 @@ class RemoteNodes:
             raise wire.WireError(f"{MAX_NODES} worker nodes have joined already")
         self._nodes[peer] = _RemoteNode(name, self._loop.now, self._loop.now)
         pools = {domain: self._specs[domain] for domain in message.domains if domain in self._specs}
-        self._send(peer, wire.Welcome(self._host, pools))
+        self._send(peer, wire.NodeWelcome(self._host, pools))
 
-    def _on_heartbeat(self, peer: bytes, node: _RemoteNode, message: wire.Heartbeat) -> None:
-        node.last_heard = self._loop.now
+    def _on_heartbeat(self, peer: bytes, node: _RemoteNode, message: wire.NodeHeartbeat) -> None:
+        node.last_seen = self._loop.now
         self._send(peer, wire.Pong(self._host, {}))
         if message.host != self._host:
             return

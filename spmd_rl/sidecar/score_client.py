@@ -33,8 +33,8 @@ class ScoreClient(HostClient):
             return Verdict("error", detail=str(error))
         if (size := len(memoryview(packed))) > wire.MAX_INPUT_BYTES:
             return Verdict("rejected", detail=f"{size} bytes of prompt and answer; the limit is {wire.MAX_INPUT_BYTES}")
-        id_ = next(self._ids)
-        return await self._ask(id_, prompt.domain, wire.ScoreRequest(id_, prompt.domain, timeout, packed), size)
+        id_ = next(self.ids)
+        return await self.request(id_, prompt.domain, wire.ScoreRequest(id_, prompt.domain, timeout, packed), size)
 
     def _message(self, calls: list[Call]) -> wire.ScoreRequests:
         return wire.ScoreRequests([call.request for call in calls])
@@ -44,10 +44,8 @@ class ScoreClient(HostClient):
 
     def _on_replies(self, message: wire.ScoreReplies) -> None:
         for item in message.items:
-            call = self._calls.get(item.id)
-            if call is not None and not call.reply.done():
-                call.reply.set_result(item.verdict)
-                self._settled(call)
+            if (call := self.open_call(item.id)) is not None:
+                self.settle(call, item.verdict)
 
     def _fail(self, call: Call, reason: str, detail: str) -> None:
         call.reply.set_result(Verdict(reason, detail=detail))

@@ -1,7 +1,7 @@
 """The sessions at a host: whose they are, what was answered last, and when nobody uses them any more.
 
 A call that is sent again gets the answer that it got, so that no step is taken twice. The clock of episodes and leases
-is the client's own: it runs while the client is heard, and so stands still while a rank trains.
+is the client's own: it runs while messages of the client arrive, and so stands still while a rank trains.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from spmd_rl import wire
-from spmd_rl.sidecar.env_pool import EnvPool, Seat
+from spmd_rl.sidecar.env_pool import EnvPool, Slot
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.types import LostReason
 
@@ -27,8 +27,8 @@ GONE_SECONDS = 5.0
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class _Client:
-    last_heard: float
+class _SessionClient:
+    last_seen: float
     last_written: float = 0.0
     clock: float = 0.0
     gone_at: float | None = None
@@ -36,51 +36,51 @@ class _Client:
     sessions: dict[int, "_Session"] = field(default_factory=dict)
     """By the client's own number."""
     replies: list[wire.SessionReply | wire.SessionFailure] = field(default_factory=list)
-    """Those that are not sent yet."""
+    """Replies that are not sent yet."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class _Session:
     reset: wire.ResetRequest
-    client: _Client
+    client: _SessionClient
     pool: EnvPool
     used: float
     """When a call came or was answered last, by the client's clock."""
     number: int = 0
-    """Of the call that came last."""
+    """The number of the call that came last."""
     answer: wire.SessionReply | wire.SessionFailure | None = None
-    """To that call; None while it runs."""
-    seat: Seat | None = None
+    """The reply to that call; None while it runs."""
+    slot: Slot | None = None
     began: float = 0.0
     failure: tuple[LostReason, str, str] | None = None
-    """Why it is over, if the client has not been told."""
+    """Why it is over, if the client has not received it."""
 
     @property
     def id(self) -> int:
         """The client's own number."""
         return self.reset.session
 
-    def on_seat(self, seat: Seat) -> None:
+    def on_slot(self, slot: Slot) -> None:
         """Its reset begins."""
-        self.seat, self.began = seat, self.client.clock
+        self.slot, self.began = slot, self.client.clock
 
     def on_reply(self, number: int, reply: msgspec.Raw) -> None:
-        """See `Holder`."""
-        self._say(wire.SessionReply(self.id, number, reply.copy()))
+        """See `SlotOwner`."""
+        self._answer(wire.SessionReply(self.id, number, reply.copy()))
 
     def on_failure(self, reason: LostReason, detail: str, traceback: str = "") -> None:
-        """See `Holder`. The client hears of it with its next call."""
-        self.seat, self.failure = None, (reason, detail, traceback)
+        """See `SlotOwner`. The client receives it with its next call."""
+        self.slot, self.failure = None, (reason, detail, traceback)
         if self.answer is None:
-            self._say(wire.SessionFailure(self.id, self.number, *self.failure))
+            self._answer(wire.SessionFailure(self.id, self.number, *self.failure))
 
-    def _say(self, answer: wire.SessionReply | wire.SessionFailure) -> None:
+    def _answer(self, answer: wire.SessionReply | wire.SessionFailure) -> None:
         self.answer, self.used = answer, self.client.clock
         self.client.replies.append(answer)
 
 
 class Sessions:
-    """The host calls `on_requests` for each message, `heard` for each message of any kind, `tick` in every round, and
+    """The host calls `on_requests` for each message, `on_any` for each message of any kind, `tick` in every round, and
     `unreachable` where a client has no connection. `send(peer, message)` returns False if the frame must wait."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Sessions:
     ) -> None:
         """`host`: the name of this host process."""
         self._host, self._pools, self._send, self._loop = host, pools, send, loop
-        self._clients: dict[bytes, _Client] = {}
+        self._clients: dict[bytes, _SessionClient] = {}
         self._next_check = 0.0
 
     def __len__(self) -> int:
@@ -103,11 +103,11 @@ class Sessions:
         """Whether an environment works, or an answer waits."""
         return any(pool.busy for pool in self._pools.values()) or any(c.replies for c in self._clients.values())
 
-    def heard(self, peer: bytes) -> None:
+    def on_any(self, peer: bytes) -> None:
         """Note that a client lives."""
         if client := self._clients.get(peer):
-            client.clock += min(self._loop.now - client.last_heard, MAX_SILENCE)
-            client.last_heard, client.gone_at = self._loop.now, None
+            client.clock += min(self._loop.now - client.last_seen, MAX_SILENCE)
+            client.last_seen, client.gone_at = self._loop.now, None
 
     def unreachable(self, peer: bytes) -> None:
         """Note that a client has no connection; it may come back."""
@@ -117,7 +117,7 @@ class Sessions:
 
     def on_requests(self, peer: bytes, message: wire.SessionRequests, draining: bool) -> None:
         """Handle calls. A host that drains begins no sessions. WireError if there are too many."""
-        client = self._clients.get(peer) or _Client(self._loop.now)
+        client = self._clients.get(peer) or _SessionClient(self._loop.now)
         for item in message.items:
             session = client.sessions.get(item.session)
             if isinstance(item, wire.CloseRequest):
@@ -147,7 +147,7 @@ class Sessions:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _on_reset(self, client: _Client, item: wire.ResetRequest) -> None:
+    def _on_reset(self, client: _SessionClient, item: wire.ResetRequest) -> None:
         if len(client.sessions) >= MAX_SESSIONS:
             raise wire.WireError(f"more than {MAX_SESSIONS} sessions")
         pool = self._pools.get(item.env)
@@ -159,7 +159,7 @@ class Sessions:
         client.sessions[item.session] = session
         pool.submit(session)
 
-    def _on_step(self, client: _Client, session: _Session | None, item: wire.StepRequest) -> None:
+    def _on_step(self, client: _SessionClient, session: _Session | None, item: wire.StepRequest) -> None:
         if session is None:
             detail = "the host does not know the session: it was restarted, or its lease is over"
             client.replies.append(wire.SessionFailure(item.session, item.number, "lost", detail))
@@ -170,7 +170,7 @@ class Sessions:
                 client.replies.append(session.answer)
             else:
                 session.answer = None
-                session.pool.step(session.seat, item.number, item.action)
+                session.pool.step(session.slot, item.number, item.action)
         else:
             self._repeat(session, item.number)
 
@@ -181,12 +181,12 @@ class Sessions:
 
     def _close(self, session: _Session) -> None:
         del session.client.sessions[session.id]
-        if session.seat is not None:
-            session.pool.release(session.seat)
+        if session.slot is not None:
+            session.pool.release(session.slot)
         else:
             session.pool.withdraw(session)
 
-    def _send_replies(self, peer: bytes, client: _Client) -> None:
+    def _send_replies(self, peer: bytes, client: _SessionClient) -> None:
         while client.replies:
             size = count = 0
             while count < min(len(client.replies), wire.BATCH_ITEMS) and size < wire.BATCH_BYTES:
@@ -199,7 +199,7 @@ class Sessions:
 
     # -- clients and leases ---------------------------------------------------------------------------------------
 
-    def _check(self, peer: bytes, client: _Client) -> None:
+    def _check(self, peer: bytes, client: _SessionClient) -> None:
         now = self._loop.now
         if client.gone_at is not None and now - client.gone_at > GONE_SECONDS:
             client.replies.clear()
@@ -209,13 +209,13 @@ class Sessions:
             self._check_session(session)
         if not client.sessions and not client.replies:
             del self._clients[peer]
-        elif now - max(client.last_heard, client.last_written) > QUIET_SECONDS:
+        elif now - max(client.last_seen, client.last_written) > QUIET_SECONDS:
             client.last_written = now
             self._send(peer, wire.Pong(self._host, {}))
 
     def _check_session(self, session: _Session) -> None:
         clock, spec = session.client.clock, session.pool.spec
-        if session.seat is not None and clock - session.began > spec.episode_timeout:
+        if session.slot is not None and clock - session.began > spec.episode_timeout:
             self._end(session, "timeout", f"its episode took over {spec.episode_timeout:g} s")
         elif session.answer is not None and clock - session.used > spec.lease:
             if session.failure is not None:
@@ -225,9 +225,9 @@ class Sessions:
 
     def _end(self, session: _Session, reason: LostReason, detail: str) -> None:
         """End a session before its episode is over. A call that runs is late."""
-        seat, running = session.seat, session.answer is None
-        session.pool.release(seat)
+        slot, running = session.slot, session.answer is None
+        session.pool.release(slot)
         if running:
-            session.pool.expire(seat)
+            session.pool.expire(slot)
         session.used = session.client.clock
         session.on_failure(reason, detail)

@@ -49,8 +49,8 @@ PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 TAIL_LINES = 40
 
 
-class Supervisor:
-    """Looks after one server. The host hears `Ready` at its first answer, or `Failed` if there is none."""
+class ServerSupervisor:
+    """Looks after one server. The host receives `Ready` at its first answer, or `StartFailed` if there is none."""
 
     def __init__(self, host: socket.socket, start: wire.StartServer) -> None:
         self._host, self._server, self._port = host, start.server, start.port
@@ -72,7 +72,7 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         if failure := await self._start():
-            send_frame(self._host, wire.Failed(f"{self._name}: {' '.join(self._command)}: {failure}"))
+            send_frame(self._host, wire.StartFailed(f"{self._name}: {' '.join(self._command)}: {failure}"))
             return
         send_frame(self._host, wire.Ready())
         pause = PAUSE_SECONDS
@@ -170,7 +170,7 @@ def main(fd: int) -> None:
     adopt_orphans()
     with socket.socket(fileno=fd) as host:
         if (start := receive_frame(host, wire.TO_CHILD)) is not None:
-            asyncio.run(Supervisor(host, start).run())
+            asyncio.run(ServerSupervisor(host, start).run())
 
 
 if __name__ == "__main__":

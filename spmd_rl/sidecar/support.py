@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from spmd_rl.errors import UserError, tell
+from spmd_rl.plugins.targets import build_target, import_target
 from spmd_rl.sidecar.services import service_factories
-from spmd_rl.targets import build_target, import_target
 from spmd_rl.types import Prompt, Rewarder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def unsupported(rewarder: Rewarder, prompt: Prompt) -> str:
     """Return why a rewarder cannot judge a row, whatever the answer; empty if it can, or does not say."""
     try:
         return rewarder.unsupported(prompt) if hasattr(rewarder, "unsupported") else ""
-    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts tell
+    except (RuntimeError, ValueError, KeyError, TypeError):  # a mistake of the row, which its verdicts report
         return ""
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from spmd_rl import wire
 from spmd_rl.errors import UserError, located, one_line, traceback_of
+from spmd_rl.plugins.targets import build_target, start_target
 from spmd_rl.sidecar.frames import receive_frame, send_frame
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.verdicts import checked
-from spmd_rl.targets import build_target, start_target
 from spmd_rl.types import SUSPECT, Rewarder, Verdict
 
 
@@ -98,7 +98,7 @@ def serve(sock: socket.socket, domain: str, pool: wire.PoolSpec) -> None:
         rewarder = build_target(f"reward.{domain}", pool.target, pool.args, services=services)
         start_target(f"reward.{domain}", pool.target, rewarder)
     except UserError as error:
-        send_frame(sock, wire.Failed(str(error)))
+        send_frame(sock, wire.StartFailed(str(error)))
         return
     mode = call_mode(rewarder)
     send_frame(sock, wire.Ready(mode, min(getattr(rewarder, "max_batch", wire.BATCH_ITEMS), wire.BATCH_ITEMS)))

@@ -2,9 +2,9 @@
 
     python -m spmd_rl sidecar --connect tcp://HOST:PORT --keys DIR --allow math=rewards.math_verify:MathReward
 
-The host says which rewarder a domain has and with which arguments; the command line says which classes may be imported
-here, how many workers there are and which sandbox they use. Pools and deadlines are those of a host (`pool.py`). A
-node keeps nothing: what it had when it is lost, the host gives to others (`remote_nodes.py`).
+The host sends which rewarder a domain has and with which arguments; the command line lists the classes that may be
+imported here, how many workers there are and which sandbox they use. Pools and deadlines are those of a host
+(`pool.py`). A node keeps nothing: what it had when it is lost, the host gives to others (`remote_nodes.py`).
 """
 
 import os
@@ -20,7 +20,7 @@ from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import UserError, tell
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.pool import Job, Pool
+from spmd_rl.sidecar.pool import Pool, ScoreJob
 from spmd_rl.sidecar.sockets import open_dealer, received, send
 from spmd_rl.types import Verdict
 
@@ -28,7 +28,7 @@ HEARTBEAT_SECONDS = 0.5
 JOIN_SECONDS = 600.0
 """The time within which a host must answer first: it may start later than the node."""
 WARN_SECONDS = 10.0
-"""The time after which the node says that it waits for a host."""
+"""The time after which the node prints that it waits for a host."""
 SILENCE_SECONDS = 60.0
 """A host that was there and is silent for this long is not coming back; the run is over."""
 DRAIN_SECONDS = 10.0
@@ -93,9 +93,9 @@ class WorkerNode:
         self._host = ""  # the host that has welcomed us
         self._specs: dict[str, wire.PoolSpec] = {}
         self._pools: dict[str, Pool] = {}
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, ScoreJob] = {}
         self._replies: list[wire.ScoreReply] = []
-        self._last_heard = self._alone_since = 0.0
+        self._last_seen = self._alone_since = 0.0
         self._next_heartbeat = 0.0
         self._warned = False
         self._ended = False
@@ -138,7 +138,7 @@ class WorkerNode:
     def _abandoned(self) -> bool:
         """Return whether the host is gone for good. UserError if none has ever answered."""
         if self._host:
-            return self._loop.now - self._last_heard > SILENCE_SECONDS
+            return self._loop.now - self._last_seen > SILENCE_SECONDS
         waited = self._loop.now - self._alone_since
         if waited > WARN_SECONDS and not self._warned:
             self._warned = True
@@ -151,12 +151,12 @@ class WorkerNode:
 
     def _send_heartbeat(self) -> None:
         if not self._host:
-            send(self._dealer, wire.Join(self._name, self._allowed.domains))
+            send(self._dealer, wire.NodeJoin(self._name, self._allowed.domains))
             return
         draining = self._drain_until is not None
         windows = {domain: 0 if draining else pool.window for domain, pool in self._pools.items()}
         running = [*self._jobs, *(item.id for item in self._replies)]
-        send(self._dealer, wire.Heartbeat(self._host, windows, running))
+        send(self._dealer, wire.NodeHeartbeat(self._host, windows, running))
 
     def _receive(self) -> None:
         for frames in received(self._dealer):
@@ -165,11 +165,13 @@ class WorkerNode:
             except wire.WireError as error:
                 _log(f"a frame from the host is malformed: {error}")
                 continue
-            self._last_heard = self._loop.now
+            self._last_seen = self._loop.now
             self._on_message(message)
 
-    def _on_message(self, message: wire.Welcome | wire.ScoreRequests | wire.Pong | wire.Goodbye | wire.Error) -> None:
-        if isinstance(message, wire.Welcome):
+    def _on_message(
+        self, message: wire.NodeWelcome | wire.ScoreRequests | wire.Pong | wire.Goodbye | wire.Error
+    ) -> None:
+        if isinstance(message, wire.NodeWelcome):
             self._on_welcome(message)
         elif isinstance(message, wire.ScoreRequests):
             for item in message.items:
@@ -189,7 +191,7 @@ class WorkerNode:
         self._host = ""
         self._alone_since, self._next_heartbeat = self._loop.now, 0.0
 
-    def _on_welcome(self, welcome: wire.Welcome) -> None:
+    def _on_welcome(self, welcome: wire.NodeWelcome) -> None:
         """Open the pools that the host names, and keep those whose spec is the same as before."""
         self._forget_host()
         if not welcome.pools:
@@ -214,10 +216,10 @@ class WorkerNode:
         except wire.WireError as error:
             self._replies.append(wire.ScoreReply(item.id, Verdict("error", detail=str(error))))
             return
-        self._jobs[item.id] = job = Job(b"", item.id, item.domain, item.timeout, item.input)
+        self._jobs[item.id] = job = ScoreJob(b"", item.id, item.domain, item.timeout, item.input)
         pool.submit(job)
 
-    def _resolve(self, job: Job, verdict: Verdict) -> None:
+    def _resolve(self, job: ScoreJob, verdict: Verdict) -> None:
         pool = self._pools.get(job.domain)
         if job.cancelled or pool is None or pool.broken:
             return  # a node without workers gives no verdicts

@@ -84,7 +84,7 @@ class TrainerClient(WeightClient):
         except DAMAGED as error:
             raise RunFailed(f"what training rank {trainer} had of slice {task.place} is damaged: {error}") from None
 
-    def _ask(self, trainer: int, kind: type, message: wire.Message, *payload: bytes) -> tuple:
+    def _ask(self, trainer: int, kind: type, message: wire.WireMessage, *payload: bytes) -> tuple:
         """What a training rank answers. This rank does nothing else meanwhile: where that one hangs, so does this."""
         ranks = (self._trainers[trainer],) if self._trainers else ()
         name = f"generate: answer of rank {ranks[0]}" if ranks else f"generate: answer of training rank {trainer}"

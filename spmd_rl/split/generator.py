@@ -76,7 +76,7 @@ class Generator:
     ) -> Iterator[tuple["Generator", Rollouts]]:
         """[all] that generate: the engine of this rank, and who keeps it busy. `world`: all ranks."""
         with ExitStack() as stack:
-            with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+            with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
                 host = sidecar.connect_both(cfg.reward, envs, world.node, cfg.sidecar.bind, False, cfg.sidecar.keys)
                 scorer, environments = stack.enter_context(host)
                 engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, side.together)  # [all]

@@ -36,7 +36,7 @@ class Lent:
         cls, cfg: RlConfig, remote: RemoteRollouts, services: Services, side: TrainSide, world: World
     ) -> Iterator["Lent"]:
         """[all] `world`: all ranks of the job, which also leave this together."""
-        with world.phase("start"), world.journal.slow(cfg.journal.start_seconds):
+        with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):
             engine = build_engine(cfg.engine, cfg.policy, cfg.train.offload, world)  # [all]
         work = RemoteWork(side.lent.client, leaves=True)
         parts = cfg.generation, engine, remote.source, services

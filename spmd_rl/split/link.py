@@ -19,7 +19,7 @@ import zmq
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.sidecar.sockets import open_dealer, send
 from spmd_rl.split import messages
@@ -55,7 +55,7 @@ def _address(attach: str, folder: Path) -> str | None:
         raise UserError(f"placement.attach: {folder / ADDRESS_FILE} is no address of a training job") from None
 
 
-def _asked(address: str, keys: ClientKeys | None, message: wire.Message, seconds: float) -> wire.Message | None:
+def _asked(address: str, keys: ClientKeys | None, message: wire.WireMessage, seconds: float) -> wire.WireMessage | None:
     """What the training job answers; None where it does not in time."""
     with zmq.Context() as context, contextlib.closing(open_dealer(context, address, keys)) as dealer:
         send(dealer, message)
@@ -65,7 +65,7 @@ def _asked(address: str, keys: ClientKeys | None, message: wire.Message, seconds
 def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> messages.Welcome:
     """Wait for the training job, and return what it says of itself. RunFailed after so many seconds."""
     where = attach if attach.startswith("tcp://") else str(folder)
-    deadline, notice = time.monotonic() + seconds, Notice(0)
+    deadline, notice = time.monotonic() + seconds, WaitMessage(0)
     while time.monotonic() < deadline:
         notice(f"waiting for a training job at {where}")
         if (address := _address(attach, folder)) is None:

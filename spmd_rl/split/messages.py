@@ -19,11 +19,11 @@ Measured = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Counted = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
-class Hello(wire.Message, tag=20):
+class Hello(wire.WireMessage, tag=20):
     """Ask what the training job is; answered with `Welcome` where jobs attach."""
 
 
-class Welcome(wire.Message, tag=21):
+class Welcome(wire.WireMessage, tag=21):
     """What an attached job must have in common with the training job, and where its ranks are."""
 
     values: dict[str, str]
@@ -33,7 +33,7 @@ class Welcome(wire.Message, tag=21):
     lease_seconds: float
 
 
-class Join(wire.Message, tag=22):
+class Join(wire.WireMessage, tag=22):
     """Ask to be a member; answered with `Joined` where jobs attach and there is room."""
 
     name: wire.Name
@@ -41,7 +41,7 @@ class Join(wire.Message, tag=22):
     """Whether the sender is the first rank of its replica."""
 
 
-class Joined(wire.Message, tag=23):
+class Joined(wire.WireMessage, tag=23):
     """The sender is a member: by this number and this secret it is known from now on."""
 
     member: wire.Id
@@ -55,7 +55,7 @@ class Beat(FromMember, tag=24):
     ready: bool
 
 
-class News(wire.Message, tag=25):
+class News(wire.WireMessage, tag=25):
     """How things stand."""
 
     known: bool
@@ -85,7 +85,7 @@ class Claim(FromMember, tag=26):
     room: wire.Id
 
 
-class Claimed(wire.Message):
+class Claimed(wire.WireMessage):
     """A piece that the sender shall do."""
 
     place: Place
@@ -94,7 +94,7 @@ class Claimed(wire.Message):
     """The member that has begun it and left it; see `TakeBegun`."""
 
 
-class ClaimReply(wire.Message, tag=27):
+class ClaimReply(wire.WireMessage, tag=27):
     """What the sender shall do."""
 
     known: bool
@@ -120,7 +120,7 @@ class Deposit(AboutPiece, tag=28):
     """Whether it is no finished piece but one that others shall go on with."""
 
 
-class Deposited(wire.Message, tag=29):
+class Deposited(wire.WireMessage, tag=29):
     """What became of it; what is reported of the piece follows."""
 
     state: Literal["kept", "late", "refused"]
@@ -130,7 +130,7 @@ class Deposited(wire.Message, tag=29):
     why: str = ""
 
 
-class Stats(wire.Message):
+class Stats(wire.WireMessage):
     """How a member's engine fared since it began a step."""
 
     idle_seconds: Measured = 0.0
@@ -151,7 +151,7 @@ class Report(AboutPiece, tag=30):
     stats: Stats
 
 
-class Reported(wire.Message, tag=31):
+class Reported(wire.WireMessage, tag=31):
     """Whether the piece counts, or is given back."""
 
     known: bool
@@ -173,7 +173,7 @@ class TakeBegun(FromMember, tag=35):
     place: Place
 
 
-class Begun(wire.Message, tag=36):
+class Begun(wire.WireMessage, tag=36):
     """What was begun of a slice; its bytes follow, none if it is not here."""
 
     place: Place

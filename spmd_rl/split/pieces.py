@@ -132,11 +132,11 @@ class PieceRules:
             self.check_ids(some)
         low, high = versions.start, versions.stop
         _require(bool(((served >= low) & (served < high)).all()), f"a token is not of versions {low} to {high - 1}")
-        if turn.survivors is not None:
-            counts, survivors = _column(turn.survivors.counts, "i"), _column(turn.survivors.ids, "i")
-            whole = len(counts) == len(tokens) and bool((counts >= 0).all()) and int(counts.sum()) == len(survivors)
-            _require(whole, "the survivors of a turn do not fit its tokens")
-            self.check_ids(survivors)
+        if turn.candidate_ids is not None:
+            counts, candidate_ids = _column(turn.candidate_ids.counts, "i"), _column(turn.candidate_ids.ids, "i")
+            whole = len(counts) == len(tokens) and bool((counts >= 0).all()) and int(counts.sum()) == len(candidate_ids)
+            _require(whole, "the candidate_ids of a turn do not fit its tokens")
+            self.check_ids(candidate_ids)
         if turn.experts is not None:
             experts = _column(turn.experts, "h")
             known = bool(((experts >= -1) & (experts < self._num_experts)).all())

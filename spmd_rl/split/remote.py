@@ -14,7 +14,7 @@ import msgspec
 
 from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
-from spmd_rl.distributed.notice import Notice
+from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Collected, RankReport, Sampling, check_errors
@@ -68,7 +68,7 @@ class RemoteRollouts:
         self._cfg, self._server, self._world, self._attached = cfg, side.server, side.world, side.is_attached
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._cursor, self._rules, self._start, self._collected = Cursor(), rules, 0, 0
-        self._notice = Notice(side.world.rank)
+        self._notice = WaitMessage(side.world.rank)
         self._server.rules = self
 
     def state(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class RemoteRollouts:
 
         while not self._server.with_queue(until):
             progress, there = self._server.with_queue(lambda queue: (queue.progress, queue.num_ready))
-            with journal.slow(self._cfg.placement.absent_seconds if self._attached else 0.0):
+            with journal.extend_timeout(self._cfg.placement.absent_seconds if self._attached else 0.0):
                 moved = False
                 while not moved:
                     if self._attached:

@@ -254,7 +254,7 @@ class TrainerServer:
             self._say_at = self._loop.now + SAY_SECONDS
             tell(f"split: {text} ({self._num_dropped} so far)")
 
-    def _answer(self, message: wire.Message, payload: memoryview) -> list[Any]:
+    def _answer(self, message: wire.WireMessage, payload: memoryview) -> list[Any]:
         """The frames of the answer, if there is one."""
         if not isinstance(message, FromMember):
             reply = self._welcome_to(message) if self._welcome else None
@@ -280,14 +280,14 @@ class TrainerServer:
                 return self.weights.answer(message)
         return [wire.encode(self._from_queue(message, payload))] if self.queue is not None else []
 
-    def _welcome_to(self, message: wire.Message) -> wire.Message | None:
+    def _welcome_to(self, message: wire.WireMessage) -> wire.WireMessage | None:
         if isinstance(message, messages.Hello):
             return self._welcome
         if self.queue is None or (member := self.queue.join(message.name, message.leads)) is None:
             return None
         return messages.Joined(*self._seal.membership(member))
 
-    def _from_queue(self, message: wire.Message, payload: memoryview) -> wire.Message:
+    def _from_queue(self, message: wire.WireMessage, payload: memoryview) -> wire.WireMessage:
         """The answer of the queue."""
         queue = self.queue
         if isinstance(message, messages.Claim):

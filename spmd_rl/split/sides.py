@@ -185,7 +185,7 @@ def attach(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[Genera
     data: digests of what the settings do not show, by name. UserError for another model, other settings or data.
     """
     keys, seconds = _client_keys(cfg), cfg.placement.absent_seconds
-    with world.phase("start"), world.journal.slow(seconds):
+    with world.phase("start"), world.journal.extend_timeout(seconds):
         found = None
         if world.rank == 0:
             with world.journal.waiting("start: training job"):

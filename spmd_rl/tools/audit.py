@@ -22,8 +22,18 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
-from spmd_rl.errors import RunFailed, UserError, printable
-from spmd_rl.tools.reward_audit import ASKED, GOLD, audit, build_rewarder, describe, paid_cheats, unjudged, unpaid
+from spmd_rl.errors import RunFailed, UserError, plural, printable, tell
+from spmd_rl.tools.reward_audit import (
+    ASKED,
+    GOLD,
+    asked_about,
+    audit_apart,
+    build_rewarder,
+    describe,
+    paid_cheats,
+    unjudged,
+    unpaid,
+)
 
 ROWS = 4
 """Rows of each domain"""
@@ -37,26 +47,32 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
     RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
     """
     loaded = Prompts.load(cfg.data, cfg.steps > 0)
-    prompts, template = loaded.train or loaded.eval, with_line_breaks(cfg.data.format)
+    prompts, template = asked_about(loaded), with_line_breaks(cfg.data.format)
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     paid, failed, unheeded, not_asked = [], [], [], []
+    trained = {prompt.domain for prompt in loaded.train}
     for domain in sorted({prompt.domain for prompt in prompts}):
         own, reward = [prompt for prompt in prompts if prompt.domain == domain], cfg.reward.domains[domain]
         rewarder = build_rewarder(domain, reward)
-        console.print(Text(f"\n{printable(domain)}: {reward.target}, {min(rows, len(own))} rows", "bold"))
+        only = ", evaluated only" if trained and domain not in trained else ""
+        console.print(
+            Text(f"\n{printable(domain)}: {reward.target}, {plural(min(rows, len(own)), 'row')}{only}", "bold")
+        )
         if isinstance(rewarder, str):
             console.print(printable(f"  The rewarder {rewarder}.", lines=False))
             not_asked.append(domain)
             continue
         with phase(f"asking reward.{domain}"):
-            kinds = audit(rewarder, own, rows, template, reward.timeout)
+            kinds = audit_apart(domain, reward, rewarder, own, rows, template)
         table = Table(box=None, show_header=False, padding=(0, 2))
         for name, text in describe(kinds):
             table.add_row(Text(name), Text(printable(text), "bold yellow" if "!" in text else ""))
         console.print(table)
         if GOLD not in kinds:
             console.print("  Neither the rows nor the reward know a gold answer.")
+        elif not all(trial.is_whole for trial in kinds[GOLD].trials.values()):
+            console.print("  The last of these rows took too long, and no other was asked.")
         elif ASKED not in kinds:
             console.print("  The prompts name no form for the answer: the bare one stands for what a model writes.")
         paid += [f"{domain}: {name}" for name in paid_cheats(kinds)]
@@ -65,15 +81,14 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
     problems = [f"answers are paid that solve nothing: {'; '.join(paid)}"] if paid else []
     if failed:
         more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
-        problems.append(
-            f"{len(failed)} row{'s' * (len(failed) > 1)} cannot be judged: {'; '.join(failed[:NAMED])}{more}"
-        )
+        problems.append(f"{plural(len(failed), 'row')} cannot be judged: {'; '.join(failed[:NAMED])}{more}")
     if unheeded:
         problems.append(unheeded[0] + f" (and {len(unheeded) - 1} more)" * (len(unheeded) > 1))
     if problems:
         raise RunFailed(". ".join(problems))
     without = f" Domains that were not asked: {', '.join(not_asked)}." if not_asked else ""
-    console.print(f"\nNo known cheat is paid.{without} Held-out rows were not asked; rows=N asks more of the others.")
+    held_out = " Held-out rows of domains that are trained on were not asked." if loaded.train and loaded.eval else ""
+    console.print(f"\nNo known cheat is paid.{without}{held_out} rows=N asks more of each domain.")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -82,6 +97,9 @@ def run(argv: Sequence[str]) -> None:
         return print(f"usage: {program('audit')} [rows=N] [key=value ...]\n\n{__doc__}", end="")
     given = [word for word in argv if word.startswith("rows=")]
     rest = [word for word in argv if word not in given]
+    if others := {"--dry-run", "--plan", "--cfg", "-c"} & set(argv):
+        tell(f"error: {min(others)}: no option of audit, which scores answers; it is one of {program('rlvr')}")
+        sys.exit(2)
     return main(
         "rlvr", RlvrConfig, show, ["--dry-run", *rest], preview=partial(_show, rows=[*given, f"rows={ROWS}"][0])
     )

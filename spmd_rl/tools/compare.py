@@ -10,6 +10,7 @@ from the least to the greatest; it ends where the shortest of them does.
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from spmd_rl.command_line import Parser, program
 from spmd_rl.config.run_identity import CONFIG_FILE, identity
-from spmd_rl.errors import printable, reason, tell
+from spmd_rl.errors import plural, printable, reason, tell
 from spmd_rl.track import html_page as page
 from spmd_rl.track.render import CHARTS, SCORES
 from spmd_rl.track.run_reader import RunData, read_run
@@ -33,7 +34,7 @@ KEYS = {key: name for name, key, _ in SCORES[1:] + SCORES[:1]} | {key: title for
 """Metrics that are drawn by default, and their titles."""
 TABLE_KEYS = tuple(KEYS)[:3]
 LESS_IS_BETTER = ("loss", "diff", "time/", "seconds", "bubble", "overhead", "kl")
-MAX_DIFFERING = 4
+MAX_DIFFERING = 16
 WIDTH, HEIGHT = 760.0, 260.0
 
 
@@ -55,10 +56,17 @@ class Lane:
 
 
 def lanes(runs: Sequence[RunData]) -> list[Lane]:
-    """Put runs of the same settings but the seed together, and give each lane a name and a colour of its own."""
-    together: dict[str, list[RunData]] = {}
+    """Put runs of the same settings but the seed together, and give each lane a name and a colour of its own.
+
+    A run that repeats a seed of the same settings is no further seed, and begins another lane.
+    """
+    together: dict[tuple[str, int], list[RunData]] = {}
+    seen = Counter[str]()
     for run in runs:
-        together.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
+        settings = json.dumps(_settings(run), sort_keys=True, default=str)
+        start = f"{settings} {[run.setting(key) for key in SEEDS]}"
+        together.setdefault((settings, seen[start]), []).append(run)
+        seen[start] += 1
     named = [_name(group) for group in together.values()]
     twice = {name for name in named if named.count(name) > 1}
     found = []
@@ -95,7 +103,8 @@ def differences(found: Sequence[Lane]) -> list[str]:
     settings = [_settings(lane.runs[0]) for lane in found]
     keys = sorted(set().union(*settings))
     differing = [key for key in keys if len({str(tree.get(key)) for tree in settings}) > 1]
-    return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) for tree in settings]
+    more = f", and {len(differing) - MAX_DIFFERING} more" if len(differing) > MAX_DIFFERING else ""
+    return [", ".join(f"{key}={tree.get(key)}" for key in differing[:MAX_DIFFERING]) + more for tree in settings]
 
 
 def charts(found: Sequence[Lane], keys: Sequence[str]) -> dict[str, str]:
@@ -119,7 +128,7 @@ def html(found: Sequence[Lane], keys: Sequence[str]) -> str:
     figures = [page.figure(KEYS.get(key, key), key, "", chart) for key, chart in charts(found, keys).items()]
     rows = [[lane.name, told, str(len(lane.runs))] for lane, told in zip(found, differences(found), strict=True)]
     body = (
-        f'<h1>{len(found)} runs compared</h1><div class="keys" style="margin:12px 0">{keys_of_lanes}</div>'
+        f'<h1>{plural(len(found), "run")} compared</h1><div class="keys" style="margin:12px 0">{keys_of_lanes}</div>'
         f'<div class="grid2">{"".join(figures)}</div>'
         + page.section("Runs", page.table(["run", "settings that differ", "seeds"], rows))
     )

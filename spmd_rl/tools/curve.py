@@ -63,8 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = Parser(program("curve"), description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--title", default="Score by training step")
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="*.svg")
+    parser.add_argument("--title", default="Score by training step", help="default: %(default)s")
     options = parser.parse_args(arguments)
     try:
         drawing = draw([read_run(directory) for directory in options.runs], options.title)

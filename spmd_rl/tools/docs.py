@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from spmd_rl.command_line import Parser, program
-from spmd_rl.config.docs import Entry, entries, options
+from spmd_rl.config.docs import SettingEntry, entries, options
 from spmd_rl.config.load import CONFIGS, build, compose
 from spmd_rl.config.schema import PIPELINES
 
@@ -51,7 +51,7 @@ def _pipeline(name: str) -> Iterator[str]:
         yield ""
 
 
-def _row(entry: Entry) -> str:
+def _row(entry: SettingEntry) -> str:
     value = "required" if entry.value == "required" else f"`{entry.value}`"
     return f"| `{entry.key}` | {entry.type} | {value} | {_cell(entry.doc)} |"
 

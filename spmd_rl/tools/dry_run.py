@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.text import Text
 
 from spmd_rl import sidecar
-from spmd_rl.answer_form import fill
 from spmd_rl.config.batch_arithmetic import (
     describe_evaluation,
     describe_samples,
@@ -35,12 +34,13 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import RlConfig, RlvrConfig
 from spmd_rl.data import Prompts
 from spmd_rl.data.prompts import with_line_breaks
-from spmd_rl.errors import UserError, printable
+from spmd_rl.errors import UserError, plural, printable
 from spmd_rl.hub import model_folder
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.tools import reward_audit
-from spmd_rl.tools.reward_audit import BARE, GOLD, GOLDEN, UNSUPPORTED, Kind, Trial
+from spmd_rl.tools.answer_form import fill
+from spmd_rl.tools.reward_audit import BARE, GOLD, UNSUPPORTED, Kind, Trial
 from spmd_rl.types import Prompt, Rewarder, Verdict
 
 SHOWN = 3
@@ -62,9 +62,9 @@ def show(cfg: RlvrConfig) -> None:
         policy = cfg.policy
         tokenizer = load_tokenizer(policy.model, policy.trust_remote_code, cfg.data.chat_template_kwargs)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    shown = prompts.train or prompts.eval
+    shown = reward_audit.asked_about(prompts)
     with phase("rendering the prompts"):
-        lengths = _lengths(shown, tokenizer)
+        lengths = _lengths(prompts.train or prompts.eval, tokenizer)
     fitting = [length for length in lengths if length <= cfg.rollout.max_prompt_tokens]
     if not fitting or (cfg.data.overlong == "error" and len(fitting) < len(lengths)):
         raise UserError(
@@ -81,7 +81,7 @@ def show(cfg: RlvrConfig) -> None:
             rewarders[domain] = reward_audit.build_rewarder(domain, reward)
             if not isinstance(rewarders[domain], str):
                 template = with_line_breaks(cfg.data.format)
-                found[domain] = reward_audit.audit(rewarders[domain], rows, SHOWN, template, reward.timeout)
+                found[domain] = reward_audit.audit_apart(domain, reward, rewarders[domain], rows, SHOWN, template)
     for prompt in _spread(shown):
         lines, answer = _rewards(rewarders[prompt.domain], prompt, found.get(prompt.domain, {}))
         _show_prompt(console, prompt, lines, answer, tokenizer, cfg.rollout.max_new_tokens)
@@ -128,10 +128,13 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     overlong = sum(length > r.max_prompt_tokens for length in lengths)
     kept = max(1, round(len(prompts.train) * (1 - overlong / len(lengths))))
     epoch = math.ceil(kept / r.prompts_per_step)
+    unused = [domain for domain, share in (cfg.data.mix or {}).items() if not share]
     training = ("a step", "its tokens", "updates", "epochs", "optimizer")
     lines = [
         *roles_and_ranks(cfg),
-        ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"),
+        ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"
+                    + (f"; {prompts.num_unused} not trained on: data.mix.{', data.mix.'.join(unused)}=0"
+                       if prompts.num_unused else "")),
         ("prompt tokens", f"mean {mean(lengths):.0f}, longest {max(lengths)}, limit {r.max_prompt_tokens}"
                           + (f"; {overlong} of {len(lengths)} are longer (data.overlong={cfg.data.overlong})"
                              if overlong else "")),
@@ -163,8 +166,8 @@ def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
         ("model", f"{cfg.policy.model}: {describe_model(model_folder(cfg.policy.model))}"),
         ("dtype", f"{dtype(cfg.policy.dtype)}; master weights and optimizer float32"),
         *((role.name, str(role.own.model)) for role in loaded_roles(cfg.roles) if role.name != "policy"),
-        ("ranks", f"{ranks}: {cfg.train.name} in {shards} data shards x {axes}; "
-                  f"{cfg.engine.name} in {replicas} replicas x tp {cfg.engine.tp}"),
+        ("ranks", f"{ranks}: {cfg.train.name} in {plural(shards, 'data shard')} x {axes}; "
+                  f"{cfg.engine.name} in {plural(replicas, 'replica')} x tp {cfg.engine.tp}"),
     ]  # fmt: skip
 
 
@@ -259,7 +262,11 @@ def _audit(rewarder: Rewarder | str, kinds: dict[str, Kind] | None, prompts: Seq
     told = f"; {len(left_out)} of {len(asked)} rows are left out: {counted(left_out)}" if left_out else ""
     if paid := reward_audit.paid_cheats(kinds):
         return f"! paid for solving nothing: {', '.join(paid)}; python -m spmd_rl audit says more{told}"
-    return f"none of {len(kinds.keys() - {*GOLDEN, UNSUPPORTED})} answers that solve nothing is paid{told}"
+    scored, failed = reward_audit.cheats_asked(kinds)
+    told = f"; ! {failed} got no score{told}" if failed else told
+    if not scored:
+        return f"no answer that solves nothing was scored{told}"
+    return f"none of {plural(scored, 'answer')} that solve{'s' * (scored == 1)} nothing is paid{told}"
 
 
 def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:

@@ -8,7 +8,8 @@ so does an environment that fails.
 """
 
 import asyncio
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.data import EnvTasks
-from spmd_rl.errors import RunFailed, UserError, printable
+from spmd_rl.errors import RunFailed, UserError, plural, printable
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Demonstrator
 from spmd_rl.rollout.prompt_text import first_messages
@@ -41,19 +42,34 @@ def show(cfg: AgenticConfig) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table(console, "Batch arithmetic", _arithmetic(cfg, tasks))
     not_played: dict[str, str] = {}
+    failed: dict[str, UserError] = {}
     with closing(LocalEnvironments(cfg.env, timed=True)) as environments:
         for number in range(max(SHOWN, len(cfg.env.tags))):
             task = tasks.ticket(number, cfg.seed)[1]
-            with phase(f"playing env.{task.domain}"):
+            with _told_later(console, failed, task.domain), phase(f"playing env.{task.domain}"):
                 not_played[task.domain] = _show_episode(console, task, cfg, environments, tokenizer)
         for tag in cfg.env.tags:
-            with phase(f"playing env.{tag}, held out"):
+            with _told_later(console, failed, tag), phase(f"playing env.{tag}, held out"):
                 table(console, f"env.{tag}", asyncio.run(_returns(cfg, tag, tasks, environments, tokenizer)))
     table(console, "Would be written", outputs(cfg))
     console.print("\nWhat a rank would hold in memory: --plan in the place of --dry-run.")
+    for error in failed.values():
+        more = f" (and {plural(len(failed) - 1, 'environment')} more)" if len(failed) > 1 else ""
+        raise UserError(f"{error}{more}", error.report)
     for tag, reason in not_played.items():
         if cfg.warmup.steps and reason:
             raise UserError(f"warmup.steps={cfg.warmup.steps}: env.{tag} shows nothing to learn from: {reason}")
+
+
+@contextmanager
+def _told_later(console: Console, failed: dict[str, UserError], tag: str) -> Iterator[None]:
+    """Print an environment's first failure, and go on: it ends the preview once all else is shown."""
+    try:
+        yield
+    except UserError as error:
+        if tag not in failed:
+            console.print(Text(f"\n! {printable(str(error), lines=False)}", "bold yellow"))
+        failed.setdefault(tag, error)
 
 
 def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
@@ -68,7 +84,8 @@ def _arithmetic(cfg: AgenticConfig, tasks: EnvTasks) -> list[tuple[str, str]]:
     warmup = f"{cfg.warmup.steps} steps on {cfg.warmup.episodes} demonstrations each" if cfg.warmup.steps else "none"
     return [
         *roles_and_ranks(cfg),
-        ("environments", ", ".join(f"{tag} {share / sum(shares.values()):.0%}" for tag, share in shares.items())),
+        ("environments", ", ".join(f"{tag} {share / sum(shares.values()):.0%}" if share else f"{tag} evaluated only"
+                                   for tag, share in shares.items())),
         ("at once", f"{places} a node, in sidecar workers"),
         ("a step", f"{describe_samples(r)}; {samples / shards:g} a data shard"),
         ("an episode", f"{turns} of at most {r.max_new_tokens} sampled tokens{context}"),
@@ -111,7 +128,8 @@ async def _played(task: Prompt, cfg: AgenticConfig, environments: Environments, 
         by = Demonstrator(cfg.env, cfg.rollout, cfg.engine.kv_tokens, cfg.seed, environments, tokenizer)
         return await by.play(task, 0)
     except RunFailed as failed:
-        raise UserError(f"{failed} ({cfg.env.tags[task.domain].target})", failed.report) from None
+        line = str(failed).replace(": error: ", ": ", 1)
+        raise UserError(f"{line} ({cfg.env.tags[task.domain].target})", failed.report) from None
 
 
 def _reason(verdict: Verdict) -> str:

@@ -5,21 +5,26 @@ another row, and what the reward's own `cheats(prompt)` yields: answers that try
 """
 
 import asyncio
+import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
 from statistics import fmean
 
+import msgspec
+
 from spmd_rl import wire
-from spmd_rl.answer_form import SLOT, asked_forms, fill, shown
 from spmd_rl.config.schema import RewardConfig
-from spmd_rl.process import Overtime, deadline
+from spmd_rl.data import Prompts
+from spmd_rl.errors import UserError, plural, printable
+from spmd_rl.plugins.targets import build_target, guarded, start_target
+from spmd_rl.process import Overtime, contained, deadline
 from spmd_rl.sidecar.services import service_factories
 from spmd_rl.sidecar.support import counted, unsupported
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target, guarded, start_target
+from spmd_rl.tools.answer_form import SLOT, asked_forms, fill, shown
 from spmd_rl.types import AnswerInfo, Prompt, Rewarder, Verdict
 
 BARE = SLOT
@@ -30,6 +35,8 @@ LEAST = 0.1
 """The share of the best form's pay beyond which another form is paid too, and not for its length alone"""
 SECONDS = 60.0
 """The time that a score may take where no setting says it"""
+MAX_SECONDS = 1e6
+"""Of a whole audit, whose scores have limits of their own"""
 FORM_ALONE = 0.5
 """The most that another row's gold answer may get, for its form."""
 GOLD, ASKED = "gold answer", "gold answer as the prompt asks"
@@ -122,6 +129,12 @@ class Trial:
         return self.verdicts[form].score if self.verdicts[form].scored else float("-inf")
 
 
+def asked_about(prompts: Prompts) -> Sequence[Prompt]:
+    """Return the prompts of which a look at the rewards asks: for training, and of other domains those held out."""
+    trained = {prompt.domain for prompt in prompts.train}
+    return [*prompts.train, *(prompt for prompt in prompts.eval if prompt.domain not in trained)]
+
+
 def build_rewarder(domain: str, reward: RewardConfig) -> Rewarder | str:
     """Build and start a rewarder as its worker would, or say why it is not asked here."""
     if reward.devices or {"url", "model"} & reward.args.keys():
@@ -160,18 +173,49 @@ def attempt(judged: Callable[[Prompt, str], Verdict], prompt: Prompt, gold: str,
     return trial
 
 
+def audit_apart(
+    domain: str, reward: RewardConfig, rewarder: Rewarder, prompts: Sequence[Prompt], rows: int, template: str
+) -> dict[str, Kind]:
+    """Return what `audit` does, in a process of its own. UserError, which names the row, if the reward ends that."""
+
+    def work(say: Callable[[str], None]) -> None:
+        def named() -> Iterator[Prompt]:
+            for prompt in prompts:
+                say(printable(f"row {prompt.id}", lines=False))
+                yield prompt
+
+        try:
+            kinds = audit(rewarder, prompts, rows, template, reward.timeout, named())
+            say(msgspec.msgpack.encode(kinds).hex())
+        except UserError as error:
+            say(json.dumps([str(error), error.report]))
+
+    said, end = contained(work, MAX_SECONDS)
+    place = f"reward.{domain}.target: {reward.target}"
+    if end:
+        raise UserError(f"{place}: {end} on {' '.join(said[-1:]) or 'its first row'}")
+    if said[-1].startswith("["):
+        raise UserError(*json.loads(said[-1]))
+    return msgspec.msgpack.decode(bytes.fromhex(said[-1]), type=dict[str, Kind])
+
+
 def audit(
-    rewarder: Rewarder, prompts: Sequence[Prompt], rows: int, template: str = "{question}", seconds: float = SECONDS
+    rewarder: Rewarder,
+    prompts: Sequence[Prompt],
+    rows: int,
+    template: str = "{question}",
+    seconds: float = SECONDS,
+    asked: Iterable[Prompt] = (),
 ) -> dict[str, Kind]:
     """Score answers of each kind to the first `rows` prompts of a domain; the kinds are in the order of first use.
 
     A gold answer is stated in the form that scores best, and in the best of those that the prompt asks for (template:
     `data.format`). Any other is wrong if it scores more than 0, and more than the gold answer of another row, which may
-    be paid up to `FORM_ALONE` for its form. seconds: `reward.<domain>.timeout`.
+    be paid up to `FORM_ALONE` for its form. seconds: `reward.<domain>.timeout`. asked: the prompts as they are taken.
     """
     kinds: dict[str, Kind] = defaultdict(Kind)
     judged = partial(score, rewarder, seconds=seconds)
-    for prompt in islice(prompts, rows):
+    for prompt in islice(asked or prompts, rows):
         if reason := unsupported(rewarder, prompt):
             kinds[UNSUPPORTED].unsupported[prompt.id] = reason
             continue
@@ -215,6 +259,12 @@ def paid_cheats(kinds: dict[str, Kind]) -> list[str]:
     return [name for name, kind in kinds.items() if kind.wrong and name not in (*GOLDEN, PROMPT, OTHER)]
 
 
+def cheats_asked(kinds: dict[str, Kind]) -> tuple[int, int]:
+    """Return how many answers that solve nothing got a score, and how many got none."""
+    own = [kind for name, kind in kinds.items() if name not in (*GOLDEN, PROMPT, OTHER, UNSUPPORTED)]
+    return sum(len(kind.scores) for kind in own), sum(len(kind.failures) for kind in own)
+
+
 def unjudged(kinds: dict[str, Kind]) -> list[str]:
     """Return a line for each row on which the reward failed: its id, the first kind of answer, and the reason."""
     found: dict[str, str] = {}
@@ -237,7 +287,10 @@ def describe(kinds: dict[str, Kind]) -> Iterable[tuple[str, str]]:
     """Yield a line for each kind of answer: its name, and the mean score with what is wrong about it."""
     for name, kind in kinds.items():
         if kind.unsupported:
-            yield name, f"{len(kind.unsupported)} rows, left out of a run: {counted(kind.unsupported.values())}"
+            yield (
+                name,
+                f"{plural(len(kind.unsupported), 'row')}, left out of a run: {counted(kind.unsupported.values())}",
+            )
             continue
         text = "    -" if kind.mean is None else f"{kind.mean:5.2f}"
         text += f"  {len(kind.scores)} scored"

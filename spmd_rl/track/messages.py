@@ -1,4 +1,4 @@
-"""What a run says on rank 0's terminal before its first step and after its last."""
+"""What a run prints on rank 0's terminal before its first step and after its last."""
 
 from functools import partial
 from itertools import chain

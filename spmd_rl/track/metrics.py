@@ -11,8 +11,11 @@ import msgspec
 
 Reduce = Literal["sum", "mean", "max"]
 Values = dict[str, float]
+WARMUP_SCORE = "warmup/score/mean"
+"""The mean score of a warm-up step's demonstrations, which readers tell apart from the policy's own"""
 _COLUMNS = (
     ("score", "critic/score/mean", "{:.3f}"),
+    ("demonstrated score", WARMUP_SCORE, "{:.3f}"),
     ("val", "val/score/mean", "{:.3f}"),
     ("greedy", "val/score_greedy/mean", "{:.3f}"),
     ("over", "val/num_prompts", "{:.0f} prompts"),
@@ -77,11 +80,18 @@ def combine(reduce: Reduce, records: Iterable[Mapping[str, float]]) -> Values:
     return sums if reduce == "sum" else {key: total / len(columns[key]) for key, total in sums.items()}
 
 
+def with_warmup_named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step's values, where the score of a warm-up step is that of demonstrations."""
+    names = {"critic/score/mean": WARMUP_SCORE} if "warmup/loss" in values else {}
+    return {names.get(key, key): value for key, value in values.items()}
+
+
 def describe(step: int, num_steps: int, values: Mapping[str, float | None]) -> str:
     """Describe a step in one line.
 
     Example: `14:02:11  step  3/12  score 0.412  val 0.350  greedy 0.812  over 64 prompts  seconds 12.3`.
     """
+    values = with_warmup_named(values)
     shown = [f"{name} {form.format(values[key])}" for name, key, form in _COLUMNS if values.get(key) is not None]
     width = len(str(num_steps))
     return "  ".join([time.strftime("%H:%M:%S"), f"step {step:{width}d}/{num_steps}", *shown])

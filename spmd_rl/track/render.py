@@ -14,6 +14,7 @@ from typing import Any
 
 from spmd_rl.track import goodput, timeline
 from spmd_rl.track import html_page as page
+from spmd_rl.track.metrics import WARMUP_SCORE
 from spmd_rl.track.run_reader import RunData, best_and_worst, plain_text, read_run
 from spmd_rl.track.samples import merged_files
 from spmd_rl.track.svg import Series, duration, label, line_chart, stacked_bars, thin
@@ -33,6 +34,7 @@ SCORES = (
     ("held-out, sampled", "val/score/mean", "var(--c1)"),
     ("held-out, greedy", "val/score_greedy/mean", "var(--c2)"),
 )
+WARMUP = ("warm-up, by demonstrations", WARMUP_SCORE, "var(--c5)")
 CHARTS = (
     ("Gradient norm", "before clipping", "actor/grad_norm", "var(--c4)"),
     ("Entropy", "nats per sampled token", "actor/entropy", "var(--c3)"),
@@ -128,7 +130,7 @@ def _tiles(run: RunData) -> str:
 
 
 def _scores(run: RunData) -> str:
-    shown = [Series(name, color, points) for name, key, color in SCORES if (points := run.series(key))]
+    shown = [Series(name, color, points) for name, key, color in (*SCORES, WARMUP) if (points := run.series(key))]
     keys = "".join(page.key(series.name, series.color) for series in shown)
     return page.figure("Mean score", "by training step", keys, line_chart(shown, width=1150, height=280))
 

@@ -96,7 +96,7 @@ class TokenCounts(NamedTuple):
         return prompts, 2 * (size.per_token + size.head) * self.sampled + 4 * size.attention * self.attended
 
 
-class Pass(NamedTuple):
+class ModelPasses(NamedTuple):
     """The passes that a step makes over one model, besides generating with it."""
 
     size: ModelSize
@@ -120,7 +120,7 @@ def roofline(
     generated: TokenCounts,
     trained: TokenCounts,
     policy: ModelSize,
-    passes: Sequence[Pass],
+    passes: Sequence[ModelPasses],
     devices: Devices,
     spec: DeviceSpec,
 ) -> dict[str, float]:

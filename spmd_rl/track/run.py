@@ -31,9 +31,9 @@ from spmd_rl.track import launch_info, messages, render
 from spmd_rl.track.goodput import Goodput
 from spmd_rl.track.memory import PhaseMemory
 from spmd_rl.track.metrics import MetricsFile, Reduce, Values, combine, describe
+from spmd_rl.track.phase_reporter import PhaseReporter
 from spmd_rl.track.samples import SampleLog, SampleRow
 from spmd_rl.track.trackers import Tracker, check, open_trackers
-from spmd_rl.track.waits import Waits
 
 _CLOSE_TIMEOUT = 3.0
 """Seconds for which the report and the trackers may hold up the end of a run that failed."""
@@ -56,13 +56,14 @@ class Run:
         self._samples, self._held_out = _sample_logs(self.directory, world)
         self._goodput = Goodput(self.directory, BEGAN) if world.rank == 0 else None
         self._memory = PhaseMemory(world.device)
-        self._waits = Waits()
+        self._phase_reporter = PhaseReporter()
         self._trackers: list[Tracker] = []
         self._step: int | None = None
         self._merging = threading.Lock()
         self._num_started = 0
         self._step_start: float | None = None
-        self._line: Values = {}
+        self.line: Values = {}
+        """The step's values so far that are equal on all ranks; after the step, its whole line."""
         self._local: dict[Reduce, Values] = {}
 
     @classmethod
@@ -80,9 +81,9 @@ class Run:
             track = cls(cfg, world, opened["id"])
             world.journal.watch(track._memory)
             if world.rank == 0:
-                world.journal.watch(track._waits)
-                track._waits.start(lambda: place.name if (place := world.journal.inside) else "")
-                stack.callback(track._waits.close)
+                world.journal.watch(track._phase_reporter)
+                track._phase_reporter.start(lambda: call.name if (call := world.journal.inside) else "")
+                stack.callback(track._phase_reporter.close)
             world.on_exit(track._merge_last)
             world.on_exit(track.write_report)
             world.on_exit(track._close_trackers)
@@ -112,10 +113,10 @@ class Run:
     def add(self, values: Mapping[str, float], reduce: Reduce | None = None) -> None:
         """Add values to the step's line. No key may be added twice in a step.
 
-        `reduce=None` says that the values are equal on all ranks already; else they are reduced over the ranks that
+        `reduce=None`: the values are equal on all ranks already; else they are reduced over the ranks that
         have the key. The key `tokens`, the step's generated tokens, becomes `system/tokens_per_s`.
         """
-        target = self._line if reduce is None else self._local.setdefault(reduce, {})
+        target = self.line if reduce is None else self._local.setdefault(reduce, {})
         assert not target.keys() & values.keys(), f"added twice in a step: {sorted(target.keys() & values.keys())}"
         target.update({key: float(value) for key, value in values.items()})
 
@@ -154,7 +155,7 @@ class Run:
         self._reduce()  # [all]
         if self._goodput:
             self._goodput.step(self._step)  # killed after the save and before its end, it is not done again
-        return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self._line}
+        return {"run": self._cfg.run.name, "id": self._id, "step": self._step, "line": self.line}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """[all] Cut metrics and samples back to the checkpoint's step.
@@ -173,7 +174,7 @@ class Run:
             render.write_report(self.directory)
 
     def _begin(self, step: int) -> None:
-        self._step, self._line, self._local = step, {}, {}
+        self._step, self.line, self._local = step, {}, {}
         self._world.journal.set_step(step)
         if self._step_start is None:
             if self._world.rank == 0:
@@ -203,27 +204,27 @@ class Run:
         self._add_derived()
         if self._goodput:
             with self._world.phase("track"):
-                self._line["system/goodput"] = self._goodput.step(step)
+                self.line["system/goodput"] = self._goodput.step(step)
                 with self._merging:
                     for log in (self._samples, self._held_out):
                         log.merge(step)
-                self._metrics.append(step, self._line)
-                tell(describe(step, self._cfg.steps, self._line))
+                self._metrics.append(step, self.line)
+                tell(describe(step, self._cfg.steps, self.line))
                 for tracker in self._trackers:
-                    tracker.log(step, self._line)
+                    tracker.log(step, self.line)
         self._step = None
-        self._waits.first_step = False
+        self._phase_reporter.first_step = False
 
     def _reduce(self) -> None:
         """[all] Reduce the values of all ranks into the line, with one collective."""
         records = self._world.gather("track: metrics", self._local)
         for reduce in _REDUCTIONS:
-            self._line |= combine(reduce, [record.get(reduce, {}) for record in records])
+            self.line |= combine(reduce, [record.get(reduce, {}) for record in records])
         self._local = {}
 
     def _add_derived(self) -> None:
         """Add what follows from the values of the line."""
-        line = self._line
+        line = self.line
         line["system/overhead"] = line["time/coordination"] / line["time/total"]
         if "tokens" in line:
             line["system/tokens_per_s"] = line.pop("tokens") / line["time/total"]

@@ -10,7 +10,7 @@ import msgspec
 
 from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError
-from spmd_rl.track.metrics import read_lines
+from spmd_rl.track.metrics import read_lines, with_warmup_named
 from spmd_rl.track.svg import Point
 from spmd_rl.types import SCORED, SUSPECT
 
@@ -28,7 +28,7 @@ class RunData:
     about: dict[str, Any]
     """Pipeline, git revision and package versions"""
     launch: dict[str, Any]
-    """Command, machine and time of the first start; empty where the journal does not say"""
+    """Command, machine and time of the first start; empty where the journal does not have them"""
 
     def series(self, key: str) -> list[Point]:
         """Return (step, value) of each line that has a number under `key`."""
@@ -51,12 +51,12 @@ def read_run(directory: Path) -> RunData:
     if settings is None:
         raise UserError(f"{directory}: no run is there, it has no config.yaml")
     about = settings.pop("about", None) or {}
-    lines = list(read_lines(directory / "metrics.jsonl"))
+    lines = [with_warmup_named(line) for line in read_lines(directory / "metrics.jsonl")]
     return RunData(directory, lines, settings, about, _launch(directory / "journal" / "rank-0.jsonl"))
 
 
 class Extremes(NamedTuple):
-    """The best and the worst samples of a samples file, as its lines say them; none is in both."""
+    """The best and the worst samples of a samples file, as its lines have them; none is in both."""
 
     mean: float
     """Mean score of all scored samples of the file, or of its beginning."""
@@ -92,14 +92,14 @@ def plain_text(content: str | Sequence[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text", "[image]") for part in content)
 
 
-class _Verdict(msgspec.Struct):
+class _LoggedVerdict(msgspec.Struct):
     status: str
     score: float | None
     parts: dict[str, float] = {}
 
 
 class _Scored(msgspec.Struct):
-    verdict: _Verdict
+    verdict: _LoggedVerdict
 
 
 def _launch(journal: Path) -> dict[str, Any]:

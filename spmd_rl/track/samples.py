@@ -59,7 +59,7 @@ class TurnRow(msgspec.Struct, omit_defaults=True):
     step: StepRow | None = None
     """What the environment returned; None where there is none."""
     advantage: float | None = None
-    """Of this turn's tokens, where the turns have advantages of their own; None where that of the sample is theirs."""
+    """The advantage of this turn's tokens; None where that of the sample is theirs."""
 
 
 class SampleRow(msgspec.Struct, omit_defaults=True):
@@ -76,7 +76,7 @@ class SampleRow(msgspec.Struct, omit_defaults=True):
     turns: list[TurnRow]
     verdict: Mapping[str, Any]
     advantage: float | None
-    """Of the whole answer; of several, for each turn, the mean over its tokens; None for a sample that has none."""
+    """The advantage of the whole answer, or the mean over its tokens if turns have their own; None without one."""
     kept: bool
     """Whether the sample was trained on."""
     reject_reason: str | None

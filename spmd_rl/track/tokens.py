@@ -15,7 +15,7 @@ BROKEN = "\ufffd"
 
 
 class TokenTexts:
-    """Texts of the tokens of one model. Without a tokenizer, `missing` says why, and there are none."""
+    """Texts of the tokens of one model. Without a tokenizer, `missing` is the reason, and there are none."""
 
     def __init__(self, model: str | None) -> None:
         """model: `policy.model`, a directory or a name of the hub; nothing is downloaded."""

@@ -86,7 +86,7 @@ def row_of(
 def aim(head: TokenHead, micro: Batch, row: Row, temperature: float, device: torch.device) -> None:
     """Tell the output embedding of a policy what its next forward is asked: the row's targets."""
     head.targets = to_device(filled_up(micro.token_ids[row.targets]), device)
-    head.temperature, head.survivors = temperature, None
-    if micro.survivors is not None:
-        lists = micro.survivors.index_select(0, row.targets)
-        head.survivors = tuple(to_device(part, device) for part in (lists.owners, lists.values.long()))
+    head.temperature, head.candidate_ids = temperature, None
+    if micro.candidate_ids is not None:
+        lists = micro.candidate_ids.index_select(0, row.targets)
+        head.candidate_ids = tuple(to_device(part, device) for part in (lists.owners, lists.values.long()))

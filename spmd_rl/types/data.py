@@ -111,14 +111,14 @@ class Request(Struct, frozen=True, gc=False):
         return self.top_k > 0 and self.temperature > 0
 
 
-class Survivors(Struct, frozen=True, gc=False):
-    """Among which tokens each sampled token was drawn, where `top_k`, `top_p` or `min_p` cut off all others."""
+class CandidateIds(Struct, frozen=True, gc=False):
+    """The candidates that each sampled token was drawn from, where `top_k`, `top_p` or `min_p` cut off all others."""
 
     counts: array  # 'i', one per sampled token
     ids: array  # 'i', token ids, ascending for each sampled token, end to end
 
-    def __add__(self, other: "Survivors") -> "Survivors":
-        return Survivors(self.counts + other.counts, self.ids + other.ids)
+    def __add__(self, other: "CandidateIds") -> "CandidateIds":
+        return CandidateIds(self.counts + other.counts, self.ids + other.ids)
 
 
 class Completion(Struct, frozen=True, gc=False):
@@ -126,10 +126,10 @@ class Completion(Struct, frozen=True, gc=False):
 
     id: str
     token_ids: array  # 'i', without the prompt
-    logprobs: array  # 'f', natural log, under the distribution that was drawn from: temperature, then survivors alone
+    logprobs: array  # 'f', natural log, under the distribution that was drawn from: temperature, then candidates alone
     versions: array  # 'i', policy version that sampled each token
     finish_reason: FinishReason
-    survivors: Survivors | None = None
+    candidate_ids: CandidateIds | None = None
     """None: each token was drawn among all."""
     experts: array | None = None  # 'h', equally many for each of `token_ids`
     """Of a mixture: the experts that each sampled token went to when it was fed, layer by layer; -1 for the last token,
@@ -145,9 +145,9 @@ class Turn(Struct, frozen=True, gc=False):
     versions: array  # 'i'
     finish_reason: FinishReason
     text: str = ""
-    """What the sampled tokens say, special ones left out; a stop string that ended the turn is part of it."""
-    survivors: Survivors | None = None
-    """See `Completion.survivors`."""
+    """The text of the sampled tokens, special ones left out; a stop string that ended the turn is part of it."""
+    candidate_ids: CandidateIds | None = None
+    """See `Completion.candidate_ids`."""
     step: "AgentStep | None" = None
     """What the environment made of the answer; None where there is none."""
     experts: array | None = None  # 'h'
@@ -160,7 +160,7 @@ class AgentStep(Struct, frozen=True, gc=False):
     observation: str
     """The text that the environment returned."""
     reward: float
-    """Of this step, penalties included."""
+    """The reward of this step, penalties included."""
     state: int
     """64-bit hash of the state in which the answer was given, by which GiGPO finds equal states of a group."""
     action: str | None = None

@@ -74,7 +74,7 @@ class SessionLost(Exception):
         self.detail = detail
         """One line."""
         self.traceback = traceback
-        """Of the environment's own code, if it raised."""
+        """The traceback of the environment's own code, if it raised."""
 
 
 class Session(Protocol):
@@ -145,7 +145,7 @@ class RunLimits:
     processes: int = 1
     """1: no other can be started (up to 64 threads can). More: so many, threads included, each with its own memory."""
     output_bytes: int = 16 << 20
-    """Of stdout and of stderr."""
+    """The limit for stdout, and for stderr."""
     message_bytes: int = 64 << 20
     """What a call of the code may give to its tests, as JSON. More is a failed test."""
 

@@ -106,7 +106,7 @@ class WeightClient:
         """The number of ranks that train."""
         return len(self._sockets)
 
-    def send(self, trainer: int, message: wire.Message, *payload: bytes) -> None:
+    def send(self, trainer: int, message: wire.WireMessage, *payload: bytes) -> None:
         """Send to a training rank, by its index, modulo their number. One that has refused this rank's key takes
         nothing, ever."""
         socket, frames = self._sockets[trainer % self.num_trainers], [wire.encode(message), *payload]

@@ -24,7 +24,7 @@ class Membership(NamedTuple):
     """Nobody who has not been given it can guess it."""
 
 
-class FromMember(wire.Message):
+class FromMember(wire.WireMessage):
     """What each message of such a rank begins with; who is not a member gets no answer."""
 
     member: wire.Id
@@ -47,7 +47,7 @@ class Hold(FromMember, tag=1):
     """What the sender has already, of which it can take deltas."""
 
 
-class Held(wire.Message, tag=2):
+class Held(wire.WireMessage, tag=2):
     """Whether the version is kept here."""
 
     version: wire.Id
@@ -68,7 +68,7 @@ class FetchPiece(FromMember, tag=3):
     """Whether a delta will do, where it is smaller; only after `Held.deltas`."""
 
 
-class Piece(wire.Message, tag=4):
+class Piece(wire.WireMessage, tag=4):
     """One tensor of the weights; its bytes follow."""
 
     version: wire.Id
@@ -91,7 +91,7 @@ class Release(FromMember, tag=7):
     version: wire.Id
 
 
-class Missing(wire.Message, tag=8):
+class Missing(wire.WireMessage, tag=8):
     """The version is not held for the sender: it is not here, or was not fetched in time."""
 
     version: wire.Id

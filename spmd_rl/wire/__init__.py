@@ -32,18 +32,17 @@ from spmd_rl.wire.base import (
     Few,
     Id,
     Many,
-    Message,
     Name,
     Seconds,
     WireError,
+    WireMessage,
     encode,
     pack,
 )
-from spmd_rl.wire.nodes import Goodbye, Heartbeat, Join, NodeReplies, NodeReply, Welcome
+from spmd_rl.wire.nodes import Goodbye, NodeHeartbeat, NodeJoin, NodeReplies, NodeReply, NodeWelcome
 from spmd_rl.wire.processes import (
     EnvPoolSpec,
     Error,
-    Failed,
     GetStatus,
     HostStatus,
     NodeStatus,
@@ -54,6 +53,7 @@ from spmd_rl.wire.processes import (
     Ready,
     ServerSpec,
     Started,
+    StartFailed,
     StartForkServer,
     StartHost,
     StartServer,
@@ -89,15 +89,15 @@ __all__ = [
     "FROM_CHILD",
     "FROM_ENV_WORKER",
     "FROM_WORKER",
-    "Failed",
+    "StartFailed",
     "Few",
     "GetStatus",
     "Goodbye",
     "HELD_BYTES",
-    "Heartbeat",
+    "NodeHeartbeat",
     "HostStatus",
     "Id",
-    "Join",
+    "NodeJoin",
     "MAX_ACTION_BYTES",
     "MAX_ENV_REPLY_BYTES",
     "MAX_FRAME_BYTES",
@@ -106,7 +106,7 @@ __all__ = [
     "MAX_TIMEOUT",
     "MAX_VERDICT_BYTES",
     "Many",
-    "Message",
+    "WireMessage",
     "Name",
     "NodeReplies",
     "NodeReply",
@@ -147,7 +147,7 @@ __all__ = [
     "VERSION",
     "WINDOW",
     "WINDOW_BYTES",
-    "Welcome",
+    "NodeWelcome",
     "WireError",
     "encode",
     "pack",
@@ -157,13 +157,15 @@ SCORE_INPUT = Codec(ScoreInput)
 SCORE_INPUT_SHAPE = Codec(ScoreInputShape)
 VERDICT = Codec(Verdict)
 ENV_REPLY = Codec(EnvReply)
-TO_HOST = Codec(ScoreRequests, CancelScores, Ping, Join, Heartbeat, NodeReplies, Goodbye, GetStatus, SessionRequests)
+TO_HOST = Codec(
+    ScoreRequests, CancelScores, Ping, NodeJoin, NodeHeartbeat, NodeReplies, Goodbye, GetStatus, SessionRequests
+)
 TO_CLIENT = Codec(ScoreReplies, SessionReplies, Pong, Error)
-TO_NODE = Codec(Welcome, ScoreRequests, Pong, Goodbye, Error)
+TO_NODE = Codec(NodeWelcome, ScoreRequests, Pong, Goodbye, Error)
 TO_STATUS = Codec(HostStatus, Error)
 TO_WORKER = Codec(ScoreRequests)
-FROM_WORKER = Codec(Started, Ready, Failed, ScoreReplies)
+FROM_WORKER = Codec(Started, Ready, StartFailed, ScoreReplies)
 TO_ENV_WORKER = Codec(SessionRequests, Ping)
-FROM_ENV_WORKER = Codec(Started, Ready, Failed, SessionReplies, Pong, Goodbye)
+FROM_ENV_WORKER = Codec(Started, Ready, StartFailed, SessionReplies, Pong, Goodbye)
 TO_CHILD = Codec(StartHost, StartForkServer, StartServer)
-FROM_CHILD = Codec(Ready, Failed)
+FROM_CHILD = Codec(Ready, StartFailed)

@@ -40,7 +40,7 @@ class WireError(ValueError):
     """Raised for bytes that are no frame of this version and schema, and for a message that cannot be encoded."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+class WireMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """A message, or a part of one: an array on the wire, and fields that the schema does not have are refused."""
 
 

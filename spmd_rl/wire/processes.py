@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import field
 
-from spmd_rl.wire.base import BATCH_ITEMS, Id, Message, Seconds
+from spmd_rl.wire.base import BATCH_ITEMS, Id, Seconds, WireMessage
 
 
-class PoolSpec(Message, tag="rewarder"):
+class PoolSpec(WireMessage, tag="rewarder"):
     """What the workers of one domain run."""
 
     target: str
@@ -26,7 +26,7 @@ class PoolSpec(Message, tag="rewarder"):
     """What the code of answers may import in the sandbox."""
 
 
-class EnvPoolSpec(Message, tag="environment"):
+class EnvPoolSpec(WireMessage, tag="environment"):
     """What the workers of one environment run."""
 
     target: str
@@ -40,8 +40,8 @@ class EnvPoolSpec(Message, tag="environment"):
     reset_timeout: Seconds = 60.0
     step_timeout: Seconds = 30.0
     episode_timeout: Seconds = 1800.0
-    """From the reset on. Counts the time in which the client was heard, so that no client loses its episodes because
-    it trains."""
+    """From the reset on. Counts the time in which messages of the client arrived, so that no client loses its episodes
+    because it trains."""
     lease: Seconds = 1800.0
     """A session that is not used for this long, by the same clock, is closed."""
     memory_mb: int = 0
@@ -54,7 +54,7 @@ class EnvPoolSpec(Message, tag="environment"):
     start_seconds: float = 300.0
 
 
-class ServerSpec(Message):
+class ServerSpec(WireMessage):
     """A server that the host starts for one domain, such as a judge."""
 
     command: list[str]
@@ -65,11 +65,11 @@ class ServerSpec(Message):
     """The time that the server may take until it answers."""
 
 
-class StartHost(Message, tag="start_host"):
+class StartHost(WireMessage, tag="start_host"):
     """Rank to the host that it starts."""
 
     parent: int
-    """The process id that the host must not outlive; 0 if the closing socket alone tells."""
+    """The process id that the host must not outlive; 0 if the closing socket alone shows its end."""
     address: str
     pools: dict[str, PoolSpec]
     servers: dict[str, ServerSpec] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class StartHost(Message, tag="start_host"):
     envs: dict[str, EnvPoolSpec] = field(default_factory=dict)
 
 
-class StartForkServer(Message, tag="start_fork_server"):
+class StartForkServer(WireMessage, tag="start_fork_server"):
     """Host to the fork server of a pool: import the target, then fork a worker for each socket that follows."""
 
     section: str
@@ -86,7 +86,7 @@ class StartForkServer(Message, tag="start_fork_server"):
     pool: PoolSpec | EnvPoolSpec
 
 
-class StartServer(Message, tag="start_server"):
+class StartServer(WireMessage, tag="start_server"):
     """Host to a supervisor: start this server and keep it running."""
 
     domain: str
@@ -94,15 +94,15 @@ class StartServer(Message, tag="start_server"):
     port: int
 
 
-class Started(Message, tag="started"):
-    """Worker to host: the first message, which tells the process id."""
+class Started(WireMessage, tag="started"):
+    """Worker to host: the first message, with the process id."""
 
     pid: Id
 
 
-class Ready(Message, tag="ready"):
-    """Worker to host: the rewarder or environment is built. Supervisor to host: the server answers. Host to rank: all
-    pools work."""
+class Ready(WireMessage, tag="ready"):
+    """Worker to host: the rewarder or environment is built. A server's supervisor to host: the server answers. Host to
+    rank: all pools work."""
 
     mode: str = ""
     """Workers of rewarders only: `sync`, `async` or `batch`, as `worker.call_mode` says."""
@@ -110,17 +110,17 @@ class Ready(Message, tag="ready"):
     """Workers of rewarders only: the most requests that the rewarder wants at once."""
 
 
-class Failed(Message, tag="failed"):
+class StartFailed(WireMessage, tag="failed"):
     """Sent in place of `Ready`: a user's mistake, in one line."""
 
     detail: str
 
 
-class Ping(Message, tag="ping"):
+class Ping(WireMessage, tag="ping"):
     """Client to host, and host to worker of environments: the sender asks for a `Pong`."""
 
 
-class Pong(Message, tag="pong"):
+class Pong(WireMessage, tag="pong"):
     """Host to client or worker node, and worker of environments to host: the sender is alive."""
 
     host: str
@@ -130,17 +130,17 @@ class Pong(Message, tag="pong"):
     worker that starts."""
 
 
-class Error(Message, tag="error"):
+class Error(WireMessage, tag="error"):
     """Host to client: your last frame was malformed or exceeded a limit."""
 
     detail: str
 
 
-class GetStatus(Message, tag="get_status"):
+class GetStatus(WireMessage, tag="get_status"):
     """Anybody to host: a request for a `HostStatus`."""
 
 
-class PoolStatus(Message):
+class PoolStatus(WireMessage):
     """The state of one pool."""
 
     target: str
@@ -159,7 +159,7 @@ class PoolStatus(Message):
     """The reason why there is no worker, if there is none."""
 
 
-class NodeStatus(Message):
+class NodeStatus(WireMessage):
     """The state of one worker node."""
 
     name: str
@@ -169,7 +169,7 @@ class NodeStatus(Message):
     silent_seconds: float
 
 
-class HostStatus(Message, tag="host_status"):
+class HostStatus(WireMessage, tag="host_status"):
     """The state of a host."""
 
     host: str

@@ -5,10 +5,10 @@ from typing import Annotated
 import msgspec
 
 from spmd_rl.types import AnswerInfo, Prompt, Verdict
-from spmd_rl.wire.base import Id, Many, Message, Name, Seconds
+from spmd_rl.wire.base import Id, Many, Name, Seconds, WireMessage
 
 
-class ScoreInput(Message):
+class ScoreInput(WireMessage):
     """The arguments of a rewarder's `score`: one answer to judge. Only the worker uses them."""
 
     prompt: Prompt
@@ -16,7 +16,7 @@ class ScoreInput(Message):
     info: AnswerInfo
 
 
-class ScoreInputShape(Message):
+class ScoreInputShape(WireMessage):
     """A `ScoreInput` as the host checks it: without its prompt, which could be made of millions of tiny objects."""
 
     prompt: msgspec.Raw
@@ -24,7 +24,7 @@ class ScoreInputShape(Message):
     info: AnswerInfo
 
 
-class ScoreRequest(Message):
+class ScoreRequest(WireMessage):
     """A request for one verdict. A request that is sent again under the same id is the same request."""
 
     id: Id
@@ -35,26 +35,26 @@ class ScoreRequest(Message):
     """An encoded `ScoreInput`."""
 
 
-class ScoreRequests(Message, tag="score_requests"):
+class ScoreRequests(WireMessage, tag="score_requests"):
     """Client to host, host to worker, host to worker node."""
 
     items: Annotated[list[ScoreRequest], Many]
 
 
-class ScoreReply(Message):
+class ScoreReply(WireMessage):
     """The verdict for one `ScoreRequest`."""
 
     id: Id
     verdict: Verdict
 
 
-class ScoreReplies(Message, tag="score_replies"):
+class ScoreReplies(WireMessage, tag="score_replies"):
     """The answer to `ScoreRequests`, in any order. A worker sends one verdict before it begins the next request."""
 
     items: list[ScoreReply]
 
 
-class CancelScores(Message, tag="cancel_scores"):
+class CancelScores(WireMessage, tag="cancel_scores"):
     """Client to host: nobody waits for these verdicts any more."""
 
     ids: Annotated[list[Id], Many]

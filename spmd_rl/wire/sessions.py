@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 
 from spmd_rl.types import LostReason
-from spmd_rl.wire.base import Id, Many, Message, Name
+from spmd_rl.wire.base import Id, Many, Name, WireMessage
 
 
-class ResetRequest(Message, tag="reset"):
+class ResetRequest(WireMessage, tag="reset"):
     """Client to host: begin a session. Host to worker: begin an episode in this slot."""
 
     session: Id
@@ -26,7 +26,7 @@ class ResetRequest(Message, tag="reset"):
     """Whether each reply of the episode has the environment's `solution()` as `info["solution"]`."""
 
 
-class StepRequest(Message, tag="step"):
+class StepRequest(WireMessage, tag="step"):
     """Client to host, host to worker: take one step."""
 
     session: Id
@@ -35,19 +35,19 @@ class StepRequest(Message, tag="step"):
     action: str
 
 
-class CloseRequest(Message, tag="close"):
+class CloseRequest(WireMessage, tag="close"):
     """Client to host: the session is over. Without a reply."""
 
     session: Id
 
 
-class SessionRequests(Message, tag="session_requests"):
+class SessionRequests(WireMessage, tag="session_requests"):
     """Client to host, host to worker."""
 
     items: Annotated[list[ResetRequest | StepRequest | CloseRequest], Many]
 
 
-class SessionReply(Message, tag="session_reply"):
+class SessionReply(WireMessage, tag="session_reply"):
     """What the environment returned from one call."""
 
     session: Id
@@ -56,7 +56,7 @@ class SessionReply(Message, tag="session_reply"):
     """An encoded `EnvReply`."""
 
 
-class SessionFailure(Message, tag="session_failure"):
+class SessionFailure(WireMessage, tag="session_failure"):
     """The answer to a call of a session that is over."""
 
     session: Id
@@ -67,7 +67,7 @@ class SessionFailure(Message, tag="session_failure"):
     traceback: str = ""
 
 
-class SessionReplies(Message, tag="session_replies"):
+class SessionReplies(WireMessage, tag="session_replies"):
     """Worker to host, host to client: answers to `SessionRequests`, in any order."""
 
     items: list[SessionReply | SessionFailure]

@@ -89,7 +89,7 @@ class Loop:
         AttentionInterface.register(ATTENTION, attention)
         whole = build_model(work["model"], torch.float32, "cpu", attention=ATTENTION)
         self._masters = [p.detach().clone().requires_grad_() for p in whole.parameters()]
-        self._model = whole.to(getattr(torch, work["dtype"]))
+        self.model = whole.to(getattr(torch, work["dtype"]))
         self._adamw = torch.optim.AdamW(
             self._masters, lr=work["lr"], betas=work["betas"], weight_decay=work["weight_decay"], fused=True
         )
@@ -98,21 +98,21 @@ class Loop:
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], answers: list[list[list[int]]]) -> Tensor:
         """Decode these answers to each prompt; the logprobs of their tokens, in the order they were computed."""
-        config, rows = self._model.config, [answer for group in answers for answer in group]
+        config, rows = self.model.config, [answer for group in answers for answer in group]
         length = max(map(len, prompts)) + max(map(len, rows))
         heads = config.num_key_value_heads
         shape = (len(prompts), heads, length, head_dim(config))
-        parts = [[self._model.lm_head.weight.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in "kv"]
+        parts = [[self.model.lm_head.weight.new_zeros(shape) for _ in range(config.num_hidden_layers)] for _ in "kv"]
         cache = Cache(*parts, torch.tensor([len(prompt) - 1 for prompt in prompts]))
         padded = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-        self._model.base_model(input_ids=padded, use_cache=False, cache=cache)
+        self.model.base_model(input_ids=padded, use_cache=False, cache=cache)
         cache.keep(torch.arange(len(prompts)).repeat_interleave(torch.tensor([len(group) for group in answers])))
         last = torch.tensor([prompt[-1] for prompt, group in zip(prompts, answers, strict=True) for _ in group])
         logprobs = []
         for place in range(max(map(len, rows))):
             cache.mask = (torch.arange(length) <= cache.positions[:, None])[:, None, None]
             positions = cache.positions[:, None]
-            out = self._model(input_ids=last[:, None], position_ids=positions, use_cache=False, cache=cache)
+            out = self.model(input_ids=last[:, None], position_ids=positions, use_cache=False, cache=cache)
             log_p = (out.logits[:, -1].float() / self._temperature).log_softmax(-1)
             drawn = log_p.exp().multinomial(1)
             drawn[:, 0] = torch.tensor([row[place] for row in rows])  # our side's token instead
@@ -142,13 +142,13 @@ class Loop:
                 positions += range(begin, begin + len(tokens))
                 parents.append(segment)
                 starts.append(len(ids))
-        hidden = self._model.base_model(
+        hidden = self.model.base_model(
             input_ids=torch.tensor([ids]),
             position_ids=torch.tensor([positions]),
             packing=Packing.of(torch.tensor(starts), torch.tensor(parents)),
             use_cache=False,
         ).last_hidden_state[0, torch.tensor(kept)]
-        head = self._model.get_output_embeddings().weight
+        head = self.model.get_output_embeddings().weight
         logprobs, _ = token_logprobs(hidden, head, torch.tensor(targets), self._temperature)
         ratio, advantage = (logprobs - logprobs.detach()).exp(), torch.tensor(scale)
         clipped = ratio.clamp(1 - self._clip, 1 + self._clip)
@@ -158,7 +158,7 @@ class Loop:
 
     @torch.no_grad()
     def _update(self) -> None:
-        weights = list(self._model.parameters())
+        weights = list(self.model.parameters())
         for master, weight in zip(self._masters, weights, strict=True):
             master.grad, weight.grad = weight.grad.float(), None
         nn.utils.clip_grad_norm_(self._masters, self._max_norm, foreach=True)

@@ -18,7 +18,7 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0", "outside": "0|error", "aliases": "0"}
+ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0", "outside": "0|error", "aliases": "0", "callbacks": "0"}
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
 
@@ -40,7 +40,10 @@ def show_right(reward: CodeReward, times: int) -> None:
     """Print the verdicts on right answers, by set."""
     sets = {path.stem: rows(f"right/{path.stem}", "1") for path in sorted((FOLDER / "right").glob("*.txt"))}
     sets |= {"table": right_answers()}
-    sets |= {name: [case for case in rows(name, "0") if case.kind[1] == "right"] for name in ("outside", "aliases")}
+    sets |= {
+        name: [case for case in rows(name, "0") if case.kind[1] == "right"]
+        for name in ("outside", "aliases", "callbacks")
+    }
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():
         found = Counter(case.judge(reward)[0] for _ in range(times) for case in cases)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
 from spmd_rl.learn import prepare
-from spmd_rl.rollout.collected import Collected, RankReport, StepResult
+from spmd_rl.rollout.collected import Collected, RankReport
 from spmd_rl.rollout.coordinator import coordinate
 from spmd_rl.rollout.rounds import Cursor, plan_round
 from spmd_rl.rollout.table import ANSWER, SliceReport
@@ -67,7 +67,7 @@ def step(payloads: list[bytes]) -> dict[str, float]:
 
     def read() -> Collected:
         reports = [decode(payload) for payload in payloads]
-        return StepResult.of(settings, coordinator, reports).collected(1, {})
+        return Collected.of(1, settings, coordinator, reports, {})
 
     collected = timed("result", read)
     timed("metrics", collected.metrics)

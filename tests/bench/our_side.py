@@ -32,7 +32,7 @@ def hold() -> None:
     @contextmanager
     def held(track: Run, step: int) -> Iterator[None]:
         if step == 0 or (step - 1) % every == 0:
-            while (order := gate.arrive(step, track._line)).do == "export":
+            while (order := gate.arrive(step, track.line)).do == "export":
                 save(policies[0], order.path, rank)
         with step_of(track, step):
             yield

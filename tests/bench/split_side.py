@@ -54,21 +54,21 @@ class SleepingEngine(StubEngine):
         ticket, answer, _ = request.order
         length = self._lengths.of(ticket, self._answers)[answer % self._answers] - request.num_begun
         length = max(1, min(length, request.max_new_tokens))
-        self._ends[self._now + length].append((request, length))
+        self.ends[self.now + length].append((request, length))
         self.num_unfinished += 1
 
     def abort(self, ids: Iterable[str]) -> None:
         """End them with the next step, with the tokens that they have."""
         gone = set(ids)
         stopped = [
-            (request, length - (end - self._now))
-            for end, pairs in self._ends.items()
+            (request, length - (end - self.now))
+            for end, pairs in self.ends.items()
             for request, length in pairs
             if request.id in gone
         ]
-        for end in self._ends:
-            self._ends[end] = [pair for pair in self._ends[end] if pair[0].id not in gone]
-        self._ends[self._now + 1] += stopped
+        for end in self.ends:
+            self.ends[end] = [pair for pair in self.ends[end] if pair[0].id not in gone]
+        self.ends[self.now + 1] += stopped
         self._gone |= gone
 
     def step(self) -> list[Completion]:
@@ -80,7 +80,7 @@ class SleepingEngine(StubEngine):
         reason = "abort" if request.id in self._gone else "stop"
         self._gone.discard(request.id)
         begin = request.seed % 26
-        numbers = array("f", [LOGPROB]) * length, array("i", [self._version]) * length
+        numbers = array("f", [LOGPROB]) * length, array("i", [self.version]) * length
         return Completion(request.id, TOKENS[begin : begin + length], *numbers, reason)
 
 

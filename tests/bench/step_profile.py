@@ -176,7 +176,7 @@ def door(step: int, path: Path | None) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             with step_of(track, number):
                 yield
-        if track._world.rank == 0:
+        if os.environ.get("RANK", "0") == "0":
             report(measured, list(profiler.events()), path)
             sys.stdout.flush()
         os._exit(0)

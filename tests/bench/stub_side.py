@@ -43,14 +43,14 @@ class StubEngine:
     def __init__(self, settings: EngineConfig) -> None:
         self.capacity = Capacity(settings.max_running, settings.kv_tokens, settings.kv_tokens)
         self.prompt_tokens = PromptTokens()
-        self._ends: dict[int, list[tuple[Request, int]]] = defaultdict(list)
-        self._now = self._version = self.num_unfinished = 0
+        self.ends: dict[int, list[tuple[Request, int]]] = defaultdict(list)
+        self.now = self.version = self.num_unfinished = 0
         self._weights: list[tuple[str, Tensor]] = []
 
     def add(self, request: Request) -> None:
         """Queue."""
         length = min(SHORTEST + request.seed % (LONGEST - SHORTEST + 1), request.max_new_tokens)
-        self._ends[self._now + length].append((request, length))
+        self.ends[self.now + length].append((request, length))
         self.num_unfinished += 1
 
     def abort(self, ids: Iterable[str]) -> None:
@@ -59,20 +59,20 @@ class StubEngine:
 
     def step(self) -> list[Completion]:
         """The next token of all."""
-        self._now += 1
-        ended = [self._completion(*pair) for pair in self._ends.pop(self._now, ())]
+        self.now += 1
+        ended = [self._completion(*pair) for pair in self.ends.pop(self.now, ())]
         self.num_unfinished -= len(ended)
         return ended
 
     def _completion(self, request: Request, length: int) -> Completion:
         begin = request.seed % (len(TOKENS) - LONGEST)
-        numbers = array("f", [LOGPROB]) * length, array("i", [self._version]) * length
+        numbers = array("f", [LOGPROB]) * length, array("i", [self.version]) * length
         return Completion(request.id, TOKENS[begin : begin + length], *numbers, "stop")
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Keep: to copy is an engine's work."""
         self._weights = list(weights)
-        self._version = version
+        self.version = version
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """A replica of one rank decides for itself."""

@@ -90,7 +90,7 @@ def test_the_bare_loop_computes_what_plain_transformers_computes(tmp_path):
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0).step()
     assert loop.train(prompts, answers, advantages) == 7 + 12 + 10
-    for mine, theirs in zip(loop._model.parameters(), plain.parameters(), strict=True):
+    for mine, theirs in zip(loop.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 

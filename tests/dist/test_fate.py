@@ -271,7 +271,7 @@ def test_an_error_is_known_before_the_rank_unwinds(tmp_path: Path) -> None:
 def slow_start(world: World, seconds: float, limit: float) -> str:
     """Rank 1 starts for a long time, and says how long it may take; rank 0 waits for it."""
     if world.rank == 1:
-        with world.journal.slow(limit):
+        with world.journal.extend_timeout(limit):
             time.sleep(seconds)
     world.barrier("started")
     return "started"

@@ -13,7 +13,7 @@ from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.tools.plan.batch import full_batch
-from spmd_rl.tools.plan.book import Book
+from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import trace
 from spmd_rl.train import build_role
 from tests.dist.harness import run_ranks
@@ -37,7 +37,7 @@ def resident() -> int:
 def measured(world: World, overrides: list[str], count: int) -> dict[str, Any]:
     """Peaks of a real update of so many micro-batches."""
     cfg, before = settings(overrides), resident()
-    with Book() as book:
+    with MemoryTracker() as book:
         role = build_role(cfg.role("policy"), world)
         batch = full_batch(cfg.algorithm, 128, count, TOKENS, 49152)
         with book.window("publish"):

@@ -98,7 +98,7 @@ def road(path, engine):
         publish(version=1)
         grow(policy.model)
         yield policy, publish
-    for id in list(engine._rows):
+    for id in list(engine.under_way):
         engine.abort([id])
     engine.step()
 
@@ -130,16 +130,14 @@ def test_a_tensor_that_the_trainer_skips(road):
 
 def test_a_tensor_that_vllm_skips(engine, road, monkeypatch):
     _, publish = road
-    old = (
-        engine._llm.model_executor.driver_worker.model_runner.get_model().model.layers[1].self_attn.qkv_proj.cpu_linear
-    )
+    old = engine.model.model.layers[1].self_attn.qkv_proj.cpu_linear
 
     def forgetful(*args, **kwargs):
         real(*args, **kwargs)
-        engine._model.model.layers[1].self_attn.qkv_proj.cpu_linear = old
+        engine.model.model.layers[1].self_attn.qkv_proj.cpu_linear = old
 
-    real = engine._llm.collective_rpc
-    monkeypatch.setattr(engine._llm, "collective_rpc", forgetful)
+    real = engine.llm.collective_rpc
+    monkeypatch.setattr(engine.llm, "collective_rpc", forgetful)
     fails(publish, "from the trainer's on average (limit 0.0003)")
 
 
@@ -152,14 +150,14 @@ def test_two_layers_swapped_by_the_trainer(road):
 
 def test_two_layers_swapped_by_vllm(engine, road, monkeypatch):
     _, publish = road
-    layers = engine._model.model.layers
+    layers = engine.model.model.layers
 
     def swapping(*args, **kwargs):
         real(*args, **kwargs)
         layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
 
-    real = engine._llm.collective_rpc
-    monkeypatch.setattr(engine._llm, "collective_rpc", swapping)
+    real = engine.llm.collective_rpc
+    monkeypatch.setattr(engine.llm, "collective_rpc", swapping)
     fails(publish, "from the trainer's on average")
     layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
 
@@ -169,23 +167,23 @@ def test_a_plain_tensor_that_vllm_holds_otherwise(engine, road, monkeypatch):
 
     def flipping(*args, **kwargs):
         real(*args, **kwargs)
-        engine._model.model.norm.weight.data.view(torch.uint8)[5] ^= 1
+        engine.model.model.norm.weight.data.view(torch.uint8)[5] ^= 1
 
-    real = engine._llm.collective_rpc
-    monkeypatch.setattr(engine._llm, "collective_rpc", flipping)
+    real = engine.llm.collective_rpc
+    monkeypatch.setattr(engine.llm, "collective_rpc", flipping)
     fails(publish, "holds other bytes of model.norm.weight")
 
 
 def test_the_previous_version_served(engine, road, monkeypatch):
     _, publish = road
-    monkeypatch.setattr(engine._llm, "collective_rpc", lambda method, kwargs: list(kwargs["weights_iterator"]))
-    monkeypatch.setattr(type(engine), "loaded_weights", lambda self: ((name, None) for name in self._shapes))
+    monkeypatch.setattr(engine.llm, "collective_rpc", lambda method, kwargs: list(kwargs["weights_iterator"]))
+    monkeypatch.setattr(type(engine), "loaded_weights", lambda self: ((name, None) for name in self.shapes))
     fails(publish, "from the trainer's on average (limit 0.0003)")
 
 
 def test_buffers_lost_in_sleep(engine, road, monkeypatch):
     _, publish = road
-    buffers = [buffer for name, buffer in engine._model.named_buffers() if "cos_sin" in name]
+    buffers = [buffer for name, buffer in engine.model.named_buffers() if "cos_sin" in name]
     kept = [buffer.clone() for buffer in buffers]
 
     @contextmanager
@@ -202,15 +200,15 @@ def test_buffers_lost_in_sleep(engine, road, monkeypatch):
         publish(version=3)
     for buffer, whole in zip(buffers, kept, strict=True):
         buffer.copy_(whole)
-    engine._lost = ""
+    engine.lost = ""
 
 
 def test_a_stale_prefix_cache(engine, road, monkeypatch):
     _, publish = road
-    add = engine._llm.add_request
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+    add = engine.llm.add_request
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
     monkeypatch.setattr(
-        engine._llm, "add_request", lambda id, prompt, *a, **k: add(id, prompt | {"cache_salt": "same"}, *a, **k)
+        engine.llm, "add_request", lambda id, prompt, *a, **k: add(id, prompt | {"cache_salt": "same"}, *a, **k)
     )
     publish(version=2)
     with pytest.raises(RunFailed, match="rank 0: the engine served keys and values older than version 3"):
@@ -267,7 +265,7 @@ def replica_of_two(world, path):
     both = {name: tensor.clone() for name, tensor in whole()}
     broken("swapped", lambda: [(n, both[swap.get(n, n)]) for n, _ in whole()])
     grow(model)
-    llm = engine._engine._llm
+    llm = engine.engine.llm
     rpc = llm.collective_rpc
     llm.collective_rpc = lambda method, kwargs: list(kwargs["weights_iterator"])
     errors["previous"] = attempt(publish, 3)

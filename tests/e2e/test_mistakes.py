@@ -191,7 +191,7 @@ def test_no_rank_takes_the_cpu_in_the_place_of_a_device_that_torch_cannot_use(to
     script = tmp_path / "elsewhere.py"
     script.write_text(
         "import pathlib, runpy\n"
-        "from spmd_rl import device_files\n"
+        "from spmd_rl.distributed import device_files\n"
         f"device_files.ROOT = pathlib.Path({str(tmp_path)!r})\n"
         'runpy.run_module("spmd_rl.rlvr", run_name="__main__")\n'
     )

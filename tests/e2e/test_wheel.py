@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.e2e.runs import ROOT, Toy
+from tests.patience import patient
 
 BUNDLED = ("configs", "rewards", "envs", "launch")
 REWARD = """
@@ -80,7 +81,7 @@ def python(venv: Path, cwd: Path, *arguments: object) -> str:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     command = [venv / "bin" / "python", *map(str, arguments)]
     env["PYTHONDONTWRITEBYTECODE"] = "1"
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -141,7 +142,7 @@ import hashlib, inspect, json, os, pathlib, runpy, sys
 from spmd_rl.bundled import HOME
 from spmd_rl.config import RlvrConfig
 from spmd_rl.config.load import load
-from spmd_rl.targets import import_target, source_digest
+from spmd_rl.plugins.targets import import_target, source_digest
 for place, targets in json.loads(sys.argv[1]).items():
     if not os.fork():
         os.chdir(place)
@@ -203,7 +204,7 @@ MISTAKES = {
 TELL = """
 import sys
 from spmd_rl.errors import UserError
-from spmd_rl.targets import import_target
+from spmd_rl.plugins.targets import import_target
 for target in sys.argv[1:]:
     try:
         import_target("key", target)
@@ -230,7 +231,7 @@ from spmd_rl.config.load import load
 from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.distributed.agreement import common_values
 from spmd_rl.errors import located, traceback_of
-from spmd_rl.targets import import_target
+from spmd_rl.plugins.targets import import_target
 given = ["data=jsonl_math", "data.train=rows.jsonl", "algorithm.loss=rewards.length:LengthReward"]
 cfg = load("rlvr", RlvrConfig, given)
 print(identity_hash(cfg), {name: value for name, value in common_values(cfg, {}).items() if name.startswith("source")})

@@ -15,7 +15,7 @@ MAX_FILE, MAX_DOOR, MAX_FUNCTION, MAX_PROTOCOL = 400, 60, 60, 10
 BROAD_EXCEPT = {
     "spmd_rl/sidecar/worker.py": "the sidecar worker",
     "spmd_rl/process.py": "work in the background may raise anything: whoever waits for it gets it",
-    "spmd_rl/targets.py": "the sidecar worker again: a plug-in's import and constructor, which the checks run first",
+    "spmd_rl/plugins/targets.py": "a plug-in's import and constructor, which the checks run before the worker does",
     "spmd_rl/config/main.py": "the rank's main",
     "spmd_rl/tools/doctor/child.py": "a check may fail in any way: it becomes a line of the doctor's table",
     "spmd_rl/rollout/episode.py": "an episode may raise anything: it becomes a verdict of its sample",
@@ -25,6 +25,7 @@ BROAD_EXCEPT = {
     "spmd_rl/sandbox/guest/program.py": "inside the sandbox: untrusted code may raise anything",
     "spmd_rl/sandbox/guest/main.py": "inside the sandbox: untrusted code, or tests, may raise anything",
     "spmd_rl/sandbox/guest/serve.py": "inside the sandbox: what was raised travels to the other side",
+    "spmd_rl/sandbox/guest/stubs.py": "inside the sandbox: what a function of the tests raises travels to the code",
     "spmd_rl/sandbox/guest/testing.py": "inside the sandbox: a test may fail in any way",
 }
 """Files that may catch everything, because they record what they caught"""

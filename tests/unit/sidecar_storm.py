@@ -158,13 +158,13 @@ def bad_nodes(target: Target) -> None:
         if not target.open():
             return
         with target.dealer() as sock:
-            sock.send(wire.encode(wire.Join(f"\x1b[2Jnode {number}", ["toy"])))
+            sock.send(wire.encode(wire.NodeJoin(f"\x1b[2Jnode {number}", ["toy"])))
             welcome = wire.TO_NODE.decode(sock.recv())
-            if not isinstance(welcome, wire.Welcome):
+            if not isinstance(welcome, wire.NodeWelcome):
                 continue
             given: list[int] = []
             for _ in range(5):
-                sock.send(wire.encode(wire.Heartbeat(welcome.host, {"toy": 50}, given)))
+                sock.send(wire.encode(wire.NodeHeartbeat(welcome.host, {"toy": 50}, given)))
                 with contextlib.suppress(zmq.Again):
                     while isinstance(message := wire.TO_NODE.decode(sock.recv()), wire.Pong | wire.ScoreRequests):
                         given += [item.id for item in getattr(message, "items", [])]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_rl.answer_form import SLOT, THOUGHT, asked_forms, fill
+from spmd_rl.tools.answer_form import SLOT, THOUGHT, asked_forms, fill
 from spmd_rl.types import Message, Prompt
 
 ASKED = {

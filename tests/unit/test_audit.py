@@ -22,9 +22,9 @@ from spmd_rl import wire
 from spmd_rl.config.load import load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import RunFailed
+from spmd_rl.plugins.targets import build_target
 from spmd_rl.sandbox.forkserver import ForkServer
 from spmd_rl.sidecar.worker import judge
-from spmd_rl.targets import build_target
 from spmd_rl.tools import audit
 from spmd_rl.tools.reward_audit import (
     ASKED,
@@ -33,6 +33,7 @@ from spmd_rl.tools.reward_audit import (
     OTHER,
     PROMPT,
     UNSUPPORTED,
+    cheats_asked,
     describe,
     paid_cheats,
     unjudged,
@@ -188,6 +189,26 @@ def test_a_reward_that_fails_on_an_answer_is_told(tmp_path, capsys):
     assert "! 2 not: error: " in capsys.readouterr().out
 
 
+def test_a_domain_that_is_not_trained_on_is_audited_as_evaluated_only(tmp_path, capsys):
+    """Also: the last line tells of what was asked, and of what was not."""
+    rows = [{"question": f"{n}?", "answer": str(n), "domain": "ab"[n % 2]} for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"data.train={tmp_path}/rows.jsonl", "data.mix={a: 1, b: 0}", "data.holdout=0.6"]
+    given += [f"reward.{domain}.target=rewards.math_verify:MathReward" for domain in "ab"]
+    audit.show(load("rlvr", RlvrConfig, ["data=jsonl_math", *given]), 1)
+    said = capsys.readouterr().out
+    assert "a: rewards.math_verify:MathReward, 1 row\n" in said
+    assert "b: rewards.math_verify:MathReward, 1 row, evaluated only\n" in said
+    assert said.endswith(
+        "Held-out rows of domains that are trained on were not asked. rows=N asks more of each domain.\n"
+    )
+
+
+def test_answers_without_a_score_are_not_counted_as_unpaid():
+    kinds = audited(Fails(), [row("1"), row("2")], 2)
+    assert cheats_asked(kinds) == (0, 2)
+
+
 def whole(answer, ground_truth):
     return answer == ground_truth
 
@@ -237,7 +258,12 @@ def test_rows_whose_tests_check_nothing_are_told():
 
 
 @pytest.mark.parametrize(
-    ("given", "code", "words"), [([], 1, "answers are paid"), (["rows=0"], 2, "error: rows=0: must")]
+    ("given", "code", "words"),
+    [
+        ([], 1, "answers are paid"),
+        (["rows=0"], 2, "error: rows=0: must"),
+        (["--dry-run"], 2, "error: --dry-run: no option of audit"),
+    ],
 )
 def test_the_command_line(place, given, code, words):  # noqa: F811
     (place / "audited.py").write_text("class Pays:\n    def score(self, prompt, answer, info):\n        return 1.0\n")

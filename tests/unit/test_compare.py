@@ -39,6 +39,23 @@ def test_seeds_are_one_lane(four: list[Path]) -> None:
     assert (mean[2][1], low[2][1], high[2][1]) == (pytest.approx(sum(values) / 3), min(values), max(values))
 
 
+def test_a_run_that_repeats_a_seed_has_a_row_of_its_own(four: list[Path], tmp_path: Path) -> None:
+    again = make(tmp_path / "again", "base-0", 0)
+    found = lanes([read_run(path) for path in (*four, again)])
+    assert [lane.name for lane in found] == ["base (3 seeds)", "fast", "base-0"]
+    twice = lanes([read_run(path) for path in (four[0], again)])
+    assert [lane.name for lane in twice] == [f"base-0 ({four[0]})", f"base-0 ({again})"]
+
+
+def test_many_settings_that_differ_are_all_shown(four: list[Path]) -> None:
+    for number, path in enumerate(four[:2]):
+        settings = yaml.safe_load((path / "config.yaml").read_text())
+        settings |= {"algorithm": dict.fromkeys("abcdef", number), "warmup": {"steps": number}}
+        (path / "config.yaml").write_text(yaml.safe_dump(settings))
+    told = differences(lanes([read_run(path) for path in four[:2]]))
+    assert [words.rpartition(", ")[2] for words in told] == ["warmup.steps=0", "warmup.steps=1"]
+
+
 def test_a_setting_that_changed_on_the_way_is_shown_with_both_values(four: list[Path]) -> None:
     path = four[0] / "config.yaml"
     settings = yaml.safe_load(path.read_text())

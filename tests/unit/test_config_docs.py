@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.config.docs import Entry, entries
+from spmd_rl.config.docs import SettingEntry, entries
 from spmd_rl.config.load import build, compose
 from spmd_rl.config.schema import PIPELINES
 from spmd_rl.tools.docs import markdown
@@ -17,7 +17,7 @@ def test_config_md_is_current():
     assert (DOCS / "CONFIG.md").read_text() == markdown()
 
 
-def shown(pipeline: str, *overrides: str) -> dict[str, Entry]:
+def shown(pipeline: str, *overrides: str) -> dict[str, SettingEntry]:
     schema = PIPELINES[pipeline]
     return {entry.key: entry for entry in entries(schema, build(schema, compose(pipeline, overrides)))}
 

@@ -100,7 +100,7 @@ def test_a_new_domain_with_and_without_plus(plus):
     )
     assert cfg.reward.domains["math"].target == "mod:Class"
     assert cfg.reward.domains["math"].args == {"strict": True}
-    assert cfg.reward.domains["math"].timeout == 10.0
+    assert cfg.reward.domains["math"].timeout == 50.0
     assert cfg.reward.error_budget == 0.5
     assert set(cfg.reward.domains) == {"math", "reasoning_gym"}
 

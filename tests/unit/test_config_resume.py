@@ -57,7 +57,7 @@ def test_the_same_command_has_no_notice(folder):
         ("rollout.max_new_tokens=24", "rollout.max_new_tokens: 12 before, 24 from here on"),
         ("train.tokens_per_microbatch=99", "train.tokens_per_microbatch: 4096 before, 99 from here on"),
         ("engine=vllm", "engine.name: 'native' before, 'vllm' from here on"),
-        ("reward.reasoning_gym.timeout=99", "reward.reasoning_gym.timeout: 10.0 before, 99.0 from here on"),
+        ("reward.reasoning_gym.timeout=99", "reward.reasoning_gym.timeout: 50.0 before, 99.0 from here on"),
     ],
 )
 def test_what_people_tune_may_change_with_a_notice(folder, override, line):

@@ -163,6 +163,12 @@ def test_columns_by_the_names_that_the_user_gives(tmp_path: Path, columns, row, 
             {"question": "q", "a": {"b": 1}},
             "has no `a.c` (data.keys.answer); it has `question`, `a`",
         ),
+        (
+            {"answer": "a", "question": "q"},
+            {"text": "q", "label": "1"},
+            "has no `a` (data.keys.answer) and no `q` (data.keys.question); it has `text`, `label`",
+        ),
+        ({}, {"text": "q", "label": "1"}, "=COLUMN; and it needs `ground_truth` or `answer`; it has `text`, `label`"),
     ],
 )
 def test_an_unknown_shape_names_its_columns_and_the_setting(tmp_path: Path, columns, row, cure: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from spmd_rl import sandbox
 from spmd_rl.tools.doctor import machine, services
-from spmd_rl.tools.doctor.checks import CHECKS, Check, Failed, Options, Result, Skipped
+from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Options, Skipped
 from spmd_rl.tools.doctor.ranks import Ranks
 from spmd_rl.tools.doctor.runner import run_checks
 from spmd_rl.tools.doctor.table import merge
@@ -185,15 +185,18 @@ def test_a_check_that_fails_ends_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_table_shows_the_gravest_failure_of_all_ranks() -> None:
-    ok, own = Result("sidecar", "ok", "fine"), Result("sidecar", "failed", "gone", "cure", 2.0, weight=2, at=7.0)
-    follows = Result("sidecar", "failed", "ended because of rank 2", weight=0, at=5.0)
-    later = Result("sidecar", "failed", "connection closed", weight=2, at=8.0)
+    ok, own = (
+        CheckOutcome("sidecar", "ok", "fine"),
+        CheckOutcome("sidecar", "failed", "gone", "cure", 2.0, weight=2, at=7.0),
+    )
+    follows = CheckOutcome("sidecar", "failed", "ended because of rank 2", weight=0, at=5.0)
+    later = CheckOutcome("sidecar", "failed", "connection closed", weight=2, at=8.0)
     (shown,) = merge({0: [ok], 1: [follows], 2: [own], 3: [later]}, {2: "hostB"})
     assert (shown.verdict, shown.detail, shown.cure) == ("failed", "rank 2 on hostB: gone", "cure")
 
 
 def test_nodes_of_different_versions_are_a_failure() -> None:
-    rows = {rank: [Result("versions", "ok", f"torch 2.1{rank // 2}")] for rank in (0, 2)}
+    rows = {rank: [CheckOutcome("versions", "ok", f"torch 2.1{rank // 2}")] for rank in (0, 2)}
     (shown,) = merge(rows, {0: "hostA", 2: "hostB"})
     assert shown.verdict == "failed" and "rank 2 on hostB has torch 2.11" in shown.detail
 

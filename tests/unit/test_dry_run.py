@@ -16,7 +16,7 @@ from tests.models import tiny
 from tests.patience import patient
 
 REWARD = """
-import asyncio, re, time
+import asyncio, os, re, time
 from spmd_rl.types import Message, Prompt, Verdict
 class Boxed:
     @classmethod
@@ -43,6 +43,9 @@ def sleeps(answer):
     except Exception:
         return 1.0
 async def waits(answer): await asyncio.sleep(60)
+def dies(answer): os._exit(0)
+def crashes(answer): os.kill(os.getpid(), 9)
+def leaves(answer): raise SystemExit(3)
 class Started:
     def start(self): self.ready = True
     def score(self, prompt, answer, info): return self.ready and prompt.ground_truth in answer
@@ -108,6 +111,17 @@ def test_prompts_answers_and_rewards(place: Path, capsys, monkeypatch) -> None:
     assert "! no form of the ground truth is paid" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_share_of_0_is_evaluated_only(place: Path, capsys, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    rows = [{"question": f"{i}?", "answer": str(i), "domain": "ab"[i % 2]} for i in range(20)]
+    (place / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = [f"reward.{domain}.target=dry_judges:Started" for domain in "ab"]
+    given = [f"data.train={place}/two.jsonl", "data.mix={a: 1, b: 0}", "data.holdout=0.5", *rewards]
+    show(load("rlvr", RlvrConfig, [*line(place), *given]))
+    text = " ".join(capsys.readouterr().out.split())
+    assert " not trained on: data.mix.b=0 " in text and "Audit a none of" in text and " b none of " in text
+
+
 BOXED = "data.format={question} Think step by step, then put the final answer in \\boxed{}."
 
 
@@ -130,6 +144,9 @@ def previewed(place: Path, monkeypatch: pytest.MonkeyPatch, target: str, *given:
         ("sleeps", "gold answer: timeout: no score after 0.3 s"),
         ("waits", "gold answer: timeout: no score after 0.3 s"),
         ("BadGold", "KeyError: 'nothing'"),
+        ("dies", r"^reward.math.target: dry_judges:dies: ends its process with code 0 on row \w{32}$"),
+        ("crashes", r"^reward.math.target: dry_judges:crashes: ends its process by SIGKILL on row \w{32}$"),
+        ("leaves", r"^reward.math.target: dry_judges:leaves: ends its process with code 3 on row \w{32}$"),
     ],
 )
 def test_a_reward_that_will_fail_ends_it(place: Path, capsys, monkeypatch, target: str, why: str) -> None:

@@ -71,7 +71,7 @@ def test_a_solution_is_played_where_an_answer_can_be_written(place: Path, capsys
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("NoWorld", r"^env.guess: seed \d+: error: docs_env.py:\d+: ValueError: no world \(docs_env:NoWorld\)$"),
+        ("NoWorld", r"^env.guess: seed \d+: docs_env.py:\d+: ValueError: no world \(docs_env:NoWorld\)$"),
         ("NoReply", "^env.guess.target: docs_env:NoReply: .*must return .observation, reward"),
         ("Lost", "docs_env.py:.*RuntimeError: lost"),
         ("Sleeps", "^env.guess.target: docs_env:Sleeps: not done after 0.3 s$"),
@@ -81,3 +81,14 @@ def test_a_solution_is_played_where_an_answer_can_be_written(place: Path, capsys
 def test_an_environment_that_fails_ends_it(place: Path, capsys, monkeypatch, name: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         previewed(place, monkeypatch, name, "env.guess.on_error=zero")
+    shown = capsys.readouterr().out
+    assert shown.count("\n! env.guess") == 1 and "Would be written" in shown  # after all else
+
+
+def test_one_environment_that_fails_does_not_hide_the_others(place: Path, capsys, monkeypatch) -> None:
+    others = ["env.good.target=docs_env:Solved", "env.eval.target=docs_env:Solved", "env.eval.share=0"]
+    with pytest.raises(UserError, match="^env.guess: seed .*NoWorld"):
+        previewed(place, monkeypatch, "NoWorld", *others)
+    shown = capsys.readouterr().out
+    assert "env.good\n" in shown and shown.count("its solution  return 1, 1, 1") == 2
+    assert "eval evaluated only" in shown

@@ -360,7 +360,7 @@ def test_many_prompts_are_computed_in_bounded_forwards(make, monkeypatch):
     monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_FEW", 1)
     monkeypatch.setattr("spmd_rl.engine.native.engine.ROUND_MANY", 1)
     engine, sizes = make(max_running=6, kv_tokens=1024), []
-    engine._module.model.embed_tokens.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
+    engine.model.model.embed_tokens.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
     assert {id: c.token_ids for id, c in run(engine, *requests).items()} == {id: c.token_ids for id, c in whole.items()}
     assert sizes[:7] == [10, 12, 14, 16, 18, 20, 6]  # each prompt alone; then one token of each
 
@@ -384,13 +384,13 @@ def test_awake_nests_and_close_is_idempotent(make):
 
 def test_offload_frees_the_cache_and_keeps_the_weights(make):
     engine = make()
-    engine._offload = True  # as on an accelerator; here the host is the device, so weights move nowhere
+    engine.offloads = True  # as on an accelerator; here the host is the device, so weights move nowhere
     with engine.awake():
         first = run(engine, ask("a", prompt=range(40)))
         with engine.awake():
             pass
-        assert engine.pool._data.numel() > 0
-    assert engine.pool._data.numel() == 0
+        assert engine.pool.data.numel() > 0
+    assert engine.pool.data.numel() == 0
     with engine.awake():
         assert run(engine, ask("a", prompt=range(40))) == first
 

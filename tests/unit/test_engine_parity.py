@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.types import Completion, Request
 from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
 from tests.models import KINDS, tiny
@@ -72,17 +72,17 @@ def reference_logprobs(model, request: Request, completion: Completion) -> torch
         logits = model(ids, use_cache=False).logits[0].float()
     at = torch.arange(len(request.prompt_ids) - 1, ids.shape[1] - 1)
     logits = logits[at] / (request.temperature or 1.0)
-    if completion.survivors is not None:
+    if completion.candidate_ids is not None:
         logits = logits.masked_fill(~kept(completion, logits.shape[-1]), -torch.inf)
     return logits.log_softmax(-1).gather(-1, ids[0, at + 1, None])[:, 0]
 
 
 def kept(completion: Completion, vocabulary: int) -> torch.Tensor:
     """bool [answer tokens, vocabulary]: the tokens that each was drawn among."""
-    counts = torch.tensor(completion.survivors.counts)
+    counts = torch.tensor(completion.candidate_ids.counts)
     rows = torch.arange(len(counts)).repeat_interleave(counts)
     mask = torch.zeros(len(counts), vocabulary, dtype=torch.bool)
-    mask[rows, torch.tensor(completion.survivors.ids, dtype=torch.int64)] = True
+    mask[rows, torch.tensor(completion.candidate_ids.ids, dtype=torch.int64)] = True
     assert torch.equal(mask.sum(-1), counts)
     return mask
 
@@ -140,7 +140,7 @@ def test_survivors_and_logprobs_are_those_of_the_truncated_distribution(pair):
         completion = done[request.id]
         expected = reference_logprobs(reference, request, completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
-        assert (completion.survivors is not None) == request.truncated
+        assert (completion.candidate_ids is not None) == request.truncated
         if request.truncated:
             ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
             with torch.no_grad():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.distributed import Journal, solo
-from spmd_rl.distributed.journal import Place
-from spmd_rl.distributed.report import Beat, Peer, Pulse, hang_report
+from spmd_rl.distributed.journal import CollectiveCall
+from spmd_rl.distributed.report import Heartbeat, Peer, RankState, hang_report
 
 
 def lines(journal: Journal) -> list[dict]:
@@ -21,9 +21,9 @@ def test_lines_are_there_on_entry_and_a_restart_appends(tmp_path: Path) -> None:
         journal.set_step(7)
         with journal.phase("update"), journal.collective("plan") as seq:
             assert seq == 1
-            assert journal.inside == Place("plan", 1)
+            assert journal.inside == CollectiveCall("plan", 1)
             entered = lines(journal)
-        assert (journal.inside, journal.last) == (None, Place("plan", 1))
+        assert (journal.inside, journal.last) == (None, CollectiveCall("plan", 1))
         journal.close()
     assert [line["event"] for line in entered[-4:]] == ["start", "step", "enter", "collective"]
     expected = {"event": "collective", "phase": "update", "name": "plan", "seq": 1, "step": 7}
@@ -45,10 +45,10 @@ def test_a_wait_counts_as_arrived_at_the_next_collective_and_leaves_no_trace(tmp
     journal = Journal(tmp_path, 0)
     for _ in range(2):
         with journal.waiting("end of step"):
-            assert journal.inside == Place("end of step", 1)
+            assert journal.inside == CollectiveCall("end of step", 1)
         assert journal.inside is None
     with journal.collective("end of step"):
-        assert journal.inside == Place("end of step", 1)
+        assert journal.inside == CollectiveCall("end of step", 1)
     assert [line["event"] for line in lines(journal)] == ["start", "collective", "collective_done"]
 
 
@@ -111,11 +111,11 @@ def test_what_moves_is_progress_and_a_phase_is_not() -> None:
 
 def test_a_rank_is_excused_while_it_is_slow_or_expects_something(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0)
-    with journal.slow(60):
-        with journal.slow(0):
+    with journal.extend_timeout(60):
+        with journal.extend_timeout(0):
             assert journal.excused()
     assert not journal.excused()
-    with journal.slow(0):
+    with journal.extend_timeout(0):
         assert not journal.excused()
     journal.expect(60)
     assert not journal.excused(), "it has other things to do"
@@ -123,7 +123,7 @@ def test_a_rank_is_excused_while_it_is_slow_or_expects_something(tmp_path: Path)
     assert journal.excused()
     with journal.blocked("answer of rank 1", (1,)):
         assert not journal.excused(), "no verdict would help"
-        assert journal.inside == Place("answer of rank 1", 1, (1,))
+        assert journal.inside == CollectiveCall("answer of rank 1", 1, (1,))
     assert journal.excused() and journal.inside is None
     journal.expect(0)
     assert not journal.excused()
@@ -141,22 +141,22 @@ def test_an_event_costs_microseconds(tmp_path: Path) -> None:
     assert best < 20e-6
 
 
-def pulse(rank: int, phase: str, place: Place | None, age: float = 0.1) -> Pulse:
-    beat = Beat(0.0, 4, phase, place, place or Place("plan", 8))
-    return Pulse(Peer(rank, "0", "host", 100 + rank, 0.0), beat, age, age < 1.5)
+def heartbeat(rank: int, phase: str, call: CollectiveCall | None, age: float = 0.1) -> Heartbeat:
+    state = RankState(0.0, 4, phase, call, call or CollectiveCall("plan", 8))
+    return Heartbeat(Peer(rank, "0", "host", 100 + rank, 0.0), state, age, age < 1.5)
 
 
 def test_report_tells_apart_those_who_arrived() -> None:
-    plan = Place("plan", 9)
-    pulses = [
-        pulse(0, "prepare", plan),
-        pulse(1, "prepare", plan),
-        pulse(2, "update", Place("norm", 9)),
-        pulse(3, "prepare", plan, age=6.04),
-        pulse(4, "generate", None),
-        Pulse(Peer(5, "1", "other", 7, 0.0), None, 9.0, False),
+    plan = CollectiveCall("plan", 9)
+    heartbeats = [
+        heartbeat(0, "prepare", plan),
+        heartbeat(1, "prepare", plan),
+        heartbeat(2, "update", CollectiveCall("norm", 9)),
+        heartbeat(3, "prepare", plan, age=6.04),
+        heartbeat(4, "generate", None),
+        Heartbeat(Peer(5, "1", "other", 7, 0.0), None, 9.0, False),
     ]
-    assert hang_report(pulses, 300.0, "here").splitlines() == [
+    assert hang_report(heartbeats, 300.0, "here").splitlines() == [
         "spmd_rl: a stall: no progress on any of 6 ranks for 300 s (journal.stall_seconds)",
         "  step 4, phase: prepare",
         "  collective: 'plan' #9",
@@ -174,39 +174,39 @@ def test_report_tells_apart_those_who_arrived() -> None:
 
 def test_a_chain_of_waits_is_followed_to_the_rank_that_is_dead() -> None:
     """Rank 0 waits for rank 1, in a group of the two, and rank 1 for rank 2, which is dead."""
-    pulses = [
-        pulse(0, "eval", Place("train: eval: parts", 9, (0, 1))),
-        pulse(1, "eval", Place("eval: answers of ranks that generate", 3)),
-        pulse(2, "generate", None, age=4.0),
+    heartbeats = [
+        heartbeat(0, "eval", CollectiveCall("train: eval: parts", 9, (0, 1))),
+        heartbeat(1, "eval", CollectiveCall("eval: answers of ranks that generate", 3)),
+        heartbeat(2, "generate", None, age=4.0),
     ]
-    lines = [line.strip() for line in hang_report(pulses, 3.0, "here").splitlines()]
+    lines = [line.strip() for line in hang_report(heartbeats, 3.0, "here").splitlines()]
     assert "collective: 'eval: answers of ranks that generate' #3" in lines
     assert "arrived: rank 1" in lines and "stopped, dead or cut off: rank 2" in lines
 
 
 def test_of_two_waits_for_a_dead_rank_the_one_is_told_that_nobody_else_holds_up() -> None:
     """Ranks 2 and 3 wait for rank 0 too, which waits for rank 1: the dead one."""
-    pulses = [
-        pulse(0, "update", Place("train: update: backward", 9, (0, 1))),
-        pulse(1, "update", None, age=4.0),
-        pulse(2, "generate", Place("generate: end of step", 3)),
-        pulse(3, "generate", Place("generate: end of step", 3)),
+    heartbeats = [
+        heartbeat(0, "update", CollectiveCall("train: update: backward", 9, (0, 1))),
+        heartbeat(1, "update", None, age=4.0),
+        heartbeat(2, "generate", CollectiveCall("generate: end of step", 3)),
+        heartbeat(3, "generate", CollectiveCall("generate: end of step", 3)),
     ]
-    lines = [line.strip() for line in hang_report(pulses, 3.0, "here").splitlines()]
+    lines = [line.strip() for line in hang_report(heartbeats, 3.0, "here").splitlines()]
     assert "collective: 'train: update: backward' #9" in lines
     assert "arrived: rank 0" in lines and "did not arrive: rank 1" in lines
-    slow = [*pulses[:1], pulse(1, "update", None), *pulses[2:]]
+    slow = [*heartbeats[:1], heartbeat(1, "update", None), *heartbeats[2:]]
     lines = [line.strip() for line in hang_report(slow, 3.0, "here").splitlines()]
     assert "collective: 'train: update: backward' #9" in lines, "and where nobody is dead, but one does something else"
-    askers = [pulse(rank, "generate", Place("generate: answer of rank 1", 3, (1,))) for rank in (2, 3)]
-    lines = [line.strip() for line in hang_report([*pulses[:2], *askers], 3.0, "here").splitlines()]
+    askers = [heartbeat(rank, "generate", CollectiveCall("generate: answer of rank 1", 3, (1,))) for rank in (2, 3)]
+    lines = [line.strip() for line in hang_report([*heartbeats[:2], *askers], 3.0, "here").splitlines()]
     assert "collective: 'train: update: backward' #9" in lines, "a meeting rather than who asks it for something"
-    lines = [line.strip() for line in hang_report([*pulses[1:2], *askers], 3.0, "here").splitlines()]
+    lines = [line.strip() for line in hang_report([*heartbeats[1:2], *askers], 3.0, "here").splitlines()]
     assert "collective: 'generate: answer of rank 1' #3" in lines and "did not arrive: rank 1" in lines
 
 
 def test_report_of_a_hang_outside_collectives_names_the_silent() -> None:
-    report = hang_report([pulse(0, "generate", None), pulse(1, "generate", None, age=4.0)], 3.0, "here")
+    report = hang_report([heartbeat(0, "generate", None), heartbeat(1, "generate", None, age=4.0)], 3.0, "here")
     assert "phase: generate" in report
     assert "collective: no rank is in one" in report
     assert "did not arrive: rank 1\n" in report

@@ -89,7 +89,7 @@ def test_read_gives_what_was_written_in_table_order():
 def test_memory_never_written_reads_as_zero():
     """A NaN in fresh memory would pass through the attention mask."""
     kv = pool()
-    kv._data.fill_(float("nan"))
+    kv.data.fill_(float("nan"))
     for num in (1, 3, 2):
         assert not kv.read(0, torch.tensor([kv.take(num)]))[0].isnan().any()
 
@@ -100,7 +100,7 @@ def test_sleep_frees_and_wake_starts_empty():
     kv.keep(KEYS, blocks)
     kv.drop(blocks)
     kv.sleep()
-    assert kv._data.numel() == 0
+    assert kv.data.numel() == 0
     kv.wake()
     assert kv.find(KEYS) == []
     assert not kv.read(0, torch.tensor([kv.take(6)]))[0].any()

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from spmd_rl.distributed import Journal, Layout, World
-from spmd_rl.distributed.membership import Joined, Membership
+from spmd_rl.distributed.membership import Membership, Rendezvous
 from spmd_rl.model.load import owned_region
 from spmd_rl.train.fsdp2 import shard
 from spmd_rl.train.fsdp2.experts import spread_experts
@@ -22,7 +22,7 @@ def rank_of_many(tmp_path):
     def world(rank: int) -> World:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
         me = Membership(rank, RANKS, rank % 8, 8, str(rank // 8), launched=True, device=torch.device("cpu"))
-        return World(me, Joined(dist.HashStore(), "many", None), Journal(tmp_path, rank))
+        return World(me, Rendezvous(dist.HashStore(), "many", None), Journal(tmp_path, rank))
 
     assert not dist.is_initialized(), "another test has left its default group"
     yield world

@@ -20,7 +20,7 @@ from spmd_rl.config.schema import (
 )
 from spmd_rl.distributed import solo
 from spmd_rl.track import Run, messages
-from spmd_rl.track.waits import Waits
+from spmd_rl.track.phase_reporter import PhaseReporter
 
 
 def write_model(folder: Path) -> Path:
@@ -92,7 +92,7 @@ def test_a_run_without_a_checkpoint_names_none(tmp_path: Path) -> None:
 
 def test_a_long_wait_is_said_after_20_seconds_and_then_every_30() -> None:
     now = [0.0]
-    waits = Waits(lambda: now[0])
+    waits = PhaseReporter(lambda: now[0])
     waits.enter("start")
 
     def said(where: str = "") -> dict[int, str]:

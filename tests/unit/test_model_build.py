@@ -102,16 +102,16 @@ def test_logprobs_and_entropy(rows, temperature, truncated, monkeypatch):
     weight = torch.randn(40, 8, generator=draw, dtype=torch.float64).requires_grad_()
     targets = torch.randint(0, 40, (rows,), generator=draw)
     weights = torch.randn(rows, generator=draw, dtype=torch.float64)
-    logits, survivors, cut = hidden @ weight.T / temperature, None, torch.zeros(rows, 40, dtype=torch.bool)
+    logits, candidate_ids, cut = hidden @ weight.T / temperature, None, torch.zeros(rows, 40, dtype=torch.bool)
     if truncated:
         cut = torch.rand(rows, 40, generator=draw) < torch.arange(1, rows + 1)[:, None] / (rows + 1)
         cut[torch.arange(rows), targets] = False
         cut[7:8] = False  # a row that was drawn from all tokens
-        survivors = tuple((~cut & cut.any(-1, keepdim=True)).nonzero().T)
+        candidate_ids = tuple((~cut & cut.any(-1, keepdim=True)).nonzero().T)
     full = torch.log_softmax(logits.masked_fill(cut, -torch.inf), -1)
     entropy = -(full.exp() * full.masked_fill(cut, 0.0)).sum(-1)
     wanted = full.gather(-1, targets[:, None])[:, 0], entropy
-    got = token_logprobs(hidden, weight, targets, temperature, survivors)
+    got = token_logprobs(hidden, weight, targets, temperature, candidate_ids)
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     for a, b in ((1.0, None), (None, 1.0), (1.0, -0.3)):

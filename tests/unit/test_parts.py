@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -13,13 +14,32 @@ from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 BAD = "tests/unit/ends_badly.py::test_"
+RUN = ("-m", "tests.parts")
+RUN_TO_THE_MARK = """
+import os, sys, time
+from tests import parts
+now, mark = time.time, os.environ["HOST_PID"]
+time.time = lambda: now() + (2000 if os.path.exists(mark) and os.path.getsize(mark) else 0)
+sys.exit(parts.run(*sys.argv[2:3], sys.argv[3:]))
+"""
+"""Does the same by a clock on which it is late once the test has come to its end: no machine is too slow for that."""
 
 
-def parts(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+UNLIMITED = """
+import sys
+from tests import parts
+parts.LIMIT_SECONDS = 1e5
+sys.exit(parts.run(sys.argv[2], sys.argv[3:]))
+"""
+
+
+def parts(
+    tmp_path: Path, *words: str, start: Sequence[str] = RUN, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """What `python -m tests.parts` does, in less than a minute."""
     mine = {"TEST_PARTS": str(tmp_path), "HOST_PID": str(tmp_path / "host"), "TEST_PATIENCE": "1"} | environment
     return subprocess.run(
-        [sys.executable, "-m", "tests.parts", *words],
+        [sys.executable, *start, *words],
         cwd=ROOT,
         env=os.environ | mine,
         capture_output=True,
@@ -46,7 +66,8 @@ def test_a_failed_test_leaves_nothing_that_waits(engine: str, tmp_path: Path) ->
 
 
 def test_a_part_that_hangs_is_ended_and_shows_where(tmp_path: Path) -> None:
-    done = parts(tmp_path, "run", "bad", BAD + "hangs", TEST_UNTIL=str(time.time() + patient(8)))
+    until, start = str(time.time() + 1000), ("-c", RUN_TO_THE_MARK)
+    done = parts(tmp_path, "run", "bad", BAD + "hangs", start=start, TEST_UNTIL=until, TEST_PATIENCE="9")
     assert done.returncode == 124
     assert "in test_hangs" in done.stderr and "-m spmd_rl.sidecar" in done.stdout, done.stdout + done.stderr
     assert not psutil.pid_exists(int((tmp_path / "host").read_text()))
@@ -56,7 +77,7 @@ def test_a_part_that_hangs_is_ended_and_shows_where(tmp_path: Path) -> None:
 
 
 def test_an_interpreter_that_does_not_end_is_ended(tmp_path: Path) -> None:
-    done = parts(tmp_path, "run", "bad", BAD + "leaves_a_thread", TEST_PATIENCE="0.1")
+    done = parts(tmp_path, "run", "bad", BAD + "leaves_a_thread", start=("-c", UNLIMITED), TEST_PATIENCE="0.1")
     assert done.returncode == 1 and "1 passed" in done.stdout and "Timeout" in done.stderr
     total = parts(tmp_path, "sum", "bad")
     assert f"bad: exit code 1; its last test: {BAD}leaves_a_thread" in total.stdout

@@ -11,7 +11,7 @@ from spmd_rl.config.load import CONFIGS, load
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.model.size import ModelSize
 from spmd_rl.tools.plan import show
-from spmd_rl.tools.plan.book import Book
+from spmd_rl.tools.plan.memory_tracker import MemoryTracker
 from spmd_rl.tools.plan.rank import Trace, trace
 from tests.models import EXPERTS, tiny
 
@@ -161,7 +161,7 @@ def test_ranks_that_are_not_alike_are_planned_apart(models, capsys, monkeypatch)
 
 
 def test_a_book_counts_each_storage_once_and_until_it_is_gone():
-    with Book() as book:
+    with MemoryTracker() as book:
         kept = torch.zeros(1000)
         with book.window("work"):
             views = [kept[i:] for i in range(3)]

@@ -13,6 +13,7 @@ from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
 from spmd_rl.tools import curve, report
 from spmd_rl.track import Run, render
+from spmd_rl.track.metrics import describe
 from spmd_rl.track.run_reader import best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
 from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans
@@ -328,3 +329,17 @@ def test_null_is_a_gap(run_dir: Path) -> None:
     lines = [{"step": 0, "x": 1.0}, {"step": 1, "x": None}, {"step": 2}, {"step": 3, "x": 2}]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run_dir).series("x") == [(0, 1.0), (3, 2)]
+
+
+def test_scores_of_the_warm_up_are_those_of_demonstrations(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", num_steps=6)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:3]:
+        line["warmup/loss"] = 1.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(folder)
+    assert [step for step, _ in run.series("critic/score/mean")] == [3, 4, 5, 6]
+    assert [step for step, _ in run.series("warmup/score/mean")] == [1, 2]
+    assert "warm-up, by demonstrations" in render.render(run)
+    told = describe(1, 6, lines[1])
+    assert "  demonstrated score " in told and "  score " not in told and "  score " in describe(3, 6, lines[3])

@@ -12,7 +12,15 @@ from spmd_rl.model.build import build_model
 from spmd_rl.model.size import ModelSize
 from spmd_rl.track import Run
 from spmd_rl.track.metrics import read_lines
-from spmd_rl.track.roofline import KNOWN_DEVICES, Devices, DeviceSpec, Pass, TokenCounts, find_device_spec, roofline
+from spmd_rl.track.roofline import (
+    KNOWN_DEVICES,
+    Devices,
+    DeviceSpec,
+    ModelPasses,
+    TokenCounts,
+    find_device_spec,
+    roofline,
+)
 from tests.models import tiny
 
 SMALL = ModelSize(parameters=1000, read=900, per_token=800, head=100, kv=10, attention=20)
@@ -28,7 +36,7 @@ def test_what_answers_share_counts_once() -> None:
 
 def test_seconds_worked_out_by_hand() -> None:
     spec, devices = DeviceSpec(1000, 1000), Devices(ranks=2, tp=1, itemsize=2)
-    passes = [Pass(SMALL, 1, True), Pass(SMALL, 1, False), Pass(SMALL, 1, False)]
+    passes = [ModelPasses(SMALL, 1, True), ModelPasses(SMALL, 1, False), ModelPasses(SMALL, 1, False)]
     tokens = TokenCounts.of([GROUP])
     prompt = 2 * 800 * 4 + 4 * 20 * 8
     answers = 2 * 900 * 5 + 4 * 20 * 26.5
@@ -61,7 +69,7 @@ def test_a_published_run() -> None:
     trained = generated._replace(prompts=num * prompt)
     h100 = KNOWN_DEVICES["NVIDIA H100 80GB HBM3"]
     devices = Devices(ranks=16, tp=1, itemsize=2)
-    seconds = roofline(generated, trained, llama, [Pass(llama, 2, True)], devices, h100)
+    seconds = roofline(generated, trained, llama, [ModelPasses(llama, 2, True)], devices, h100)
     assert seconds["generate"] == pytest.approx(25.4, rel=0.03)
     assert seconds["logprobs"] == pytest.approx(5.3, rel=0.02)
     assert seconds["train"] == pytest.approx(8.0, rel=0.02)

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from spmd_rl import sidecar
-from spmd_rl.sidecar.frame_counter import PEER_BYTES, PEER_FRAMES, FrameCounter, Malformed
+from spmd_rl.sidecar.frame_counter import PEER_BYTES, PEER_FRAMES, BadFrame, FrameCounter
 from spmd_rl.sidecar.status import fetch_status
 from tests import sockets
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, rewards, workers_of
@@ -63,7 +63,7 @@ def test_a_connection_is_followed_up_to_its_limit():
     ],
 )
 def test_what_is_no_zmtp_is_refused(data, why):
-    with pytest.raises(Malformed, match=why):
+    with pytest.raises(BadFrame, match=why):
         FrameCounter().feed(memoryview(data))
 
 

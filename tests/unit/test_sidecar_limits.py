@@ -18,7 +18,7 @@ from spmd_rl.sidecar import sockets as sockets_module
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
-from spmd_rl.sidecar.pool import Job, Pool
+from spmd_rl.sidecar.pool import Pool, ScoreJob
 from spmd_rl.sidecar.remote_nodes import RemoteNodes
 from spmd_rl.sidecar.status import fetch_status
 from spmd_rl.sidecar.verdicts import checked_reply
@@ -185,12 +185,12 @@ class Peers:
         self.nodes.tick()
 
     def join(self, peer: bytes, window: int) -> None:
-        self.heed(peer, wire.Join(peer.decode(), ["toy"]), 0.0)
-        self.heed(peer, wire.Heartbeat("me", {"toy": window}, []), 0.0)
+        self.heed(peer, wire.NodeJoin(peer.decode(), ["toy"]), 0.0)
+        self.heed(peer, wire.NodeHeartbeat("me", {"toy": window}, []), 0.0)
 
     def ask(self, number: int) -> None:
         for id_ in range(number):
-            self.pool.submit(Job(b"c", id_, "toy", 60.0, wire.pack(0), number=id_))
+            self.pool.submit(ScoreJob(b"c", id_, "toy", 60.0, wire.pack(0), number=id_))
 
     def given(self, peer: bytes) -> list[int]:
         return [i.id for to, m in self.sent if to == peer and isinstance(m, wire.ScoreRequests) for i in m.items]
@@ -218,9 +218,9 @@ def test_what_was_lost_on_the_way_is_taken_back_and_a_late_verdict_means_nothing
     peers.join(b"x", 3)
     peers.tick(0.0)
     later = nodes_module.SETTLE_SECONDS + 0.1
-    peers.heed(b"x", wire.Heartbeat("me", {"toy": 0}, [0, 2]), later / 2)
+    peers.heed(b"x", wire.NodeHeartbeat("me", {"toy": 0}, [0, 2]), later / 2)
     assert not peers.pool.take(9)  # it may be on its way
-    peers.heed(b"x", wire.Heartbeat("me", {"toy": 0}, [0, 2]), later)
+    peers.heed(b"x", wire.NodeHeartbeat("me", {"toy": 0}, [0, 2]), later)
     assert [job.id for job in peers.pool.take(9)] == [1]
     peers.heed(b"x", replies({1: Verdict("ok")}), later)
     assert peers.verdicts == {}
@@ -258,8 +258,8 @@ def test_a_node_that_cannot_be_written_to_now_keeps_nothing():
 def test_a_node_whose_verdict_is_none_is_dismissed_by_name_and_others_are_asked(capsys):
     peers = Peers()
     peers.ask(3)
-    peers.heed(b"x", wire.Join("x\x1b[2J\nerror: forged", ["toy"]), 0.0)
-    peers.heed(b"x", wire.Heartbeat("me", {"toy": 3}, []), 0.0)
+    peers.heed(b"x", wire.NodeJoin("x\x1b[2J\nerror: forged", ["toy"]), 0.0)
+    peers.heed(b"x", wire.NodeHeartbeat("me", {"toy": 3}, []), 0.0)
     peers.tick(0.0)
     peers.heed(b"x", replies({0: Verdict("ok", 1.0), 1: Verdict("ok", float("nan")), 2: Verdict("ok", 1.0)}), 0.1)
     assert peers.verdicts == {0: Verdict("ok", 1.0)}
@@ -268,7 +268,7 @@ def test_a_node_whose_verdict_is_none_is_dismissed_by_name_and_others_are_asked(
         f"sidecar: worker node {name} is dismissed: its verdict is none: score is"
     )
     with pytest.raises(wire.WireError, match="was dismissed"):
-        peers.heed(b"x2", wire.Join("x\x1b[2J\nerror: forged", ["toy"]), 0.2)
+        peers.heed(b"x2", wire.NodeJoin("x\x1b[2J\nerror: forged", ["toy"]), 0.2)
     peers.join(b"y", 9)
     peers.tick(0.2)
     assert peers.given(b"y") == [1, 2]
@@ -299,7 +299,7 @@ def test_a_node_that_beats_but_does_not_answer_loses_its_questions_before_they_a
     peers.tick(0.0)
     assert len(peers.given(b"x")) == 15
     for now in range(1, 45):
-        peers.heed(b"x", wire.Heartbeat("me", {"toy": 15}, peers.given(b"x")), float(now))
+        peers.heed(b"x", wire.NodeHeartbeat("me", {"toy": 15}, peers.given(b"x")), float(now))
         peers.tick(float(now))
     assert capsys.readouterr().err.count("worker node x is late with 15 requests") == 1
     assert [job.id for job in peers.pool.take(99)] == list(range(40))
@@ -310,11 +310,11 @@ def test_a_node_that_beats_but_does_not_answer_loses_its_questions_before_they_a
 def test_strangers_and_servers_of_our_own():
     spec = wire.PoolSpec("a:B", {}, 1)
     peers = Peers(toy=spec, judge=wire.PoolSpec("a:Judge", {}, 1, url="http://127.0.0.1:1/v1"))
-    peers.heed(b"x", wire.Heartbeat("me", {"toy": 5}, []), 0.0)
+    peers.heed(b"x", wire.NodeHeartbeat("me", {"toy": 5}, []), 0.0)
     assert peers.sent == [(b"x", wire.Pong("", {}))] and len(peers.nodes) == 0
-    peers.heed(b"x", wire.Join("x", ["toy", "judge", "other"]), 0.0)
-    assert peers.sent[-1] == (b"x", wire.Welcome("me", {"toy": spec}))
-    peers.heed(b"x", wire.Heartbeat("me", {"toy": 5, "judge": 5}, []), 0.0)
+    peers.heed(b"x", wire.NodeJoin("x", ["toy", "judge", "other"]), 0.0)
+    assert peers.sent[-1] == (b"x", wire.NodeWelcome("me", {"toy": spec}))
+    peers.heed(b"x", wire.NodeHeartbeat("me", {"toy": 5, "judge": 5}, []), 0.0)
     assert peers.nodes.status()[0].windows == {"toy": 5}
 
 
@@ -324,4 +324,4 @@ def test_so_many_nodes_and_no_more(monkeypatch):
     peers.join(b"x", 1)
     peers.join(b"y", 1)
     with pytest.raises(wire.WireError, match="2 worker nodes"):
-        peers.heed(b"z", wire.Join("z", ["toy"]), 0.0)
+        peers.heed(b"z", wire.NodeJoin("z", ["toy"]), 0.0)

@@ -191,8 +191,8 @@ def test_nobody_serves_a_host_without_keys(node):
     with sidecar.connect(rewards("Number"), node), sockets.context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(node.address)
         for frame in (
-            wire.Join("x", ["toy"]),
-            wire.Heartbeat("x", {"toy": 9}, []),
+            wire.NodeJoin("x", ["toy"]),
+            wire.NodeHeartbeat("x", {"toy": 9}, []),
             wire.Goodbye(),
             wire.ScoreReplies([]),
         ):

@@ -17,7 +17,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.rollout import coordinator
 from spmd_rl.tools.simulate import POLICIES, Cluster, Lengths, Scene, Speed, long_tail, play, recorded
 from spmd_rl.tools.simulate import __main__ as simulate
-from spmd_rl.tools.simulate.engine import Engine
+from spmd_rl.tools.simulate.engine import VirtualEngine
 from spmd_rl.tools.simulate.store import CountingStore
 from tests.bench.virtual.tail import draw
 
@@ -46,7 +46,7 @@ def slow_engine(arrivals: list[tuple[int, int]], speed: Speed, max_running: int)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 6))
 def test_an_engine_takes_as_long_as_one_that_computes_each_token(lengths: list[int], max_running: int) -> None:
     speed = Speed(1.0, 0.25)
-    engine, ended = Engine(speed, max_running), {}
+    engine, ended = VirtualEngine(speed, max_running), {}
     for number, tokens in enumerate(lengths):
         engine.add(number, tokens)
     while engine.num_requests:
@@ -57,7 +57,7 @@ def test_an_engine_takes_as_long_as_one_that_computes_each_token(lengths: list[i
 
 
 def test_what_an_engine_had_begun_it_goes_on_with() -> None:
-    engine = Engine(Speed(1.0, 0.0), 1)
+    engine = VirtualEngine(Speed(1.0, 0.0), 1)
     engine.add("a", 5)
     engine.add("b", 7)
     engine.advance(2.0)

@@ -77,8 +77,8 @@ def test_digits_stand_alone_whatever_is_before_them() -> None:
     assert tokenizer.stop_ids == (2,)
     rendered = tokenizer.decode(tokenizer.render([Message("user", "a\n\n12")]))
     assert rendered.startswith("system\nYou are a helpful AI assistant") and rendered.endswith("12\nassistant\n")
-    hf = tokenizer._hf
-    assert hf.tokenize("a\n\n12  345") == ["a", "\u010a\u010a", "1", "2", "\u0120\u0120", "3", "4", "5"]
+    pieces = [tokenizer.decode([id]) for id in tokenizer.encode("a\n\n12  345")]
+    assert pieces == ["a", "\n\n", "1", "2", "  ", "3", "4", "5"]
 
 
 @needs_model

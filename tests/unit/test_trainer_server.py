@@ -19,7 +19,7 @@ from spmd_rl.process import in_background
 from spmd_rl.sidecar.sockets import send
 from spmd_rl.split.pieces import pack, unpack
 from spmd_rl.split.server import TrainerServer
-from spmd_rl.types import AgentStep, Sample, Survivors, Turn, Verdict
+from spmd_rl.types import AgentStep, CandidateIds, Sample, Turn, Verdict
 from spmd_rl.weights import messages
 from spmd_rl.weights.staged import Staged
 from tests import sockets
@@ -155,7 +155,7 @@ def test_samples_travel_whole() -> None:
     step = AgentStep("you moved", -0.1, 2**64 - 1, "left", {"valid": 1.0}, "board")
     turns = (
         Turn(array("i", [1, 2]), array("i", [3]), array("f", [-0.5]), array("i", [7]), "stop", "text", None, step),
-        Turn(array("i"), array("i", [4]), array("f", [-1.5]), array("i", [8]), "length", "", Survivors(
+        Turn(array("i"), array("i", [4]), array("f", [-1.5]), array("i", [8]), "length", "", CandidateIds(
             array("i", [2]), array("i", [4, 9])
         )),
     )  # fmt: skip

@@ -9,10 +9,10 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spmd_rl.batch import pack
 from spmd_rl.config.schema import EvalConfig, RolloutConfig
-from spmd_rl.engine.answer import Answer, says_stop
 from spmd_rl.engine.native.sampling import sample_truncated, uniform
+from spmd_rl.engine.sequence import SequenceState, has_stop
 from spmd_rl.errors import UserError
-from spmd_rl.types import Request, Sample, Survivors, Turn, Verdict
+from spmd_rl.types import CandidateIds, Request, Sample, Turn, Verdict
 
 CUTS = [(3, 1.0, 0.0), (12, 0.7, 0.0), (12, 1.0, 0.2), (5, 0.8, 0.1), (1, 0.5, 0.9), (99, 1.0, 0.0), (12, 1e-9, 0.0)]
 """top_k, top_p, min_p"""
@@ -39,9 +39,9 @@ def truncated(logits, top_k, top_p, min_p):
 def test_frequencies_survivors_and_logprobs_are_those_of_the_truncated_distribution(cut, temperature):
     logits = 1.5 * torch.randn(12, generator=torch.Generator().manual_seed(4))
     num = 20_000
-    tokens, logprobs, survivors = draw(logits, temperature, [uniform(5, i) for i in range(num)], *cut)
+    tokens, logprobs, candidate_ids = draw(logits, temperature, [uniform(5, i) for i in range(num)], *cut)
     wanted = truncated(logits / temperature, *cut)
-    assert survivors == [wanted.nonzero().flatten().tolist()] * num
+    assert candidate_ids == [wanted.nonzero().flatten().tolist()] * num
     torch.testing.assert_close(logprobs.double(), wanted[tokens].log(), atol=1e-6, rtol=1e-6)
     observed, expected = torch.bincount(tokens, minlength=12).double(), num * wanted
     assert observed[wanted == 0].sum() == 0
@@ -54,20 +54,20 @@ def test_rows_do_not_see_each_other():
     temperatures, uniforms = torch.linspace(0.5, 2, 5), torch.linspace(0, 0.999, 5, dtype=torch.float64)
     settings = [torch.tensor([4, 300, 50, 9, 1])]
     settings += [torch.tensor(column, dtype=torch.float64) for column in ([1, 0.5, 0.9, 1, 1], [0, 0, 0.01, 0.1, 0])]
-    tokens, logprobs, survivors = sample_truncated(logits, temperatures, uniforms, *settings)
+    tokens, logprobs, candidate_ids = sample_truncated(logits, temperatures, uniforms, *settings)
     for row in range(5):
         one = slice(row, row + 1)
         alone = sample_truncated(logits[one], temperatures[one], uniforms[one], *[column[one] for column in settings])
-        assert (alone[0].item(), alone[1].item(), alone[2][0]) == (tokens[row], logprobs[row], survivors[row])
+        assert (alone[0].item(), alone[1].item(), alone[2][0]) == (tokens[row], logprobs[row], candidate_ids[row])
 
 
 def test_a_nan_is_reported():
     assert draw(torch.full((9,), torch.nan), 1.0, [0.5], 4, 0.9, 0.0)[1].isnan().all()
 
 
-def answer(prompt=(), ids=(), num_begun=0, stop=("</a>", "##")) -> Answer:
+def answer(prompt=(), ids=(), num_begun=0, stop=("</a>", "##")) -> SequenceState:
     request = Request("a", array("i", list(prompt)), 9, 1.0, 0, stop=stop, num_begun=num_begun)
-    return Answer(request, array("i", list(ids)))
+    return SequenceState(request, array("i", list(ids)))
 
 
 def test_a_stop_string_is_seen_wherever_it_lies_in_the_answer_and_not_before_it():
@@ -75,7 +75,7 @@ def test_a_stop_string_is_seen_wherever_it_lies_in_the_answer_and_not_before_it(
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def stops(prompt, text, **settings):
-        return says_stop(answer(prompt.encode(), text.encode(), **settings), text_of)
+        return has_stop(answer(prompt.encode(), text.encode(), **settings), text_of)
 
     assert stops("x", "long before </a>") and stops("x", "#" * 2) and not stops("x", "</ a>")
     assert not stops("</a", ">") and not stops("</a>", "b")  # not the model's own words
@@ -89,15 +89,15 @@ def test_survivors_travel_in_a_batch():
         counts, ids = array("i", map(len, lists)), array("i", [id for ids in lists for id in ids])
         versions, logprobs = array("i", [0] * len(sampled)), array("f", [-1.0] * len(sampled))
         parts = (array("i", given), array("i", sampled), logprobs, versions, "stop", "")
-        return Turn(*parts, Survivors(counts, ids) if lists else None)
+        return Turn(*parts, CandidateIds(counts, ids) if lists else None)
 
     turns = turn([9, 9], [1, 2], [[1, 5], [2]]), turn([9], [3], [[0, 3, 7]])
     samples = [Sample(0, 0, turns, Verdict("ok")), Sample(0, 1, (turn([9], [4, 4], []),), Verdict("ok"))]
     batch = pack(samples, truncated=True).select([1, 0])
-    lists = np.split(batch.survivors.values.numpy(), batch.survivors.offsets[1:-1])
+    lists = np.split(batch.candidate_ids.values.numpy(), batch.candidate_ids.offsets[1:-1])
     assert [one.tolist() for one in lists] == [[], [], [], [], [], [1, 5], [2], [], [0, 3, 7]]
-    assert batch.survivors.owners.tolist() == [5, 5, 6, 8, 8, 8]
-    assert pack(samples).survivors is None and pack([], truncated=True).survivors.values.numel() == 0
+    assert batch.candidate_ids.owners.tolist() == [5, 5, 6, 8, 8, 8]
+    assert pack(samples).candidate_ids is None and pack([], truncated=True).candidate_ids.values.numel() == 0
 
 
 def test_settings():

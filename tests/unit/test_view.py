@@ -18,8 +18,8 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.errors import UserError
 from spmd_rl.learn import sample_log
 from spmd_rl.tools.view import __main__ as command
-from spmd_rl.tools.view.runs import Runs
-from spmd_rl.tools.view.server import Server
+from spmd_rl.tools.view.runs import RunIndex
+from spmd_rl.tools.view.server import ViewServer
 from spmd_rl.tools.view.trajectories import rows, whole
 from spmd_rl.track.samples import SampleLog, SampleRow, StepRow
 from spmd_rl.track.tokens import TokenTexts
@@ -40,21 +40,23 @@ def root(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    with Server(Runs(root)) as server:
+def server(root: Path) -> Iterator[ViewServer]:
+    with ViewServer(RunIndex(root)) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
 
-def ask(server: Server, path: str, host: str = "127.0.0.1", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+def ask(
+    server: ViewServer, path: str, host: str = "127.0.0.1", method: str = "GET"
+) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     connection.request(method, path, headers={"Host": f"{host}:{server.server_port}"})
     reply = connection.getresponse()
     return reply.status, dict(reply.getheaders()), reply.read()
 
 
-def get(server: Server, name: str, **query: object):
+def get(server: ViewServer, name: str, **query: object):
     status, _, body = ask(server, f"{urlsplit(server.url).path}api/{name}?{urlencode(query)}")
     assert status == 200, body
     return json.loads(body)
@@ -158,15 +160,15 @@ def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_folder_and_what_is_none(root: Path, tmp_path: Path) -> None:
-    assert sorted(Runs(root).names()) == ["agent", "rlvr/sums"]
-    assert Runs(root / "agent").names() == ["."]
+    assert sorted(RunIndex(root).names()) == ["agent", "rlvr/sums"]
+    assert RunIndex(root / "agent").names() == ["."]
     (tmp_path / "config.yaml").write_text("a: 1\n")
     for folder, why in ((tmp_path, "no run in it"), (tmp_path / "none", "no such directory")):
         with pytest.raises(UserError, match=why):
-            Runs(folder)
+            RunIndex(folder)
 
 
-def test_the_page_asks_for_runs_steps_and_samples(server: Server) -> None:
+def test_the_page_asks_for_runs_steps_and_samples(server: ViewServer) -> None:
     by_name = {one["run"]: one for one in get(server, "runs")}
     assert by_name["agent"]["pipeline"] == "agentic" and by_name["agent"]["planned"] == 3
     run = get(server, "run", run="agent")
@@ -179,7 +181,7 @@ def test_the_page_asks_for_runs_steps_and_samples(server: Server) -> None:
     assert len(get(server, "step", run="agent", kind="eval", step=2)) == 16
 
 
-def test_a_trajectory_comes_with_texts_and_steps(server: Server, root: Path) -> None:
+def test_a_trajectory_comes_with_texts_and_steps(server: ViewServer, root: Path) -> None:
     place = {"run": "agent", "kind": "step", "step": 2, "ticket": 17}
     group = get(server, "trajectories", **place)
     assert [one["answer"] for one in group] == list(range(8))
@@ -197,7 +199,7 @@ def test_a_trajectory_comes_with_texts_and_steps(server: Server, root: Path) -> 
     assert all("advantage" in turn for turn in segment["turns"])
 
 
-def test_an_answer_of_one_turn(server: Server) -> None:
+def test_an_answer_of_one_turn(server: ViewServer) -> None:
     (one,) = get(server, "trajectories", run="rlvr/sums", kind="step", step=12, ticket=0, answer=0)
     assert one["messages"][0]["content"].startswith("State the final answer") and one["end"] == "stop"
 
@@ -220,7 +222,7 @@ def test_characters_of_several_tokens_stand_with_the_last_of_them(tmp_path: Path
 
 def test_a_run_is_followed(tmp_path: Path) -> None:
     run_dir = make_agent_run(tmp_path / "run", written=1)
-    runs = Runs(run_dir)
+    runs = RunIndex(run_dir)
     assert [step for step, _ in runs.read(".").series("critic/score/mean")] == [1]
     write_step(run_dir, 2, encoder(tmp_path / "model"), 3)
     assert [step for step, _ in runs.read(".").series("critic/score/mean")] == [1, 2]
@@ -243,12 +245,12 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
         ("../config.yaml", 404, "no such thing"),
     ],
 )
-def test_what_is_not_there(server: Server, query: str, status: int, why: str) -> None:
+def test_what_is_not_there(server: ViewServer, query: str, status: int, why: str) -> None:
     told, _, body = ask(server, urlsplit(server.url).path + query)
     assert (told, why in json.loads(body)["error"]) == (status, True), body
 
 
-def test_only_the_printed_address_is_answered(server: Server) -> None:
+def test_only_the_printed_address_is_answered(server: ViewServer) -> None:
     path = urlsplit(server.url).path
     assert server.server_address[0] == "127.0.0.1"
     assert ask(server, path)[0] == ask(server, path, host="localhost")[0] == 200
@@ -259,7 +261,7 @@ def test_only_the_printed_address_is_answered(server: Server) -> None:
     assert ask(server, path, method="POST")[0] == 501
 
 
-def test_the_page_brings_all_it_needs_and_may_load_nothing(server: Server) -> None:
+def test_the_page_brings_all_it_needs_and_may_load_nothing(server: ViewServer) -> None:
     _, headers, body = ask(server, urlsplit(server.url).path)
     page, policy = body.decode(), headers["Content-Security-Policy"]
     nonce = policy.partition("'nonce-")[2].partition("'")[0]
@@ -275,7 +277,13 @@ def test_the_terminal(root: Path, capsys) -> None:
     assert command.main([str(root), "--text"]) == 0
     assert "rlvr/sums" in capsys.readouterr().out
     assert command.main([run, "--text"]) == 0
-    assert "terminated" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "terminated" in said and "warm-up" not in said
+    settings = yaml.safe_load((root / "agent/config.yaml").read_text())
+    (root / "agent/config.yaml").write_text(yaml.safe_dump(settings | {"warmup": {"steps": 1}}))
+    assert command.main([run, "--text"]) == 0
+    assert "1 warm-up " in capsys.readouterr().out
+    (root / "agent/config.yaml").write_text(yaml.safe_dump(settings))
     assert command.main([run, "--text", "--step", "1"]) == 0
     assert "8.0" in capsys.readouterr().out
     for color in ("logprob", "mask", "advantage", "version", "none"):

@@ -44,7 +44,7 @@ def engine(path, model):
 
 @pytest.fixture
 def llm(engine):
-    return engine._llm
+    return engine.llm
 
 
 def add(llm, prompt=(1, 2, 3), salt="", at=None, **sampling) -> str:
@@ -240,16 +240,16 @@ def test_its_groups_are_not_the_default_one(engine):
     from vllm.distributed import parallel_state
 
     assert parallel_state.get_world_group().device_group is not dist.group.WORLD
-    finalizer = getattr(engine._llm.engine_core, "_finalizer", None)
+    finalizer = getattr(engine.llm.engine_core, "_finalizer", None)
     assert finalizer is None or not finalizer.alive, "it would end the default group at exit"
 
 
 def test_logprobs_of_running_requests_can_be_forgotten(engine, llm):
-    """vLLM would keep those of all survivors until an answer ends, each as two Python objects."""
+    """vLLM would keep those of all candidates until an answer ends, each as two Python objects."""
     engine.add(Request("cut", array("i", [1, 2, 3]), 6, 1.0, 0, top_k=50))
     for _ in range(4):
         assert not engine.step()
         (state,) = llm.output_processor.request_states.values()
         assert len(state.logprobs_processor.logprobs) == 0
     completions = [completion for _ in range(2) for completion in engine.step()]
-    assert completions[0].survivors.counts.tolist() == [50] * 6
+    assert completions[0].candidate_ids.counts.tolist() == [50] * 6

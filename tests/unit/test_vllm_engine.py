@@ -82,7 +82,7 @@ def test_a_guest_leaves_the_process_as_it_was(started):
 
 
 def test_no_request_before_the_first_load(started):
-    if started[0]._version is None:
+    if started[0].version is None:
         with pytest.raises(AssertionError, match="no weights"):
             started[0].add(ask("early"))
 
@@ -225,7 +225,7 @@ def test_not_a_number_is_no_sample(engine, weights):
 def test_lost_buffers_are_found_before_the_next_token(engine, weights):
     with engine.awake():
         run(engine, ask("a"))
-    table = next(buffer for name, buffer in engine._model.named_buffers() if "cos_sin" in name)
+    table = next(buffer for name, buffer in engine.model.named_buffers() if "cos_sin" in name)
     kept = table.clone()
     table.zero_()
     with engine.awake(), pytest.raises(RunFailed, match="lost model.layers.0.self_attn.rotary_emb.cos_sin_cache"):
@@ -233,18 +233,18 @@ def test_lost_buffers_are_found_before_the_next_token(engine, weights):
     with pytest.raises(RunFailed, match="lost model.layers.0"):
         engine.load(weights, version=2)
     table.copy_(kept)
-    engine._lost = ""
+    engine.lost = ""
 
 
 def test_a_stale_prefix_cache_is_found(engine, weights, monkeypatch):
     prompt = range(40)
     first = run(engine, ask("a", prompt=prompt, seed=4))["a"]
-    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
     engine.load([(name, weight * 1.1) for name, weight in weights], version=2)
     assert run(engine, ask("a", prompt=prompt, seed=4))["a"].token_ids != first.token_ids, "the salt alone is enough"
-    add = engine._llm.add_request
+    add = engine.llm.add_request
     monkeypatch.setattr(
-        engine._llm, "add_request", lambda id, prompt, *a, **k: add(id, prompt | {"cache_salt": "version 2"}, *a, **k)
+        engine.llm, "add_request", lambda id, prompt, *a, **k: add(id, prompt | {"cache_salt": "version 2"}, *a, **k)
     )
     engine.load(weights, version=3)
     with pytest.raises(RunFailed, match="older than version 3"):

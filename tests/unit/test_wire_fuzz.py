@@ -17,7 +17,15 @@ from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, prom
 
 CODECS = [value for value in vars(wire).values() if isinstance(value, wire.Codec)]
 REPLIES = wire.Codec(
-    *(wire.ScoreReplies, wire.SessionReplies, wire.Pong, wire.Error, wire.Welcome, wire.ScoreRequests, wire.HostStatus)
+    *(
+        wire.ScoreReplies,
+        wire.SessionReplies,
+        wire.Pong,
+        wire.Error,
+        wire.NodeWelcome,
+        wire.ScoreRequests,
+        wire.HostStatus,
+    )
 )
 FRAMES = 100_000
 GROWTH = 16 << 20
@@ -42,15 +50,15 @@ def valid_frames() -> list[bytes]:
             wire.Started(1),
             wire.Ready("each"),
         ),
-        *(wire.Failed("f"), wire.StartHost(1, "ipc://x", {"a": pool}), wire.StartForkServer("reward.a", pool)),
+        *(wire.StartFailed("f"), wire.StartHost(1, "ipc://x", {"a": pool}), wire.StartForkServer("reward.a", pool)),
         wire.ScoreRequests([wire.ScoreRequest(1, "toy", 1.0, question)] * 3),
         wire.ScoreReplies([wire.ScoreReply(1, verdict)]),
         wire.SessionRequests([wire.ResetRequest(1, "toy", 7), wire.StepRequest(1, 1, "left"), wire.CloseRequest(1)]),
         wire.SessionReplies([wire.SessionReply(1, 0, reply), wire.SessionFailure(1, 1, "lost", "d")]),
         *(
-            wire.Join("n", ["toy"]),
-            wire.Welcome("h", {"toy": pool}),
-            wire.Heartbeat("h", {"toy": 3}, [1]),
+            wire.NodeJoin("n", ["toy"]),
+            wire.NodeWelcome("h", {"toy": pool}),
+            wire.NodeHeartbeat("h", {"toy": 3}, [1]),
             wire.Goodbye(),
         ),
         *(

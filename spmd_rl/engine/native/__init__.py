@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
-from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
+from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.errors import UserError
 
 if TYPE_CHECKING:

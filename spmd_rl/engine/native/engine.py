@@ -17,13 +17,13 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.engine.answer import TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
 from spmd_rl.engine.native.sampling import sample, sample_truncated, uniform
-from spmd_rl.engine.native.scheduler import Row, Scheduler
+from spmd_rl.engine.native.scheduler import RunningSequence, Scheduler
+from spmd_rl.engine.sequence import TextOf, check, has_stop, no_text
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import weights_of
 from spmd_rl.model.size import head_dim, num_kv_heads
@@ -54,10 +54,12 @@ class NativeEngine:
     ) -> None:
         """`offload`: weights go to host memory and the KV cache is freed outside `awake()`. No effect on CPU.
 
-        `text_of`: needed for requests with stop strings. records_experts: completions say which experts of a mixture
+        `text_of`: needed for requests with stop strings. records_experts: completions record which experts of a mixture
         their tokens went to; UserError if the module is none.
         """
-        self._module, self._text_of = module, text_of
+        self._text_of = text_of
+        self.model = module
+        """The module that it computes with."""
         self._parts = stored_parts(module)
         self._weights = weights_of(module, self._parts)
         config, weight = module.config, next(module.parameters())
@@ -77,9 +79,10 @@ class NativeEngine:
         self.prompt_tokens = self._scheduler.prompt_tokens
         self._aborted: list[Completion] = []
         self._version: int | None = None
-        self._offload = offload and self._device.type != "cpu"
+        self.offloads = offload and self._device.type != "cpu"
+        """Whether it leaves the device outside `awake()`."""
         self._num_awake = 0
-        if self._offload:
+        if self.offloads:
             self._sleep()
 
     @property
@@ -145,7 +148,7 @@ class NativeEngine:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Weights and KV cache on the device; nests. With `offload`, the outermost exit takes them off."""
-        if self._offload and self._num_awake == 0:
+        if self.offloads and self._num_awake == 0:
             self._move(self._device)
             self.pool.wake()
         self._num_awake += 1
@@ -153,7 +156,7 @@ class NativeEngine:
             yield
         finally:
             self._num_awake -= 1
-        if self._offload and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        if self.offloads and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
     def close(self) -> None:
@@ -162,7 +165,7 @@ class NativeEngine:
         self._aborted.clear()
         self._version = None
         self._weights.clear()
-        self._module = nn.Module()
+        self.model = nn.Module()
         self.pool.sleep()
 
     def _sleep(self) -> None:
@@ -170,11 +173,11 @@ class NativeEngine:
         self.pool.sleep()
 
     def _move(self, device: torch.device) -> None:
-        for weight in self._module.state_dict(keep_vars=True).values():
+        for weight in self.model.state_dict(keep_vars=True).values():
             weight.data = weight.data.to(device)
-        self._weights = weights_of(self._module, self._parts)
+        self._weights = weights_of(self.model, self._parts)
 
-    def _batches(self) -> list[list[Row]]:
+    def _batches(self) -> list[list[RunningSequence]]:
         """The running rows in the order of their admission, in batches of `BATCH_TOKENS` to feed or one row."""
         batches, room = [], 0
         for row in self._scheduler.rows:
@@ -185,7 +188,7 @@ class NativeEngine:
             room -= row.num_pending
         return batches
 
-    def _forward(self, rows: list[Row]) -> list[Completion]:
+    def _forward(self, rows: list[RunningSequence]) -> list[Completion]:
         """Feed what is pending and sample a token for every row; returns the completions of those that end with it."""
         rows = sorted(rows, key=_shape)
         ids, positions, slots, last = [], [], [], []
@@ -197,7 +200,7 @@ class NativeEngine:
             last.append(len(ids) - 1)
         kv = Paged(self.pool, self._tensor(slots), tuple(self._buckets(rows)))
         blank = [0] * (-len(ids) % (ROUND_FEW if len(ids) <= ROUND_MANY else ROUND_MANY))
-        output = self._module(
+        output = self.model(
             input_ids=self._tensor([ids + blank]),
             position_ids=self._tensor([positions + blank]),
             use_cache=False,
@@ -218,7 +221,7 @@ class NativeEngine:
                 ended.append(row.completion(reason))
         return ended
 
-    def _sample(self, rows: list[Row], logits: Tensor) -> None:
+    def _sample(self, rows: list[RunningSequence], logits: Tensor) -> None:
         """Append a token to each row, from `logits` [R, V]."""
         requests = [row.request for row in rows]
         temperatures = torch.tensor([request.temperature for request in requests], device=self._device)
@@ -235,16 +238,16 @@ class NativeEngine:
             shares = [(requests[i].top_p, requests[i].min_p) for i in cut]
             top_p, min_p = torch.tensor(shares, dtype=torch.float64, device=self._device).unbind(-1)
             drawn = sample_truncated(logits[cut], temperatures[cut], uniforms[cut], top_k, top_p, min_p)
-            for i, token, logprob, survivors in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
-                rows[i].append(token, logprob, self._version, survivors)
+            for i, token, logprob, candidates in zip(cut, drawn[0].tolist(), drawn[1].tolist(), drawn[2], strict=True):
+                rows[i].append(token, logprob, self._version, candidates)
 
-    def _finish_reason(self, row: Row) -> FinishReason | None:
+    def _finish_reason(self, row: RunningSequence) -> FinishReason | None:
         """The reason to stop after the last token, if there is one."""
-        if row.token_ids[-1] in row.request.stop_ids or says_stop(row, self._text_of):
+        if row.token_ids[-1] in row.request.stop_ids or has_stop(row, self._text_of):
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
-    def _buckets(self, rows: list[Row]) -> Iterator[Bucket]:
+    def _buckets(self, rows: list[RunningSequence]) -> Iterator[Bucket]:
         """Rows (sorted by `_shape`) in runs of one shape, so that one long row does not pad them all.
 
         What a row feeds beyond `QUERIES` tokens is cut into pieces, whose masks stay small.
@@ -259,8 +262,8 @@ class NativeEngine:
                     yield self._bucket(part, [row.num_stored + first for row in part], num, begin + first)
                 begin += num_tokens * len(part)
 
-    def _bucket(self, rows: Sequence[Row], positions: list[int], num: int, begin: int) -> Bucket:
-        """Of `num` tokens of each row from these positions on; the first is token `begin` of the forward."""
+    def _bucket(self, rows: Sequence[RunningSequence], positions: list[int], num: int, begin: int) -> Bucket:
+        """The bucket of `num` tokens of each row from these positions on; the first is token `begin` of the forward."""
         width = _width(max(positions) + num)
         tables = [(row.table + row.table[:1] * width)[: width // BLOCK] for row in rows]
         each = self._tensor(positions)[:, None, None] + torch.arange(num, device=self._device)[:, None]
@@ -274,7 +277,7 @@ class NativeEngine:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _shape(row: Row) -> tuple[int, int]:
+def _shape(row: RunningSequence) -> tuple[int, int]:
     """Rows of one shape feed equally many tokens, and differ in length by a factor of two at most (128: at most so)."""
     return row.num_pending, (row.num_tokens - 1 >> 7).bit_length()
 

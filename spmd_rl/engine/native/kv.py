@@ -40,6 +40,8 @@ class KVPool:
         self.num_blocks = num_tokens // BLOCK
         self.peak = 0
         """Most blocks ever in use at once."""
+        self.data: Tensor
+        """Keys and values: [2, num_layers, num_blocks, BLOCK, num_heads, head_dim]; empty while it sleeps."""
         self._shape = (2, num_layers, self.num_blocks, BLOCK, num_heads, head_dim)
         self._dtype, self._device = dtype, device
         self._references = [0] * self.num_blocks
@@ -51,7 +53,7 @@ class KVPool:
 
     def wake(self) -> None:
         """Allocate the memory, empty."""
-        self._data = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        self.data = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._num_clean = 0
         self.forget()
 
@@ -59,7 +61,7 @@ class KVPool:
         """Free the memory. Nothing may be in use."""
         assert not any(self._references), "KV blocks in use"
         self.forget()
-        self._data = torch.empty(0, dtype=self._dtype, device=self._device)
+        self.data = torch.empty(0, dtype=self._dtype, device=self._device)
 
     def forget(self) -> None:
         """Let nothing that is cached be found: it belongs to other weights. Who holds blocks goes on with them."""
@@ -121,14 +123,14 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [T, num_heads, head_dim] at slots int64 [T]."""
-        for part, new in zip(self._data[:, layer], (keys, values), strict=True):
+        for part, new in zip(self.data[:, layer], (keys, values), strict=True):
             part.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of tables int64 [R, N]: each [R, num_heads, N * BLOCK, head_dim]."""
         rows, width = tables.shape
         flat = tables.flatten()
-        keys, values = (part.index_select(0, flat) for part in self._data[:, layer])
+        keys, values = (part.index_select(0, flat) for part in self.data[:, layer])
         shape = (rows, width * BLOCK, *keys.shape[-2:])
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
@@ -140,5 +142,5 @@ class KVPool:
     def _clean(self, end: int) -> None:
         # Slots not written yet are masked, but a NaN in fresh memory would survive the mask (0 * NaN).
         if end > self._num_clean:
-            self._data[:, :, self._num_clean : end] = 0
+            self.data[:, :, self._num_clean : end] = 0
             self._num_clean = end

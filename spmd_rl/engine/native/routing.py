@@ -18,7 +18,7 @@ class ChosenExperts:
     """Watches the routers of a module, in the order of its layers."""
 
     def __init__(self, module: nn.Module) -> None:
-        """UserError if the module is no mixture whose routers transformers tells of."""
+        """UserError if the module is no mixture whose routers transformers knows."""
         kind = router_class(module)
         routers = [m for m in module.modules() if kind and isinstance(m, kind)]
         if not routers:
@@ -33,6 +33,6 @@ class ChosenExperts:
         self._found[place] = output[2]
 
     def at(self, tokens: Tensor) -> list[list[int]]:
-        """Of these tokens of the last forward (int64 [n]): the experts of the first layer, of the second and so on."""
+        """The experts of these tokens of the last forward (int64 [n]): of the first layer, of the second and so on."""
         found = torch.stack([chosen.index_select(0, tokens) for chosen in self._found], 1)
         return found.flatten(1).tolist()

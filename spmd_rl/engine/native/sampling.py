@@ -51,10 +51,10 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
 def sample_truncated(
     logits: Tensor, temperatures: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """One token per row, its logprob among the survivors, and these: int64 [R], float32 [R], R ascending lists of ids.
+    """One token per row, its logprob among the candidates, and these: int64 [R], float32 [R], R ascending lists of ids.
 
     `logits`, `temperatures` (above 0) and `uniforms` as in `sample`; `top_k` int64 [R] (1 or more, of equally likely
-    tokens any), `top_p` and `min_p` float64 [R] as in `Request`. Survivors are drawn from in the order of their ids.
+    tokens any), `top_p` and `min_p` float64 [R] as in `Request`. Candidates are drawn from in the order of their ids.
     """
     scaled = logits.float() / temperatures[:, None]
     values, ids = scaled.topk(min(int(top_k.max()), logits.shape[-1]), dim=-1)
@@ -70,7 +70,7 @@ def sample_truncated(
     kept = masses > 0
     lists = torch.split(ids[kept], kept.sum(dim=-1).tolist())
     tokens = ids.gather(-1, index[:, None])[:, 0]
-    return tokens, (mass / masses.sum(dim=-1)).log().float(), [survivors.tolist() for survivors in lists]
+    return tokens, (mass / masses.sum(dim=-1)).log().float(), [ids.tolist() for ids in lists]
 
 
 def _draw(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,14 @@ from array import array
 from collections.abc import Set
 from dataclasses import dataclass
 
-from spmd_rl.engine.answer import Answer
 from spmd_rl.engine.base import PromptTokens
 from spmd_rl.engine.native.kv import BLOCK, KVPool, block_keys, blocks_for
+from spmd_rl.engine.sequence import SequenceState
 from spmd_rl.types import Completion, Request
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Row(Answer):
+class RunningSequence(SequenceState):
     """A request that runs."""
 
     table: list[int]
@@ -32,7 +32,7 @@ class Row(Answer):
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """The tokens of prompt and answer."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
@@ -55,8 +55,8 @@ class Scheduler:
     """Requests waiting and running, and the blocks they hold."""
 
     def __init__(self, pool: KVPool, max_running: int, num_experts: int = 0) -> None:
-        """`num_experts`: see `Answer`."""
-        self.rows: list[Row] = []
+        """`num_experts`: see `SequenceState`."""
+        self.rows: list[RunningSequence] = []
         """running, in the order of their admission"""
         self.unfinished: set[str] = set()
         """ids of those waiting and running"""
@@ -87,7 +87,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
             table = found + self._pool.take(num_own)
             self._pool.keep(keys, table)
-            row = Row(request, num_experts=self._num_experts, table=table, num_stored=len(found) * BLOCK)
+            row = RunningSequence(request, num_experts=self._num_experts, table=table, num_stored=len(found) * BLOCK)
             self.rows.append(row)
             self.prompt_tokens.count(num_tokens, len(found) * BLOCK)
 
@@ -97,7 +97,7 @@ class Scheduler:
         for row in self.rows:
             row.shared = False
 
-    def end(self, row: Row) -> None:
+    def end(self, row: RunningSequence) -> None:
         """Take a row out and give its blocks back; what they hold stays cached, if it is of the present weights."""
         self.rows.remove(row)
         self.unfinished.remove(row.request.id)
@@ -114,7 +114,7 @@ class Scheduler:
             ended.append(row.completion("abort"))
         for _, _, request in sorted(item for item in self._waiting if item[-1].id in ids):
             self.unfinished.remove(request.id)
-            ended.append(Answer(request).completion("abort"))
+            ended.append(SequenceState(request).completion("abort"))
         self._waiting = [item for item in self._waiting if item[-1].id not in ids]
         heapq.heapify(self._waiting)
         return ended

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
-from spmd_rl.engine.answer import text_of_model
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.replicated import ReplicatedEngine
+from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
 
 if TYPE_CHECKING:

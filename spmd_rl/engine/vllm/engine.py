@@ -23,8 +23,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.data import counter_seed
-from spmd_rl.engine.answer import Answer, TextOf, check, no_text, says_stop
 from spmd_rl.engine.base import Capacity, PromptTokens
+from spmd_rl.engine.sequence import SequenceState, TextOf, check, has_stop, no_text
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
@@ -47,20 +47,26 @@ class VllmEngine:
 
         `text_of`: needed for requests with stop strings.
         """
-        self._llm, self._shapes, self._sleeps, self._text_of = llm, shapes, sleeps, text_of
+        self._sleeps, self._text_of = sleeps, text_of
+        self.llm = llm
+        """vLLM itself, for a look inside where something is wrong."""
+        self.shapes = shapes
         config = llm.vllm_config
         kv_tokens = (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size
         max_tokens = config.model_config.max_model_len
         self.capacity = Capacity(config.scheduler_config.max_num_seqs, kv_tokens, max_tokens)
         self._num_ids = config.model_config.get_vocab_size()
-        self._rows: dict[str, Answer] = {}
+        self.under_way: dict[str, SequenceState] = {}
+        """What each request has, by id."""
         self._aborted: list[Completion] = []
-        self._version: int | None = None
+        self.version: int | None = None
+        """The version of the weights; None before the first, and while there are none that are whole."""
         self.prompt_tokens = PromptTokens()
         self._num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
         self._checksums: dict[str, bytes] = {}
-        self._lost = ""
+        self.lost = ""
+        """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
         self._num_awake = 0
         self._cache_sleeps = False
         if sleeps:
@@ -69,14 +75,14 @@ class VllmEngine:
     @property
     def num_unfinished(self) -> int:
         """Requests whose completion has not been handed out."""
-        return len(self._rows) + len(self._aborted)
+        return len(self.under_way) + len(self._aborted)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or too hot or cold."""
-        assert self._version is not None, "no weights loaded in this process"
-        if self._lost:
-            raise RunFailed(self._lost)
-        assert request.id not in self._rows, f"request {request.id} is under way already"
+        assert self.version is not None, "no weights loaded in this process"
+        if self.lost:
+            raise RunFailed(self.lost)
+        assert request.id not in self.under_way, f"request {request.id} is under way already"
         check(request, self.capacity.max_tokens)
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
@@ -84,15 +90,15 @@ class VllmEngine:
         prompt = {
             "type": "token",
             "prompt_token_ids": request.prompt_ids.tolist(),
-            "cache_salt": f"version {self._version}",
+            "cache_salt": f"version {self.version}",
         }
         if self._cache_sleeps:
             self._wake("kv_cache")
         self._num_added += 1
         if self._first is None:
             self._first = request.id
-        self._llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
-        self._rows[request.id] = Answer(request)
+        self.llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
+        self.under_way[request.id] = SequenceState(request)
 
     def _sampling(self, request: Request) -> SamplingParams:
         return SamplingParams(
@@ -111,57 +117,57 @@ class VllmEngine:
         )
 
     def _num_logprobs(self, request: Request) -> int:
-        """Of the most likely tokens, beside that of the sampled one: enough to see all that survive (see `TIES`)."""
+        """How many of the most likely tokens to ask for: enough to see all that are not cut off (see `TIES`)."""
         return min(self._num_ids, 2 * request.top_k + TIES) if request.truncated else 0
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
-        rows = [self._rows.pop(id) for id in dict.fromkeys(ids) if id in self._rows]
-        self._llm.abort_request([row.request.id for row in rows])
+        rows = [self.under_way.pop(id) for id in dict.fromkeys(ids) if id in self.under_way]
+        self.llm.abort_request([row.request.id for row in rows])
         self._aborted += [row.completion("abort") for row in rows]
 
     def step(self) -> list[Completion]:
         """Admit what fits, compute one token for each running request, return those that ended."""
         ended, self._aborted = self._aborted, []
-        if not self._rows:
+        if not self.under_way:
             return ended
-        for output in self._llm.step():
-            row = self._rows[output.request_id]
+        for output in self.llm.step():
+            row = self.under_way[output.request_id]
             if not row.token_ids:
                 self.prompt_tokens.count(len(row.request.prompt_ids), output.num_cached_tokens or 0)
             if row.request.id == self._first:
                 self._first = ""
                 if output.num_cached_tokens:
-                    raise RunFailed(f"the engine served keys and values older than version {self._version}")
+                    raise RunFailed(f"the engine served keys and values older than version {self.version}")
             if reason := self._extend(row, output.outputs[0]):
-                del self._rows[row.request.id]
+                del self.under_way[row.request.id]
                 ended.append(row.completion(reason))
         self._forget_logprobs()
         return ended
 
-    def _extend(self, row: Answer, new: CompletionOutput) -> FinishReason | None:
+    def _extend(self, row: SequenceState, new: CompletionOutput) -> FinishReason | None:
         """Append new tokens; the reason to stop, if there is one."""
         found, request = new.logprobs, row.request
         for token, begin, end in zip(new.token_ids, found.start_indices, found.end_indices, strict=True):
-            survivors: list[int] = []
+            candidates: list[int] = []
             if request.truncated:
-                survivors = _survivors(found.token_ids[begin:end], found.logprobs[begin:end])
-                if len(survivors) >= self._num_logprobs(request) < self._num_ids:
+                candidates = _candidate_ids(found.token_ids[begin:end], found.logprobs[begin:end])
+                if len(candidates) >= self._num_logprobs(request) < self._num_ids:
                     raise RunFailed(
-                        f"rollout.top_k={request.top_k}: vLLM drew among more than {len(survivors)} tokens, "
+                        f"rollout.top_k={request.top_k}: vLLM drew among more than {len(candidates)} tokens, "
                         "as the logits of many are equal; which ones it does not report"
                     )
-            row.append(token, found.logprobs[begin], self._version, survivors)  # the sampled one stands first
-            if says_stop(row, self._text_of):
+            row.append(token, found.logprobs[begin], self.version, candidates)  # the sampled one stands first
+            if has_stop(row, self._text_of):
                 if new.finish_reason is None:
-                    self._llm.abort_request([request.id])
+                    self.llm.abort_request([request.id])
                 return "stop"
         assert new.finish_reason in (None, "stop", "length"), f"{request.id} ended by {new.finish_reason}"
         return new.finish_reason
 
     def _forget_logprobs(self) -> None:
         """Free what vLLM would keep of them until an answer ends."""
-        for state in self._llm.output_processor.request_states.values():
+        for state in self.llm.output_processor.request_states.values():
             state.logprobs_processor.logprobs = FlatLogprobs()
 
     @torch.no_grad()
@@ -171,23 +177,23 @@ class VllmEngine:
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
-        self._version = None
-        checked = CheckedWeights(weights, self._shapes)
-        unpack_experts(self._model)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
-        repack_heads(self._model)
-        if faults := [*filter(None, [self._lost]), *checked.end()]:
+        self.version = None
+        checked = CheckedWeights(weights, self.shapes)
+        unpack_experts(self.model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
+        repack_heads(self.model)
+        if faults := [*filter(None, [self.lost]), *checked.end()]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
-        assert self._llm.reset_prefix_cache(), "a cached key would outlive its weights"
-        self._version, self._first = version, None
+        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
+        self.version, self._first = version, None
         self._checksums = self._fingerprints()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
-        config = self._llm.vllm_config
+        config = self.llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
-            return ((name, None) for name in self._shapes)
-        return plain_weights(self._model, self._shapes, config.model_config.dtype)
+            return ((name, None) for name in self.shapes)
+        return plain_weights(self.model, self.shapes, config.model_config.dtype)
 
     def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
         """A replica of one rank decides for itself."""
@@ -206,7 +212,7 @@ class VllmEngine:
         if self._num_awake == 0:
             if self._sleeps:
                 self._wake("weights")
-            self._lost = self._lost or self._lost_tensor()
+            self.lost = self.lost or self._lost_tensor()
         self._num_awake += 1
         try:
             yield
@@ -218,25 +224,26 @@ class VllmEngine:
     def _wake(self, tag: str) -> None:
         """Give `weights` or `kv_cache` their memory on the device back."""
         torch.accelerator.empty_cache()  # vLLM allocates past torch, which may keep what the trainer has freed
-        self._llm.wake_up([tag])
+        self.llm.wake_up([tag])
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
         """Weights to host memory, bit by bit; the KV cache is given up."""
         if self._cache_sleeps:  # vLLM counts as asleep until all is awake, and would not let the weights go
             self._wake("kv_cache")
-        self._llm.sleep(level=1)
+        self.llm.sleep(level=1)
         self._cache_sleeps = True
 
     @property
-    def _model(self) -> nn.Module:
-        return self._llm.model_executor.driver_worker.model_runner.get_model()
+    def model(self) -> nn.Module:
+        """The module that vLLM computes with in this process."""
+        return self.llm.model_executor.driver_worker.model_runner.get_model()
 
     def _fingerprints(self) -> dict[str, bytes]:
-        """Of what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
-        tensors = dict(self._model.named_buffers())
+        """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
+        tensors = dict(self.model.named_buffers())
         if self._sleeps:
-            tensors |= dict(self._model.named_parameters())
+            tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})
 
     def _lost_tensor(self) -> str:
@@ -247,20 +254,20 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free everything; idempotent. The default process group stays."""
-        if self._llm is not None:
-            stop(self._llm)
-        self._llm = None
-        self._rows.clear()
+        if self.llm is not None:
+            stop(self.llm)
+        self.llm = None
+        self.under_way.clear()
         self._aborted.clear()
-        self._version = None
+        self.version = None
 
 
 def _seed(request: Request) -> int:
-    """Of the stream of one request: another one where an answer goes on, or it would begin with the same draws."""
+    """The seed of one request: another one where an answer goes on, or it would begin with the same draws."""
     seed = counter_seed(request.seed, request.num_begun) if request.num_begun else request.seed
     return seed % 2**63  # vLLM reads -1 as none, and some of its runners keep signed words
 
 
-def _survivors(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
+def _candidate_ids(ids: Sequence[int], logprobs: Sequence[float]) -> list[int]:
     """The tokens that were not cut off, ascending; the first of `ids` may stand there twice."""
     return sorted({id for id, logprob in zip(ids, logprobs, strict=True) if logprob != -math.inf})

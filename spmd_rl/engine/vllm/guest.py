@@ -1,4 +1,4 @@
-"""vLLM as a guest in our process: what it is told before it is imported, and what it may not change for good.
+"""vLLM as a guest in our process: what it is given before it is imported, and what it may not change for good.
 
 Left out: the engine itself (`start.py`). Nothing here imports vLLM.
 """

@@ -1,7 +1,7 @@
 """Start vLLM's engine in this process, on the process groups that are there, and take it down again.
 
 The executor is vLLM's own for ranks that somebody else launched (`external_launcher`). What it would read from
-torchrun's environment it is told instead, so that it runs under plain Python too. Left out: requests, weights.
+torchrun's environment it is given instead, so that it runs under plain Python too. Left out: requests, weights.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ BLOCK = 16
 """The same elsewhere, unless the attention kernel wants another."""
 
 TIES = 32
-"""Survivors that can be seen beyond twice `top_k`: vLLM keeps all tokens whose logit equals that of the last one."""
+"""Candidates that can be seen beyond twice `top_k`: vLLM keeps all tokens whose logit equals that of the last one."""
 MAX_LOGPROBS = 2 * MAX_TOP_K + TIES
 
 ALWAYS = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
-    "generation_config": "vllm",  # not the model's: it would stop and sample as that says
+    "generation_config": "vllm",  # not the model's: it would stop and sample by that
     "distributed_executor_backend": "external_launcher",
     "disable_custom_all_reduce": True,
     "enable_prefix_caching": True,

@@ -18,6 +18,11 @@ arguments, its module, name (empty for a builtin), text and builtin bases as tex
 coroutine; `end` the end of an iterator; `refused` why there is no answer. `printed`: to standard output, and to
 standard error. The nodes of both have the `shared` containers that have changed too.
 
+Before it answers, the code may have the tests call what they have `handed` it: [`?`, references to the arguments,
+[number, `call` or `send`, names], nodes, ...]. The reply to that has the form of a question, `returns` or `raises`,
+or `ended`, if the test has failed meanwhile, and what the tests' function has printed for names. Before it replies, the
+tests' side may ask other questions.
+
 Before the first question it says `ready`, and of the classes of the code which are exceptions, and which have objects
 that are nothing but their fields.
 """
@@ -29,10 +34,13 @@ import functools
 import importlib
 import io
 import operator
+import sys
+import threading
 import types
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.handed import FRAMES, Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.main import execute
 from spmd_rl.sandbox.guest.shared import Shared
@@ -41,9 +49,6 @@ _Missing = type("_Missing", (Exception,), {})
 MAX_TEXT = 100_000  # characters of what an exception says
 SPECIAL = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
 SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format)})
-_VIEWS = {}, {}.values(), {}.items()
-ITERATORS = {map, filter, zip, enumerate, reversed, *(type(reversed(thing)) for thing in ([], *_VIEWS))}
-ITERATORS |= {type(iter(thing)) for thing in ([], (), "", set(), range(0), *_VIEWS)}
 
 
 def serve(job, rpc):
@@ -52,7 +57,7 @@ def serve(job, rpc):
     with suppress(Gone):
         try:
             namespace = execute(job, "solution")
-            server = Server(namespace, job["prints"])
+            server = Server(link, namespace, job["prints"])
             told = classes_of(namespace, server)
             link.send(lambda big: ["ready", *values.encode(told, server.node, None, None, big)])
         except Gone:
@@ -62,26 +67,31 @@ def serve(job, rpc):
             link.send(lambda big: ["failed", why])
             return 1
         while True:
-            server.answer(link, link.receive())
+            server.answer(link.receive())
     return 0
 
 
 class Server:
     """Answers questions. It keeps each object that the tests have a number for."""
 
-    def __init__(self, namespace, prints):
+    def __init__(self, link, namespace, prints):
         """`prints`: whether the tests want what is printed during a call."""
-        self._namespace, self._prints = namespace, prints
+        self._link, self._namespace, self._prints = link, namespace, prints
         self._objects, self._numbers = [], {}
         self._shared, self._records = Shared(-1), {}  # fields of objects by number, as the tests know them
+        self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
+        self._stubs = Stubs(self._call_back, namespace)
         self._special = {"handle": self._objects.__getitem__, "name": self._named, "builtin": _builtin}
+        self._special["handed"] = self._stubs.thing
 
-    def answer(self, link, question):
+    def answer(self, question):
         """Answer one question. Gone if nobody waits for it."""
         verb, refs, names, nodes, gone = question
-        printed = [io.StringIO(), io.StringIO()]
+        printed, before = [io.StringIO(), io.StringIO()], self._open
         try:
-            target, *given = self._shared.unpack(refs, nodes, self._special, gone)
+            with self._lock:
+                target, *given = self._shared.unpack(refs, nodes, self._special, gone)
+                self._open = True
             with redirect_stdout(printed[0]) if self._prints else nullcontext():
                 with redirect_stderr(printed[1]) if self._prints else nullcontext():
                     reply = self._do(verb, target, given, names)
@@ -91,15 +101,38 @@ class Server:
             reply = ("end", [], []) if verb == "next" else ("!", *_described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
             reply = ("!", *_described(error))
-        try:
-            said = [stream.getvalue() for stream in printed]
-            link.send(lambda big: self._packed(*reply, said, big))
-            self._shared.sent()
-        except Gone:
-            raise
-        except BaseException as error:  # noqa: BLE001 - most likely it is too large
-            why = f"{type(error).__name__}: {error}"[:1000]
-            link.send(lambda big: ["refused", [], [why], [], []])
+        with self._lock:
+            self._open = False
+            try:
+                self._tell(*reply, [stream.getvalue() for stream in printed])
+            except Gone:
+                raise
+            except BaseException as error:  # noqa: BLE001 - most likely it is too large
+                why = f"{type(error).__name__}: {error}"[:1000]
+                self._link.send(lambda big: ["refused", [], [why], [], []])
+            self._open = before
+
+    def _call_back(self, number, verb, args, kwargs):
+        """Have the tests' side call one of its functions, and answer what it asks meanwhile."""
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), FRAMES))
+        with self._lock:
+            if not self._open:
+                raise RuntimeError("a function of the tests is called after the call in which it may be")
+            self._open = False
+            try:
+                self._tell("?", [*args, *kwargs.values()], [number, verb, *kwargs], [])
+                while (message := self._link.receive())[0] not in ("returns", "raises", "ended"):
+                    self.answer(message)
+                sort, refs, printed, nodes, gone = message
+                (value,) = self._shared.unpack(refs, nodes, self._special, gone)
+            finally:
+                self._open = True
+        for text, stream in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
+            if text:
+                stream.write(text)
+        if sort == "returns":
+            return value
+        raise value if sort == "raises" else Gone("the test has ended")
 
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
@@ -124,6 +157,10 @@ class Server:
         except Exception as error:  # noqa: BLE001 - untrusted code
             return ("~!", *_described(error))
 
+    def _tell(self, *said):
+        self._link.send(lambda big: self._packed(*said, big))
+        self._shared.sent()
+
     def _packed(self, sort, objects, texts, printed, big):
         changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
         roots = [*objects, *(self._objects[number] for number in changed)]
@@ -141,7 +178,9 @@ class Server:
     def node(self, value):
         """Return the node of an object that has no plain form."""
         kind = type(value)
-        if kind is types.GeneratorType or kind in ITERATORS or kind.__module__ == "itertools":
+        if node := self._stubs.node(value):
+            return node
+        if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             return ["stream", self.number(value), kind is types.GeneratorType]
         if isinstance(kind, enum.EnumMeta):
             return ["member", self.number(value), plain_of(value)]

@@ -11,10 +11,13 @@ what they have made themselves, or hand over what has no plain form, they are no
 import _thread
 import builtins
 import importlib
+import io
 import sys
 import types
+from contextlib import redirect_stderr, redirect_stdout
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
 from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, Stream, member, node_of, set_record, set_truth, settle
 from spmd_rl.sandbox.guest.shared import Shared
@@ -44,12 +47,14 @@ class Client:
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self._remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
+        self._handed, self._depth = Handed(), 0
         self._special = {
             "handle": self._handle,
             "record": self._record,
             "stream": lambda number, real: Stream(self, self._handle(number), real),
             "member": self._member,
             "name": lambda name: self.name(str(name)),
+            "handed": self._handed.thing,
         }
 
     def greet(self):
@@ -108,17 +113,47 @@ class Client:
             self._first = self._first()
         try:
             self._send(verb, [remote, *given], list(names))
-            answer, printed = self._understood(verb, *self._link.receive())
+            while (message := self._link.receive())[0] == "?":
+                self._called(*message[1:4])
+            answer, printed = self._understood(verb, *message)
         except Gone as error:
             self.gone = str(error)
-        except (Malformed, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
+        except (Malformed, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             self.gone = f"an answer that is none: {type(error).__name__}"
-        if self.gone:
-            self.refuse(self.gone)
+        if self.gone or self.refused:
+            self.refuse(self.gone or self.refused)
         for text, stream in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
             if text:
                 stream.write(text)
         return answer()
+
+    def _called(self, refs, texts, nodes):
+        """Call a function of the tests for the code, which waits for the reply."""
+        number, verb, *names = texts
+        args, printed = self._shared.unpack(refs, nodes, self._special), [io.StringIO(), io.StringIO()]
+        self._handed.thing(number)
+        reply = "ended", None
+        self._depth += 1
+        sys.setrecursionlimit(FRAMES)
+        try:
+            if self._depth > DEPTH:
+                raise RecursionError("maximum recursion depth exceeded")
+            if not self.refused:
+                with redirect_stdout(printed[0]), redirect_stderr(printed[1]):
+                    reply = "returns", self._handed.use(number, verb, args, names)
+        except Exception as error:  # noqa: BLE001 - the code sees what it is, as in one process
+            reply = "raises", error.__dict__["_said"][0] if "_said" in error.__dict__ else error
+        except BaseException as error:  # noqa: BLE001 - an end of the test
+            self.refused = self.refused or f"{type(error).__name__}: {error}"
+        self._depth -= 1
+        if self.gone:
+            self.refuse(self.gone)
+        try:
+            self._send(reply[0], [reply[1]], [stream.getvalue() for stream in printed])
+        except Refused:
+            if self.gone:
+                raise
+            self._send("ended", [None], [])
 
     def _send(self, verb, targets, names):
         def build(big):
@@ -159,6 +194,8 @@ class Client:
 
     def _error(self, remote, args, module, own, text, *bases):
         """Return the exception that stands for one of the code's; if there can be none, the reason as a text."""
+        if issubclass(type(remote), Exception) and type(remote).__module__ != "builtins":
+            return remote  # that of a function of the tests
         kinds = [getattr(builtins, base) for base in bases]
         if not issubclass(kinds[0], Exception) or kinds[0].__name__ in ENDS:
             return f"the code raised {own or bases[0]}: {text}"[:1000]
@@ -205,6 +242,8 @@ class Client:
         for name, known in self._names.items():
             if known is value:
                 return ["name", name]
+        if type(value) is not Remote and (node := self._handed.node(value)):
+            return node
         if type(value) is not Remote:
             self.want(f"the tests hand a {type(value).__name__} to the code", always=True)
         if node_of(value) is None:

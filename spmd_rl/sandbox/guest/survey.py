@@ -74,7 +74,6 @@ class Survey:
         self._modules = {name for node in nodes if type(node) is ast.Import for name in _bound(node)}
         classes = {node.name for node in nodes if type(node) is ast.ClassDef}
         defined = classes | {node.name for node in functions}
-        self._handed = defined - classes - {node.arg for node in nodes if type(node) is ast.arg}
         self.is_file_of_tests = "TestCase" in self.words or any(name.lower().startswith("test") for name in defined)
         named = [node for node in functions if node.name.startswith("test")]
         calm = [
@@ -127,15 +126,6 @@ class Survey:
         own = owner in self._modules and name in ATTRIBUTES
         return f"the tests use {name}" if own or name in ASSERTIONS else ""
 
-    def _call(self, node, tried):
-        if not isinstance(node.func, ast.Name):
-            return ""
-        for part in [*node.args, *(keyword.value for keyword in node.keywords)] if self.is_code(node.func.id) else ():
-            own = isinstance(part, ast.Name) and part.id in self._handed
-            if isinstance(part, ast.Lambda) or own:
-                return "the tests hand a function to the code"
-        return ""
-
     def _operator(self, node, tried):
         """BinOp, UnaryOp, Compare: of objects that the tests make, only equality may be that of plain values."""
         if type(node) is ast.Compare:
@@ -160,6 +150,10 @@ class Survey:
     def _classdef(self, node, tried):
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
         code = [base for base in bases if self.is_code(base) and base in self.imported]
+        decorators = [each for part in node.body for each in getattr(part, "decorator_list", ())]
+        names = [getattr(each, "func", each) for each in decorators]
+        if any(type(name) is ast.Name and self.is_code(name.id) for name in names):
+            return "the tests have the code decorate a method"
         return f"the tests inherit from {code[0]}" if code else ""
 
     def _arg(self, node, tried):
@@ -174,7 +168,6 @@ _CHECKS = {
     ast.ImportFrom: Survey._importfrom,
     ast.Name: Survey._name,
     ast.Attribute: Survey._attribute,
-    ast.Call: Survey._call,
     ast.BinOp: Survey._operator,
     ast.Compare: Survey._operator,
     ast.UnaryOp: Survey._operator,
@@ -183,7 +176,7 @@ _CHECKS = {
     ast.arg: Survey._arg,
 }
 _CHECKS.update((getattr(ast, name), Survey._special) for name in ("Match", "TryStar") if hasattr(ast, name))
-_LOOKED_AT = {*_CHECKS, ast.Assign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
+_LOOKED_AT = {*_CHECKS, ast.Assign, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Try}
 
 
 def _read(read):

@@ -19,7 +19,7 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.errors import UserError, tell
-from spmd_rl.tools.doctor.checks import CHECKS, Check, Failed, Options, Result
+from spmd_rl.tools.doctor.checks import CHECKS, Check, CheckOutcome, Failed, Options
 from spmd_rl.tools.doctor.ranks import Ranks, names
 from spmd_rl.tools.doctor.runner import run_checks
 from spmd_rl.tools.doctor.table import merge, show
@@ -80,7 +80,7 @@ def chosen(beginnings: str) -> list[Check]:
 
 def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> bool:
     """Run checks and print the table on one rank. Returns whether any failed, on any rank."""
-    results: list[Result] = []
+    results: list[CheckOutcome] = []
     ranks = Ranks(rank())
     try:
         began = time.perf_counter()
@@ -89,11 +89,11 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
             with phase("waiting for the ranks"):
                 ranks = Ranks.join(wait_seconds)
                 arrived = ranks.arrive(wait_seconds)
-            results.append(Result("ranks", "ok", arrived, "", time.perf_counter() - began))
+            results.append(CheckOutcome("ranks", "ok", arrived, "", time.perf_counter() - began))
         except Failed as failed:
             all_here = False
             seconds = time.perf_counter() - began
-            results.append(Result("ranks", "failed", failed.detail, failed.cure, seconds))
+            results.append(CheckOutcome("ranks", "failed", failed.detail, failed.cure, seconds))
         verdicts: dict[str, str] = {}
         for process in dict.fromkeys(check.process for check in todo):
             checks = [check for check in todo if check.process == process]
@@ -105,23 +105,23 @@ def examine(options: Options, wait_seconds: float, todo: Sequence[Check]) -> boo
                 elif all_here:
                     found = run_checks(checks, options, ranks, verdicts)
                 else:
-                    found = [Result(check.name, "skipped", "not all ranks are here") for check in checks]
+                    found = [CheckOutcome(check.name, "skipped", "not all ranks are here") for check in checks]
             results += found
             verdicts |= {result.name: result.verdict for result in found}
     except Terminated:
         gone = ranks.gone()
         detail = f"{names(gone)} died" if gone else "this process was asked to end (SIGTERM)"
-        results = [r for r in results if r.name != "ranks"] + [Result("ranks", "failed", detail, DIED)]
+        results = [r for r in results if r.name != "ranks"] + [CheckOutcome("ranks", "failed", detail, DIED)]
         return _finish(ranks, {ranks.rank: results}, options.folder)
     patience = LEAVE_SECONDS if all_here else 1.0
     everyone = ranks.gather("results", [asdict(result) for result in results], patience)
-    by_rank = {rank: [Result(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
+    by_rank = {rank: [CheckOutcome(**row) for row in rows] for rank, rows in enumerate(everyone) if rows}
     failed = _finish(ranks, by_rank if ranks.size > 1 else {ranks.rank: results}, options.folder)
     ranks.gather("leave", True, patience)  # the first rank may hold the store
     return failed
 
 
-def _finish(ranks: Ranks, by_rank: dict[int, list[Result]], folder: str) -> bool:
+def _finish(ranks: Ranks, by_rank: dict[int, list[CheckOutcome]], folder: str) -> bool:
     """Print the table, if it is for this rank to do. Returns whether anything failed."""
     merged = merge(by_rank, ranks.hosts)
     failed = any(result.verdict == "failed" for result in merged)

@@ -87,7 +87,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckOutcome:
     """What came of one check on one rank."""
 
     name: str

@@ -16,7 +16,7 @@ from typing import Any
 
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.process import die_with_parent
-from spmd_rl.tools.doctor.checks import REPORT, Check, Failed, Options, Result, Skipped
+from spmd_rl.tools.doctor.checks import REPORT, Check, CheckOutcome, Failed, Options, Skipped
 
 SETTING = "mend the setting that the message names"
 
@@ -56,7 +56,7 @@ def context_meets(context: Any) -> bool:
     return not isinstance(context, Options)
 
 
-def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
+def run(check: Check, context: Any, verdicts: dict[str, str]) -> CheckOutcome:
     """Run one check; whatever it raises becomes its result."""
     began = time.perf_counter()
     verdict, cure = "failed", check.cure
@@ -79,7 +79,7 @@ def run(check: Check, context: Any, verdicts: dict[str, str]) -> Result:
         traceback.print_exc()
         folder = (context.options if context_meets(context) else context).folder
         detail = f"{one_line(error)}; log: {folder}"
-    return Result(check.name, verdict, detail, cure, time.perf_counter() - began, weight=2, at=time.time())
+    return CheckOutcome(check.name, verdict, detail, cure, time.perf_counter() - began, weight=2, at=time.time())
 
 
 def _tell(out: int, line: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from spmd_rl.config.model_files import num_weights
 from spmd_rl.config.packages import installed, requirements
 from spmd_rl.config.ranks import local_rank
-from spmd_rl.device_files import device_file
+from spmd_rl.distributed.device_files import device_file
 from spmd_rl.tools.doctor.checks import Failed, Options, Skipped, gib
 
 SHOWN = ("torch", "transformers", "vllm", "hydra-core", "msgspec", "pyzmq", "safetensors", "numpy")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from spmd_rl.tools.doctor.checks import Check, Options, Result
+from spmd_rl.tools.doctor.checks import Check, CheckOutcome, Options
 from spmd_rl.tools.doctor.ranks import Ranks, names
 
 GRACE = 8.0
@@ -25,26 +25,31 @@ HANG = "read the log; a collective that hangs: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNA
 CONSEQUENCE = "ended because"
 
 
-def run_checks(checks: Sequence[Check], options: Options, ranks: Ranks, verdicts: dict[str, str]) -> list[Result]:
+def run_checks(checks: Sequence[Check], options: Options, ranks: Ranks, verdicts: dict[str, str]) -> list[CheckOutcome]:
     """Run checks of one process and return their results, in order. `verdicts` are those of earlier checks."""
-    results: list[Result] = []
+    results: list[CheckOutcome] = []
     attempt = 0
     while len(results) < len(checks):
         name = f"{checks[0].process}-{attempt}"
-        child = Child(name, checks[len(results) :], options, {**verdicts, **{r.name: r.verdict for r in results}})
+        child = CheckProcess(
+            name, checks[len(results) :], options, {**verdicts, **{r.name: r.verdict for r in results}}
+        )
         results += child.watch(ranks)
         limit = GRACE + max(check.limit for check in checks)
         reached = ranks.gather(f"end of {name}", len(results), limit)
         if missing := [rank for rank, number in enumerate(reached) if number is None]:
             left = checks[len(results) :]
-            return [*results, *(Result(check.name, "skipped", f"{names(missing)} does not answer") for check in left)]
+            return [
+                *results,
+                *(CheckOutcome(check.name, "skipped", f"{names(missing)} does not answer") for check in left),
+            ]
         for check in checks[len(results) : max(reached)]:  # another rank came further before it failed
-            results.append(Result(check.name, "failed", "this rank did not come so far"))
+            results.append(CheckOutcome(check.name, "failed", "this rank did not come so far"))
         attempt += 1
     return results
 
 
-class Child:
+class CheckProcess:
     """One child process on its way through some checks."""
 
     def __init__(self, name: str, checks: Sequence[Check], options: Options, verdicts: dict[str, str]) -> None:
@@ -70,9 +75,9 @@ class Child:
         os.close(writer)
         self._pending = b""
 
-    def watch(self, ranks: Ranks) -> list[Result]:
+    def watch(self, ranks: Ranks) -> list[CheckOutcome]:
         """Read results until the child has ended, and end it where it fails; one result for each check it began."""
-        results: list[Result] = []
+        results: list[CheckOutcome] = []
         began = time.monotonic()
         deadline, hurried, inside = began + self._checks[0].limit, False, True
         try:
@@ -85,7 +90,7 @@ class Child:
                 for line in lines:
                     began, inside = time.monotonic(), "begin" in line
                     if not inside:
-                        results.append(Result(**line))
+                        results.append(CheckOutcome(**line))
                     deadline = began + self._checks[min(len(results), len(self._checks) - 1)].limit
                 if not hurried and ranks.announced(f"failed {self._name}"):
                     deadline, hurried = min(deadline, time.monotonic() + GRACE), True
@@ -109,22 +114,22 @@ class Child:
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def _died(self, check: Check, seconds: float) -> Result:
+    def _died(self, check: Check, seconds: float) -> CheckOutcome:
         died = time.time()
         self._wait(CLOSE_SECONDS)
         code = self._process.poll()
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
         said = self._last_line()
         if CONSEQUENCE in said:
-            return Result(check.name, "failed", said, "", seconds)
+            return CheckOutcome(check.name, "failed", said, "", seconds)
         told = f"its process ended ({how}): {said}; {self.log}"
-        return Result(check.name, "failed", told, check.cure, seconds, weight=3, at=died)
+        return CheckOutcome(check.name, "failed", told, check.cure, seconds, weight=3, at=died)
 
-    def _too_slow(self, check: Check, seconds: float, hurried: bool) -> Result:
+    def _too_slow(self, check: Check, seconds: float, hurried: bool) -> CheckOutcome:
         if hurried:
-            return Result(check.name, "failed", "waited for a rank that had failed", "", seconds)
+            return CheckOutcome(check.name, "failed", "waited for a rank that had failed", "", seconds)
         told = f"not done after {check.limit:g} s; the last line of {self.log}: {self._last_line()}"
-        return Result(check.name, "failed", told, HANG, seconds, weight=1)
+        return CheckOutcome(check.name, "failed", told, HANG, seconds, weight=1)
 
     def _last_line(self) -> str:
         lines = self.log.read_text(errors="replace").split("\n")

@@ -8,14 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.errors import printable
-from spmd_rl.tools.doctor.checks import CHECKS, Result
+from spmd_rl.tools.doctor.checks import CHECKS, CheckOutcome
 
 STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 SAME = "versions"
 """The check that must find the same on all nodes."""
 
 
-def merge(by_rank: Mapping[int, Sequence[Result]], hosts: Mapping[int, str]) -> list[Result]:
+def merge(by_rank: Mapping[int, Sequence[CheckOutcome]], hosts: Mapping[int, str]) -> list[CheckOutcome]:
     """Return one result a check: the gravest failure, with the rank that it comes from, else what the first rank says.
 
     It takes the seconds of the slowest rank.
@@ -35,11 +35,11 @@ def merge(by_rank: Mapping[int, Sequence[Result]], hosts: Mapping[int, str]) -> 
         elif failed and len(rows) > 1:
             where = f"rank {rank} on {hosts.get(rank)}" if len(failed) < len(rows) or shown.weight else "all ranks"
             detail = f"{where}: {detail}"
-        merged.append(Result(name, verdict, detail, cure, max(r.seconds for _, r in rows)))
+        merged.append(CheckOutcome(name, verdict, detail, cure, max(r.seconds for _, r in rows)))
     return merged
 
 
-def show(results: Sequence[Result]) -> None:
+def show(results: Sequence[CheckOutcome]) -> None:
     """Print the table and, below it, how many checks failed."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     table = Table(box=None, pad_edge=False)

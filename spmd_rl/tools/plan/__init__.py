@@ -22,7 +22,7 @@ from spmd_rl.tools.plan.engine import EngineBytes, dtype_of, engine_bytes
 from spmd_rl.tools.plan.fit import nearest
 from spmd_rl.tools.plan.measured import measured_peaks
 from spmd_rl.tools.plan.rank import Trace, trace
-from spmd_rl.tools.plan.table import GB, Row, engine_rows, rows, show_map, show_rank, show_table, sleeps_while_idle
+from spmd_rl.tools.plan.table import GB, TableRow, engine_rows, rows, show_map, show_rank, show_table, sleeps_while_idle
 
 __all__ = ["show", "trace"]
 
@@ -85,7 +85,7 @@ def room(plan: PlanConfig) -> float:
     return (plan.device_gb - plan.reserve_gb) * GB
 
 
-def verdict(plan: PlanConfig, worst: Row) -> str:
+def verdict(plan: PlanConfig, worst: TableRow) -> str:
     """Say whether the fullest phase fits."""
     says = "fits" if worst.total <= room(plan) else "does not fit"
     return (

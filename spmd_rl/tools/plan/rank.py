@@ -4,7 +4,7 @@
     found.phases["update"].peak.total
 
 The roles are those of a run, built by the same function over a `PlannedWorld`; what they compute is pretended
-(`pretend.py`) and counted (`book.py`). What an engine holds is reckoned (`engine.py`).
+(`fake_device.py`) and counted (`memory_tracker.py`). What an engine holds is reckoned (`engine.py`).
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ from spmd_rl.learn.losses import bind_loss, bind_value_loss
 from spmd_rl.learn.token_advantages import needs_old_logprobs
 from spmd_rl.model.build import shape_on_meta
 from spmd_rl.tools.plan.batch import full_batch, num_microbatches
-from spmd_rl.tools.plan.book import Book, Peak
-from spmd_rl.tools.plan.pretend import Pretend
+from spmd_rl.tools.plan.fake_device import FakeDeviceMode
+from spmd_rl.tools.plan.memory_tracker import MemoryTracker, Peak
 from spmd_rl.tools.plan.world import PlannedWorld, planned_world
 from spmd_rl.train import build_role
 from spmd_rl.train.stored_model import Stored
@@ -83,12 +83,12 @@ def trace(cfg: RlConfig, rank: int, size: int) -> Trace:
     with ExitStack() as stack:
         world = stack.enter_context(planned_world(rank, size))
         stack.enter_context(cpu_as(cfg.plan.device) if cfg.plan.device != "cpu" else nullcontext())
-        pretend, book = Pretend(), Book()
+        fake, memory = FakeDeviceMode(), MemoryTracker()
         world.told[SUMS] = ["loss", "num_tokens"]
-        world.on_meeting = partial(_met, book, pretend)
-        run = _Run(cfg, offload, world, book, pretend)
-        stack.enter_context(pretend)
-        stack.enter_context(book)
+        world.on_meeting = partial(_met, memory, fake)
+        run = _Trace(cfg, offload, world, memory, fake)
+        stack.enter_context(fake)
+        stack.enter_context(memory)
         return run.traced()
 
 
@@ -105,17 +105,19 @@ def planned(cfg: RlConfig) -> RlConfig:
     return replace(cfg, policy=replace(policy, dither=False), train=replace(cfg.train, offload=False), **others)
 
 
-def _met(book: Book, pretend: Pretend, name: str) -> None:
-    book.meeting(name)
-    pretend.meeting = name
+def _met(memory: MemoryTracker, fake: FakeDeviceMode, name: str) -> None:
+    memory.meeting(name)
+    fake.meeting = name
 
 
-class _Run:
+class _Trace:
     """The roles of a run, and what they do in a step."""
 
-    def __init__(self, cfg: RlConfig, offload: bool, world: PlannedWorld, book: Book, pretend: Pretend) -> None:
+    def __init__(
+        self, cfg: RlConfig, offload: bool, world: PlannedWorld, memory: MemoryTracker, fake: FakeDeviceMode
+    ) -> None:
         """offload: weights and moments are off the device where nothing reads them."""
-        self._offload, self._cfg, self._world, self._book, self._pretend = offload, cfg, world, book, pretend
+        self._offload, self._cfg, self._world, self._memory, self._fake = offload, cfg, world, memory, fake
         self._models: dict[str, nn.Module] = {}
         self._phases: dict[str, list[Phase]] = {}
         self._roles: dict[str, Any] = {}
@@ -146,8 +148,8 @@ class _Run:
         axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         places = {axis: policy.layout.rank(axis) for axis in axes}
         held = Counter[str]()
-        for entry in self._book.entries:
-            held[entry.tag] += entry.num_bytes * (entry.died > self._book.now and bool(entry.tag))
+        for entry in self._memory.entries:
+            held[entry.tag] += entry.num_bytes * (entry.died > self._memory.now and bool(entry.tag))
         longest = tokens_per_turn(rollout, rollout.max_prompt_tokens)
         config = self._models["policy"].config.get_text_config()
         return Trace(self._world.rank, places, +held, self._phases, policy.size, config, most, longest)
@@ -157,9 +159,9 @@ class _Run:
         return Stored(model, lambda *_, **__: None, lambda: 0)
 
     def _tag(self, name: str) -> None:
-        self._book.tag(f"{name} {WEIGHTS}", self._models[name].parameters())
+        self._memory.tag(f"{name} {WEIGHTS}", self._models[name].parameters())
         moments = self._roles[name].model.state_dict().get("optimizer", {})
-        self._book.tag(f"{name} {OPTIMIZER}", moments.values())
+        self._memory.tag(f"{name} {OPTIMIZER}", moments.values())
 
     def _batch(self, name: str, vocabulary: int) -> tuple[Batch, int, int]:
         """A batch for a role, how many micro-batches it has, and how many those of a step have."""
@@ -177,27 +179,27 @@ class _Run:
         def met(meeting: str) -> None:
             if meeting == ACCUMULATED:
                 grads = (p.grad for p in self._models[name].parameters())
-                self._book.tag(f"{name} {GRADIENTS}", (grad for grad in grads if grad is not None))
-            _met(self._book, self._pretend, meeting)
+                self._memory.tag(f"{name} {GRADIENTS}", (grad for grad in grads if grad is not None))
+            _met(self._memory, self._fake, meeting)
 
         self._world.on_meeting = met
         if name == "policy":
             self._run("update", name, lambda: role.update(batch, bind_loss(settings), 1.0), *counts)
         else:
             self._run("update", name, lambda: role.update(batch, bind_value_loss(settings)), *counts)
-        self._world.on_meeting = partial(_met, self._book, self._pretend)
+        self._world.on_meeting = partial(_met, self._memory, self._fake)
 
     def _run(self, phase: str, name: str, work: Callable[[], object], traced: int = 1, count: int = 1) -> None:
         """Do a role's part of a phase. traced, count: micro-batches that it runs, and that it would run in a step."""
-        self._pretend.travelled.clear()
-        self._pretend.meeting = phase
+        self._fake.travelled.clear()
+        self._fake.meeting = phase
         window = f"{phase} {name}"
         for what in ("update", "logprobs", "values"):  # the leader of a data shard says it
             self._world.told[f"{what}: number of micro-batches"] = {"count": float(traced)}
-        with progress(f"rank {self._world.rank}: {phase} of the {name}"), self._book.window(window):
+        with progress(f"rank {self._world.rank}: {phase} of the {name}"), self._memory.window(window):
             work()
         travelled = Counter[str]()
-        for (meeting, kind), num_bytes in self._pretend.travelled.items():
+        for (meeting, kind), num_bytes in self._fake.travelled.items():
             travelled[kind] += num_bytes * _times(meeting, count)
         found = Phase(name, self._peak(phase, name, window), travelled)
         self._phases.setdefault(phase, []).append(found)
@@ -205,12 +207,12 @@ class _Run:
     def _peak(self, phase: str, name: str, window: str) -> Peak:
         """The peak of a window; where weights are off the device while others work, without those."""
         if not self._offload:
-            return self._book.peak(self._book.span(window))
+            return self._memory.peak(self._memory.span(window))
         off = [f"{other} {what}" for other in self._roles for what in (WEIGHTS, OPTIMIZER) if other != name]
-        before, after = self._book.split(window, ACCUMULATED)
-        found = [self._book.peak(before, [*off, f"{name} {OPTIMIZER}"])]
+        before, after = self._memory.split(window, ACCUMULATED)
+        found = [self._memory.peak(before, [*off, f"{name} {OPTIMIZER}"])]
         if after[1] > after[0]:
-            found.append(self._book.peak(after, off))
+            found.append(self._memory.peak(after, off))
         return max(found, key=lambda peak: peak.total)
 
 

@@ -20,7 +20,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A phase on one rank."""
 
     phase: str
@@ -35,7 +35,7 @@ class Row:
         return sum(self.columns.values())
 
 
-def rows(cfg: RlConfig, found: Trace) -> list[Row]:
+def rows(cfg: RlConfig, found: Trace) -> list[TableRow]:
     """The phases of a step in their order, each with what is on the device when the most is: of a rank that trains."""
     engine, sleeps, made = beside_training(cfg, found.size, found.config), sleeps_while_idle(cfg.train, cfg.plan), []
     for phase in ("publish", GENERATE, "prepare", "update", SAVE):
@@ -49,13 +49,13 @@ def rows(cfg: RlConfig, found: Trace) -> list[Row]:
             continue
         columns, largest = max(parts, key=lambda part: sum(part[0].values()))
         asleep = sleeps and phase not in ("publish", GENERATE)
-        made.append(Row(phase, columns | ({} if asleep else _of_engine(engine, phase, sleeps)), largest))
+        made.append(TableRow(phase, columns | ({} if asleep else _of_engine(engine, phase, sleeps)), largest))
     return made
 
 
-def engine_rows(engine: EngineBytes, sleeps: bool) -> list[Row]:
+def engine_rows(engine: EngineBytes, sleeps: bool) -> list[TableRow]:
     """The phases of a rank that does nothing but generate."""
-    return [Row(phase, _of_engine(engine, phase, sleeps)) for phase in ("publish", GENERATE)]
+    return [TableRow(phase, _of_engine(engine, phase, sleeps)) for phase in ("publish", GENERATE)]
 
 
 def sleeps_while_idle(train: TrainConfig, plan: PlanConfig) -> bool:
@@ -116,7 +116,7 @@ def _show_axes(console: Console, cfg: RlConfig, ranks: Sequence[int], found: Tra
     console.print(f"  data          {shards} shards, at most {found.microbatches} micro-batches each an update")
 
 
-def show_rank(console: Console, found: Trace, table: Sequence[Row], measured: Mapping[str, int]) -> None:
+def show_rank(console: Console, found: Trace, table: Sequence[TableRow], measured: Mapping[str, int]) -> None:
     """Print what a rank holds and what comes to it. measured: bytes by phase, of a run that there has been."""
     place = ", ".join(f"{axis} {at}" for axis, at in found.places.items())
     show_table(console, f"Rank {found.rank} ({place})", table, measured)
@@ -130,7 +130,7 @@ def show_rank(console: Console, found: Trace, table: Sequence[Row], measured: Ma
                 console.print(f"  GB to this rank a step, {phase} of the {part.role}: {told}")
 
 
-def show_table(console: Console, who: str, table: Sequence[Row], measured: Mapping[str, int]) -> None:
+def show_table(console: Console, who: str, table: Sequence[TableRow], measured: Mapping[str, int]) -> None:
     """Print what a rank holds in each phase."""
     console.print()
     console.print(Text(f"{who}, GB at the peak of each phase", "bold"))

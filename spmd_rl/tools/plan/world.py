@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from spmd_rl.distributed import World
 from spmd_rl.distributed.collectives import Reduction
 from spmd_rl.distributed.journal import Journal
-from spmd_rl.distributed.membership import Joined, Membership
+from spmd_rl.distributed.membership import Membership, Rendezvous
 
 
 class PlannedWorld(World):
     """Where this rank would stand. Made by `planned_world`."""
 
-    def __init__(self, me: Membership, joined: Joined, journal: Journal) -> None:
-        super().__init__(me, joined, journal)
+    def __init__(self, me: Membership, rendezvous: Rendezvous, journal: Journal) -> None:
+        super().__init__(me, rendezvous, journal)
         self.on_meeting: Callable[[str], None] = lambda name: None
         """Called with the name of each meeting that the journal would show."""
         self.told: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def planned_world(rank: int, size: int) -> Iterator[PlannedWorld]:
     try:
         with tempfile.TemporaryDirectory() as temporary:
             journal = Journal(Path(temporary) / "journal", rank, size=size)
-            yield PlannedWorld(me, Joined(dist.HashStore(), "plan", None), journal)
+            yield PlannedWorld(me, Rendezvous(dist.HashStore(), "plan", None), journal)
             journal.close()
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.config.values import require
 from spmd_rl.errors import UserError, reason, tell
-from spmd_rl.tools.simulate import POLICIES, Lengths, Result, Scene, Speed, long_tail, play, recorded
+from spmd_rl.tools.simulate import POLICIES, Lengths, PolicyResult, Scene, Speed, long_tail, play, recorded
 
 
 def work(name: str, about: str) -> Parser:
@@ -94,7 +94,7 @@ stale     answers trained on that an older policy began; wasted: tokens computed
 store     operations per answer used; looks: whether the step has ended or more may start, the same"""
 
 
-def table(results: Sequence[Result], mean_tokens: float) -> Table:
+def table(results: Sequence[PolicyResult], mean_tokens: float) -> Table:
     """Return all policies at one number of replicas; the first is what the others are measured by."""
     first = results[0]
     shown = Table(title=f"{first.replicas} replicas", title_justify="left")
@@ -110,7 +110,7 @@ def table(results: Sequence[Result], mean_tokens: float) -> Table:
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Result]:
+def main(arguments: Sequence[str] | None = None) -> list[PolicyResult]:
     """Run it as said on the command line; all results, in order."""
     chosen = parser().parse_args(arguments)
     gc.set_threshold(300_000)  # thousands of small objects that live for a step
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     told = vars(chosen) | {"base": 1e3 * chosen.step_seconds, "per_request": 1e3 * chosen.request_seconds}
     mean = scenes[0].lengths.mean()
     console.print(ASSUMPTIONS.format(**told, mean=mean), soft_wrap=True)
-    results: list[Result] = []
+    results: list[PolicyResult] = []
     for setting in scenes:
         found = [play(policy, setting, chosen.steps) for policy in chosen.policies]
         console.print(table(found, mean))

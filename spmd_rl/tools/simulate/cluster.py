@@ -15,7 +15,7 @@ from spmd_rl.tools.simulate.store import CountingStore
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class VirtualStep:
     """What one step did."""
 
     long: bool
@@ -45,20 +45,21 @@ class Cluster:
         self.cursor = Cursor()
         """The tickets that the next step may use."""
         self.store = CountingStore()
-        self._scene = scene
-        self._replicas = [replica(scene, self.store) for _ in range(scene.replicas)]
-        self._carried: frozenset[GroupSlice] = frozenset()
+        self.scene = scene
+        self.replicas = [replica(scene, self.store) for _ in range(scene.replicas)]
+        self.carried: frozenset[GroupSlice] = frozenset()
+        """Slices that go on in the next step."""
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[VirtualStep]:
         """Steps without end."""
         for number in count(1):
             yield self.step(number)
-            self.now += self._scene.train_seconds
+            self.now += self.scene.train_seconds
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> VirtualStep:
         """Generation and scoring of the step of this number, on from `cursor`."""
-        scene, replicas = self._scene, self._replicas
-        round = plan_round(self.cursor, scene.settings, self._carried)
+        scene, replicas = self.scene, self.replicas
+        round = plan_round(self.cursor, scene.settings, self.carried)
         name, began, before = f"step{number}", self.now, self._counters()
         coordinators = self._begin(name, number, round)
         self._play(round, f"{name}/rejected")
@@ -67,7 +68,7 @@ class Cluster:
         used = {round.order.ticket(position) for position in positions}
         trained = {ticket for ticket in used if scene.qualifies(ticket)}
         num_stale = self._close(trained, number)
-        self._carried = frozenset(group_slice for replica in replicas for group_slice in replica.close(used))
+        self.carried = frozenset(group_slice for replica in replicas for group_slice in replica.close(used))
         self.cursor = self.cursor.after(used)
         for index, coordinator in enumerate(coordinators):
             coordinator.forget(shared=index == 0)
@@ -75,25 +76,25 @@ class Cluster:
         seconds = self.now - began
         idle = 1 - busy / seconds / len(replicas) if seconds else 0.0
         step = (round.long, seconds, tuple(sorted(used)), tuple(sorted(trained)), num_stale, idle)
-        return Step(*step, tokens, operations, looks)
+        return VirtualStep(*step, tokens, operations, looks)
 
     def _begin(self, name: str, number: int, round: Round) -> Sequence[Coordinator]:
         """All replicas begin a step; their coordinators."""
-        scene, size = self._scene, len(self._replicas)
+        scene, size = self.scene, len(self.replicas)
         slots = num_slots(scene.settings, size, scene.max_running)
-        coordinators = [coordinate(self.store, name, round, size, lambda: self.now) for _ in self._replicas]
-        for index, (replica, coordinator) in enumerate(zip(self._replicas, coordinators, strict=True)):
+        coordinators = [coordinate(self.store, name, round, size, lambda: self.now) for _ in self.replicas]
+        for index, (replica, coordinator) in enumerate(zip(self.replicas, coordinators, strict=True)):
             claim = claims(scene.settings.claim, coordinator, index, size)
             replica.begin(self.now, number, coordinator, claim, slots)
         return coordinators
 
     def _close(self, trained: set[int], number: int) -> int:
         """How many answers of the tickets that train an older policy began."""
-        return sum(replica.num_stale(trained, number) for replica in self._replicas)
+        return sum(replica.num_stale(trained, number) for replica in self.replicas)
 
     def _ended_at(self) -> float:
         """When the last replica knew of the step's end."""
-        return max(replica.ended_at for replica in self._replicas)
+        return max(replica.ended_at for replica in self.replicas)
 
     def _happens(self, until: float) -> float | None:
         """What comes from outside of the replicas before a moment, one at a time: when it did."""
@@ -104,13 +105,13 @@ class Cluster:
         return True
 
     def _counters(self) -> tuple[float, float, int, int]:
-        engines = [replica.engine for replica in self._replicas]
+        engines = [replica.engine for replica in self.replicas]
         computed = sum(engine.busy for engine in engines), sum(engine.tokens for engine in engines)
         return *computed, self.store.operations, self.store.looks
 
     def _play(self, round: Round, rejected: str) -> None:
         """From event to event, until every replica knows that the step has ended."""
-        replicas, over, stuck = self._replicas, False, 0
+        replicas, over, stuck = self.replicas, False, 0
         agenda = Agenda(replicas)
         waiting: list[tuple[int, int]] = []
         while agenda.live:
@@ -153,7 +154,7 @@ class Agenda:
     def __init__(self, replicas: list[Replica]) -> None:
         self.live = set(range(len(replicas)))
         """those that do not know of the step's end yet"""
-        self._replicas = replicas
+        self.replicas = replicas
         self._due = [replica.due for replica in replicas]
         self._heap = [(time, index) for index, time in enumerate(self._due)]
         heapify(self._heap)
@@ -169,7 +170,7 @@ class Agenda:
 
     def plan(self, index: int) -> None:
         """The replica has changed."""
-        due = self._replicas[index].due
+        due = self.replicas[index].due
         if due != self._due[index]:
             self._due[index] = due
             heappush(self._heap, (due, index))
@@ -178,7 +179,7 @@ class Agenda:
         """Replicas that see at their next look what was written at `event`."""
         for index in indices:
             if index in self.live:
-                self._replicas[index].look_after(event)
+                self.replicas[index].look_after(event)
                 self.plan(index)
 
     def drop(self, index: int) -> None:

@@ -27,7 +27,7 @@ class Speed:
         return self.base + self.per_request * running
 
 
-class Engine:
+class VirtualEngine:
     """Requests under way on one replica; a request is any key that can be ordered."""
 
     def __init__(self, speed: Speed, max_running: int) -> None:

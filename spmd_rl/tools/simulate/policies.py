@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from spmd_rl.tools.simulate.cluster import Cluster, Step
+from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.scene import Scene
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -19,12 +19,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class PolicyResult:
     """One policy, over all its steps."""
 
     policy: str
     replicas: int
-    steps: tuple[Step, ...]
+    steps: tuple[VirtualStep, ...]
     generate_seconds: float
     """of a step, mean"""
     steps_per_hour: float
@@ -44,7 +44,7 @@ class Result:
     """at the store, per answer used"""
 
 
-def play(policy: str, scene: Scene, num_steps: int) -> Result:
+def play(policy: str, scene: Scene, num_steps: int) -> PolicyResult:
     """At least `num_steps` steps; with `tail: defer` on to the end of a long round, to count whole cycles."""
     settings = replace(scene.settings, **POLICIES[policy])
     scene = replace(scene, settings=settings)
@@ -57,7 +57,7 @@ def play(policy: str, scene: Scene, num_steps: int) -> Result:
     lengths = [scene.lengths.of(ticket, per_ticket) for step in steps for ticket in step.trained]
     used = [scene.lengths.of(ticket, per_ticket) for step in steps for ticket in step.used]
     seconds, num_used = sum(step.seconds for step in steps), per_ticket * len(used)
-    return Result(
+    return PolicyResult(
         policy=policy,
         replicas=scene.replicas,
         steps=tuple(steps),

@@ -7,7 +7,7 @@ from spmd_rl.rollout.claims import Claim, StaticClaim, StoreClaim
 from spmd_rl.rollout.coordinator import Coordinator
 from spmd_rl.rollout.engine_loop import IDLE_SECONDS
 from spmd_rl.rollout.rounds import GroupSlice
-from spmd_rl.tools.simulate.engine import Engine
+from spmd_rl.tools.simulate.engine import VirtualEngine
 from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.tools.simulate.store import CountingStore
 
@@ -19,25 +19,30 @@ class Replica:
     """Between two events it only looks at the store; looks that could see nothing new are counted, not made."""
 
     def __init__(self, scene: Scene, store: CountingStore) -> None:
-        self.engine = Engine(scene.speed, scene.max_running)
+        self.engine = VirtualEngine(scene.speed, scene.max_running)
         self.running: dict[GroupSlice, int] = {}
         """slices under way -> answers that have not ended"""
         self.finished: list[GroupSlice] = []
         """slices whose verdicts are in, as they came"""
         self.look = self.ended_at = 0.0
         """when it has to look at the store next; when it knew the step's end"""
-        self._scene, self._store = scene, store
-        self._verdicts: deque[tuple[float, GroupSlice]] = deque()
-        self._carried: dict[tuple[GroupSlice, int], float] = {}
-        self._begun: dict[GroupSlice, int] = {}
+        self.scene, self._store = scene, store
+        self.verdicts: deque[tuple[float, GroupSlice]] = deque()
+        """when each verdict arrives"""
+        self.carried: dict[tuple[GroupSlice, int], float] = {}
+        """tokens so far of each request that goes on in the next step"""
+        self.begun: dict[GroupSlice, int] = {}
+        """the step, or version, that began each slice"""
+        self.begun_in = 0
+        """the step, or version, that begins slices now"""
         self._looked = 0.0
 
     def begin(self, now: float, step: int, coordinator: Coordinator, claim: Claim, slots: int) -> None:
         """A step begins. What was carried goes on."""
-        self._step, self._coordinator, self._claim, self._slots = step, coordinator, claim, slots
+        self.begun_in, self._coordinator, self._claim, self._slots = step, coordinator, claim, slots
         self._looked = self.look = now
         self.engine.advance(now)
-        for request, num_tokens in self._carried.items():
+        for request, num_tokens in self.carried.items():
             self.engine.add(request, num_tokens)
         for group_slice in self.finished:
             self._report(group_slice)
@@ -45,7 +50,7 @@ class Replica:
     @property
     def due(self) -> float:
         """When it has something to do."""
-        return min(self.engine.next_end(), self.look, self._verdicts[0][0] if self._verdicts else inf)
+        return min(self.engine.next_end(), self.look, self.verdicts[0][0] if self.verdicts else inf)
 
     @property
     def interval(self) -> float:
@@ -68,11 +73,11 @@ class Replica:
         for group_slice, _ in self.engine.advance(now):
             self.running[group_slice] -= 1
             if self.running[group_slice] == 0:
-                self._verdicts.append((now + self._scene.verdict_seconds, group_slice))
+                self.verdicts.append((now + self.scene.verdict_seconds, group_slice))
         news = self.look <= now
-        while self._verdicts and self._verdicts[0][0] <= now:
+        while self.verdicts and self.verdicts[0][0] <= now:
             news = True
-            _, group_slice = self._verdicts.popleft()
+            _, group_slice = self.verdicts.popleft()
             del self.running[group_slice]
             self.finished.append(group_slice)
             self._report(group_slice)
@@ -90,28 +95,28 @@ class Replica:
         slices = [
             group_slice
             for group_slice in self.finished
-            if group_slice.ticket in trained and self._begun[group_slice] < step
+            if group_slice.ticket in trained and self.begun[group_slice] < step
         ]
-        return sum(len(self._scene.answers(group_slice)) for group_slice in slices)
+        return sum(len(self.scene.answers(group_slice)) for group_slice in slices)
 
     def close(self, used: set[int]) -> list[GroupSlice]:
         """The step has ended: what it did not use is aborted or, if the settings say so, carried; what is carried."""
-        self._carried = self.engine.stop()
+        self.carried = self.engine.stop()
         assert not any(group_slice.ticket in used for group_slice in self.running), "a used ticket is still under way"
-        if not self._scene.settings.partial_rollout:
-            for under_way in (self._carried, self._verdicts, self.running, self.finished):
+        if not self.scene.settings.partial_rollout:
+            for under_way in (self.carried, self.verdicts, self.running, self.finished):
                 under_way.clear()
         self.finished = [group_slice for group_slice in self.finished if group_slice.ticket not in used]
         carried = [*self.running, *self.finished]
-        self._begun = {group_slice: self._begun[group_slice] for group_slice in carried}
+        self.begun = {group_slice: self.begun[group_slice] for group_slice in carried}
         return carried
 
     def _start(self, now: float) -> None:
-        room = (self._slots - self.engine.num_requests) // self._scene.settings.slice_size
+        room = (self._slots - self.engine.num_requests) // self.scene.settings.slice_size
         slices = self._claim.next(min(room, self._coordinator.round.slices))
         for group_slice in slices:
-            answers = self._scene.answers(group_slice)
-            self.running[group_slice], self._begun[group_slice] = len(answers), self._step
+            answers = self.scene.answers(group_slice)
+            self.running[group_slice], self.begun[group_slice] = len(answers), self.begun_in
             for answer, num_tokens in answers.items():
                 self.engine.add((group_slice, answer), num_tokens)
         if slices:
@@ -120,7 +125,7 @@ class Replica:
     def _report(self, group_slice: GroupSlice) -> None:
         position = self._coordinator.round.order.position(group_slice.ticket)
         if self._coordinator.pool(position, group_slice.number, b"") is not None:
-            self._coordinator.resolve(position, self._scene.qualifies(group_slice.ticket))
+            self._coordinator.resolve(position, self.scene.qualifies(group_slice.ticket))
 
     def _ended(self, now: float) -> bool:
         before = self._store.looks

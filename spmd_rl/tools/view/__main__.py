@@ -12,8 +12,8 @@ import yaml
 from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.errors import UserError, one_line, tell
 from spmd_rl.tools.view import terminal
-from spmd_rl.tools.view.runs import KINDS, Runs
-from spmd_rl.tools.view.server import Server
+from spmd_rl.tools.view.runs import KINDS, RunIndex
+from spmd_rl.tools.view.server import ViewServer
 
 
 def parser() -> Parser:
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     asked = parser().parse_args(arguments)
     try:
-        runs = Runs(asked.run)
+        runs = RunIndex(asked.run)
         if asked.text or asked.sample is not None or asked.step is not None:
-            place = terminal.Place(KINDS[asked.held_out], asked.step, asked.sample, asked.color)
+            place = terminal.Selection(KINDS[asked.held_out], asked.step, asked.sample, asked.color)
             terminal.show(runs, place)
             return 0
         return serve(runs, asked.port, asked.no_browser)
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def serve(runs: Runs, port: int, no_browser: bool) -> int:
+def serve(runs: RunIndex, port: int, no_browser: bool) -> int:
     """Serve the page until Ctrl-C. UserError where the port cannot be had."""
     try:
-        server = Server(runs, port)
+        server = ViewServer(runs, port)
     except (OSError, OverflowError) as error:
         raise UserError(f"--port {port}: {getattr(error, 'strerror', None) or error}") from None
     with server:

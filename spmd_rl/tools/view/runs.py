@@ -19,7 +19,7 @@ MAX_DEPTH = 3
 SCORES = ("val/score/mean", "critic/score/mean")
 
 
-class Runs:
+class RunIndex:
     """The runs in a folder, by name: the path of their directory below it, or `.` for the folder itself."""
 
     def __init__(self, root: Path) -> None:

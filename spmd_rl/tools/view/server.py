@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from spmd_rl.errors import UserError, one_line, tell
-from spmd_rl.tools.view.runs import Runs, files, overview
+from spmd_rl.tools.view.runs import RunIndex, files, overview
 from spmd_rl.tools.view.trajectories import listed, rows, whole
 from spmd_rl.track.html_page import PALETTE
 from spmd_rl.track.tokens import TokenTexts
@@ -39,7 +39,7 @@ Query = Mapping[str, str]
 class Data:
     """What the page asks for, by name. A missing or unknown argument raises KeyError or ValueError."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RunIndex) -> None:
         self._runs = runs
         self.answers: dict[str, Callable[[Query], Any]] = {
             "runs": lambda query: self._runs.summaries(),
@@ -79,12 +79,12 @@ def page(nonce: str) -> str:
     return texts["page.html"].replace("NONCE", nonce).replace("/* STYLE */", style).replace("/* SCRIPT */", script)
 
 
-class Server(ThreadingHTTPServer):
+class ViewServer(ThreadingHTTPServer):
     """The server; `url` is the address of the page. OSError where the port is taken."""
 
     daemon_threads = True
 
-    def __init__(self, runs: Runs, port: int = 0) -> None:
+    def __init__(self, runs: RunIndex, port: int = 0) -> None:
         """port: 0 for any free one."""
         super().__init__(("127.0.0.1", port), Handler)
         self.key = secrets.token_urlsafe(16)
@@ -101,7 +101,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Answers one request. Only GET is known."""
 
-    server: Server
+    server: ViewServer
     server_version, sys_version = "spmd_rl", ""
 
     def do_GET(self) -> None:

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.errors import UserError, printable
-from spmd_rl.tools.view.runs import KINDS, Runs, files, title
-from spmd_rl.tools.view.trajectories import Row, rows, whole
+from spmd_rl.tools.view.runs import KINDS, RunIndex, files, title
+from spmd_rl.tools.view.trajectories import TrajectoryRow, rows, whole
 from spmd_rl.track.run_reader import RunData, plain_text
 from spmd_rl.track.tokens import TokenTexts
 
@@ -32,7 +32,7 @@ IMPROBABLE = ((-4.0, "bold red"), (-2.0, "red"), (-1.0, "yellow"), (-0.3, "cyan"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Selection:
     """What is asked for."""
 
     kind: str
@@ -44,7 +44,7 @@ class Place:
     """One of `COLORS`."""
 
 
-def show(runs: Runs, place: Place) -> None:
+def show(runs: RunIndex, place: Selection) -> None:
     """Print it. UserError for a step or a sample that is not there."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     names = runs.names()
@@ -71,7 +71,7 @@ def show(runs: Runs, place: Place) -> None:
         console.print(_trajectory(texts.add(whole(found[step], row)), place.color))
 
 
-def _runs(runs: Runs) -> Table:
+def _runs(runs: RunIndex) -> Table:
     table = _table("run", "name", "pipeline", "steps", "score")
     for one in runs.summaries():
         steps = f"{one['last']} of {one['planned']}" if one["planned"] else str(one["last"])
@@ -83,7 +83,7 @@ def _steps(run: RunData) -> Table:
     table = _table("step", "samples", "score", "tokens", "ends", "held-out", "score")
     trained, held_out = (files(run, kind) for kind in KINDS)
     for step in sorted({*trained, *held_out}):
-        cells = [str(step)]
+        cells = [f"{step} warm-up" if 0 < step <= (run.setting("warmup.steps") or 0) else str(step)]
         if step in trained:
             of = rows(trained[step])
             ends = ", ".join(f"{name} {count}" for name, count in Counter(row.end for row in of).most_common())
@@ -96,7 +96,7 @@ def _steps(run: RunData) -> Table:
     return table
 
 
-def _samples(listed: Sequence[Row]) -> Table:
+def _samples(listed: Sequence[TrajectoryRow]) -> Table:
     table = _table("sample", "domain", "score", "advantage", "turns", "tokens", "end", "trained on", "answer")
     for row in listed:
         why = "yes" if row.kept else row.reject_reason
@@ -106,7 +106,7 @@ def _samples(listed: Sequence[Row]) -> Table:
     return table
 
 
-def _chosen(listed: Sequence[Row], sample: str) -> list[Row]:
+def _chosen(listed: Sequence[TrajectoryRow], sample: str) -> list[TrajectoryRow]:
     ticket, _, answer = sample.partition(".")
     found = [row for row in listed if str(row.ticket) == ticket and answer in ("", str(row.answer))]
     if not found:
@@ -192,7 +192,7 @@ def _cells(*values: object) -> list[Text]:
     return [Text("" if value is None else printable(str(value), lines=False)) for value in values]
 
 
-def _score(listed: Sequence[Row]) -> str:
+def _score(listed: Sequence[TrajectoryRow]) -> str:
     scores = [row.score for row in listed if row.score is not None]
     return _number(fmean(scores)) if scores else ""
 

@@ -57,7 +57,7 @@ class _Line(msgspec.Struct):
     last: bool = True
 
 
-class Row(msgspec.Struct, frozen=True):
+class TrajectoryRow(msgspec.Struct, frozen=True):
     """One trajectory in the list."""
 
     ticket: int
@@ -87,13 +87,13 @@ class Row(msgspec.Struct, frozen=True):
     """Where the lines of its segments begin in the file."""
 
 
-def rows(path: Path) -> Sequence[Row]:
+def rows(path: Path) -> Sequence[TrajectoryRow]:
     """All trajectories of a file, in (ticket, answer) order. OSError; ValueError for a file that is none."""
     return _rows(path, stamp(path))
 
 
 @lru_cache(8)
-def _rows(path: Path, _: object) -> Sequence[Row]:
+def _rows(path: Path, _: object) -> Sequence[TrajectoryRow]:
     decode = msgspec.json.Decoder(_Line).decode
     lines: list[tuple[int, _Line]] = []
     offset = 0
@@ -118,12 +118,12 @@ def _trajectories(lines: Sequence[tuple[int, _Line]]) -> Iterator[list[tuple[int
     yield from begun.values()
 
 
-def _row(segments: Sequence[tuple[int, _Line]]) -> Row:
+def _row(segments: Sequence[tuple[int, _Line]]) -> TrajectoryRow:
     first, last = segments[0][1], segments[-1][1]
     turns = [turn for _, line in segments for turn in line.turns]
     versions = [int(latest) for turn in turns if (latest := _last(turn.versions))]
     kept = all(line.kept for _, line in segments)
-    return Row(
+    return TrajectoryRow(
         ticket=first.ticket,
         answer=first.answer,
         domain=first.domain,
@@ -185,7 +185,7 @@ def _begin(text: str) -> str:
     return " ".join(text[: 2 * PREVIEW].split())[:PREVIEW]
 
 
-def whole(path: Path, row: Row) -> dict[str, Any]:
+def whole(path: Path, row: TrajectoryRow) -> dict[str, Any]:
     """A trajectory with everything that the log has of it: its row, its task, its verdict, and the `segments`, each
     with its `turns` as in `SampleRow`."""
     lines = []
@@ -198,6 +198,6 @@ def whole(path: Path, row: Row) -> dict[str, Any]:
     return listed(row) | task | {"verdict": lines[-1]["verdict"], "segments": segments}
 
 
-def listed(row: Row) -> dict[str, Any]:
+def listed(row: TrajectoryRow) -> dict[str, Any]:
     """A row as the list shows it, without `offsets`."""
-    return {name: getattr(row, name) for name in Row.__struct_fields__ if name != "offsets"}
+    return {name: getattr(row, name) for name in TrajectoryRow.__struct_fields__ if name != "offsets"}

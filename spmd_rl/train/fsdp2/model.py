@@ -190,7 +190,7 @@ class FSDP2Model(ABC):
 
     def _compiling(self) -> AbstractContextManager[None]:
         """Each shape of a micro-batch may have to be compiled."""
-        return self._world.journal.slow(COMPILE_SECONDS) if self._train.compile else nullcontext()
+        return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `ShardedModel`: bitwise what the forward pass computes with."""

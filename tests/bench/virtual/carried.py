@@ -18,7 +18,7 @@ from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.coordinator import FirstKInOrder
 from spmd_rl.rollout.rounds import GroupSlice, Round, num_slots
 from spmd_rl.split.pace import oldest_version_at
-from spmd_rl.tools.simulate.cluster import Cluster, Step
+from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.replica import Replica
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.two_sides import Costs, Generation, Run
@@ -44,13 +44,13 @@ class CarriedReplica(Replica):
 
     def adopt(self, version: int, now: float, seconds: float) -> None:
         """What starts from now on counts as begun in `version`; the engine stands still for so many seconds."""
-        self._step = version
+        self.begun_in = version
         self.engine.pause(now, seconds)
         self.look_after(now)
 
     def oldest(self, trained: set[int]) -> float:
         """The first step, or version, that began an answer to these tickets here; `inf` if none did."""
-        return min((self._begun[s] for s in self.finished if s.ticket in trained), default=inf)
+        return min((self.begun[s] for s in self.finished if s.ticket in trained), default=inf)
 
     @property
     def under_way(self) -> list[GroupSlice]:
@@ -60,21 +60,21 @@ class CarriedReplica(Replica):
     @property
     def num_carried(self) -> int:
         """Requests that it goes on with."""
-        return len(self._carried)
+        return len(self.carried)
 
     def hand_over(self, group_slice: GroupSlice, other: "CarriedReplica") -> None:
         """Let another replica go on with a slice that is carried, with the tokens that it has."""
-        other._begun[group_slice] = self._begun.pop(group_slice)
+        other.begun[group_slice] = self.begun.pop(group_slice)
         if group_slice not in self.running:
             self.finished.remove(group_slice)
             other.finished.append(group_slice)
             return
         other.running[group_slice] = self.running.pop(group_slice)
-        for request in [request for request in self._carried if request[0] == group_slice]:
-            other._carried[request] = self._carried.pop(request)
-        for verdict in [verdict for verdict in self._verdicts if verdict[1] == group_slice]:
-            self._verdicts.remove(verdict)
-            other._verdicts = deque(sorted([*other._verdicts, verdict]))
+        for request in [request for request in self.carried if request[0] == group_slice]:
+            other.carried[request] = self.carried.pop(request)
+        for verdict in [verdict for verdict in self.verdicts if verdict[1] == group_slice]:
+            self.verdicts.remove(verdict)
+            other.verdicts = deque(sorted([*other.verdicts, verdict]))
 
 
 class CarriedCluster(Cluster):
@@ -90,18 +90,18 @@ class CarriedCluster(Cluster):
         """That began an answer which the last step trained on."""
         self.left_at = now
         """When the tickets of the last step were in, and lent ranks knew it."""
-        self._num_dedicated, self._version, self._max_staleness = scene.replicas - num_lent, version, max_staleness
+        self._num_dedicated, self._version, self.max_staleness = scene.replicas - num_lent, version, max_staleness
         self._paced: list[Paced] = []
 
     def busy(self) -> tuple[float, float]:
         """Return seconds x replicas in which the engines of dedicated and of lent ranks have computed."""
-        seconds, cut = [replica.engine.busy for replica in self._replicas], self._num_dedicated
+        seconds, cut = [replica.engine.busy for replica in self.replicas], self._num_dedicated
         return sum(seconds[:cut]), sum(seconds[cut:])
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> VirtualStep:
         """See `Cluster`."""
         step = super().step(number)
-        dedicated, lent = self._replicas[: self._num_dedicated], self._replicas[self._num_dedicated :]
+        dedicated, lent = self.replicas[: self._num_dedicated], self.replicas[self._num_dedicated :]
         loads = [(replica.num_carried, index) for index, replica in enumerate(dedicated)]
         heapify(loads)
         for replica in lent:
@@ -112,23 +112,23 @@ class CarriedCluster(Cluster):
         return step
 
     def _begin(self, name: str, number: int, round: Round) -> list[Paced]:
-        scene, settings, size = self._scene, self._scene.settings, len(self._replicas)
+        scene, settings, size = self.scene, self.scene.settings, len(self.replicas)
         self._paced = [Paced(self.store, name, round, size, lambda: self.now) for _ in range(size)]
         slots = num_slots(settings, self._num_dedicated, scene.max_running)
-        for index, (replica, paced) in enumerate(zip(self._replicas, self._paced, strict=True)):
+        for index, (replica, paced) in enumerate(zip(self.replicas, self._paced, strict=True)):
             lent = index >= self._num_dedicated
             version = number - 1 if lent else self._version
-            paced.step, paced.version, paced.max_staleness = number, version, self._max_staleness
+            paced.step, paced.version, paced.max_staleness = number, version, self.max_staleness
             claim = claims("store", paced, index, size)
             replica.begin(max(self.now, self.joins) if lent else self.now, version, paced, claim, slots)
         return self._paced
 
     def _close(self, trained: set[int], number: int) -> int:
-        self.oldest = min((replica.oldest(trained) for replica in self._replicas), default=number - 1)
-        return sum(replica.num_stale(trained, number - 1) for replica in self._replicas)
+        self.oldest = min((replica.oldest(trained) for replica in self.replicas), default=number - 1)
+        return sum(replica.num_stale(trained, number - 1) for replica in self.replicas)
 
     def _ended_at(self) -> float:
-        ends = [replica.ended_at for replica in self._replicas]
+        ends = [replica.ended_at for replica in self.replicas]
         self.left_at = max(ends)
         return max(ends[: self._num_dedicated])
 
@@ -141,7 +141,7 @@ class CarriedCluster(Cluster):
             return None
         when, self._version, seconds = self.pending.pop(0)
         when = max(when, self.now)
-        for replica, paced in list(zip(self._replicas, self._paced, strict=True))[: self._num_dedicated]:
+        for replica, paced in list(zip(self.replicas, self._paced, strict=True))[: self._num_dedicated]:
             replica.adopt(self._version, when, seconds)
             paced.version = self._version
         return when
@@ -155,20 +155,20 @@ class Carried(Run):
     ) -> None:
         """lends: whether the ranks that train generate too."""
         super().__init__(generation, costs, num_ranks)
-        self._max_staleness = max_staleness
+        self.max_staleness = max_staleness
         self.num_train = num_ranks - generation.scene.replicas
         self._num_lent = self.num_train if lends else 0
         assert self.num_train > 0 and generation.scene.replicas > 0, "both sides need a rank"
 
     def _live(self, last: int, dies: float) -> bool:
         """See `Run`."""
-        costs, scene = self._costs, self.generation.scene
-        published = self._since = self.clock.now + costs.stage
+        costs, scene = self.costs, self.generation.scene
+        published = self.since = self.clock.now + costs.stage
         whole = replace(scene, replicas=scene.replicas + self._num_lent)
-        cluster = CarriedCluster(whole, self._num_lent, self._max_staleness, self._start, published + costs.fetch)
-        cluster.cursor = self._saved
-        seconds, before = costs.train * self._num_ranks / self.num_train, (0.0, 0.0)
-        for step in range(self._start + 1, last + 1):
+        cluster = CarriedCluster(whole, self._num_lent, self.max_staleness, self.start, published + costs.fetch)
+        cluster.cursor = self.saved
+        seconds, before = costs.train * self.num_ranks / self.num_train, (0.0, 0.0)
+        for step in range(self.start + 1, last + 1):
             generated = cluster.step(step)
             slow = costs.slowness(step)
             trained = max(cluster.left_at, published) + seconds
@@ -177,11 +177,11 @@ class Carried(Run):
                 self.clock.now = dies
                 return False
             busy = cluster.busy()
-            self._busy += busy[0] - before[0]
-            self._trained_seconds += seconds + (busy[1] - before[1]) / self.num_train
+            self.busy += busy[0] - before[0]
+            self.trained_seconds += seconds + (busy[1] - before[1]) / self.num_train
             self.clock.now, cluster.joins, before = published, published, busy
             cluster.pending.append((published, step, costs.fetch * slow))
-            self._count(step, min(cluster.oldest, step - 1), generated, cluster.cursor)
+            self.count(step, min(cluster.oldest, step - 1), generated, cluster.cursor)
         return True
 
 

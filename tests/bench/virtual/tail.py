@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from spmd_rl.tools.simulate import __main__ as simulate
-from spmd_rl.tools.simulate.policies import Result
+from spmd_rl.tools.simulate.policies import PolicyResult
 from spmd_rl.track.svg import Frame, label, rect, svg, text, ticks
 
 COLORS = ("#7d8590", "#4c8bf5", "#17a2b8", "#d4a017", "#a371f7", "#2da44e")
@@ -24,7 +24,7 @@ STYLE = (
 )
 
 
-def draw(results: Sequence[Result]) -> str:
+def draw(results: Sequence[PolicyResult]) -> str:
     """The file's text."""
     policies = list(dict.fromkeys(r.policy for r in results))
     colors = {policy: COLORS[i % len(COLORS)] for i, policy in enumerate(policies)}
@@ -79,7 +79,7 @@ def _bars(groups: Sequence[Sequence[tuple[float, str, str]]], names: Sequence[st
     return "".join(parts)
 
 
-def _speedups(results: Sequence[Result], colors: dict[str, str]) -> str:
+def _speedups(results: Sequence[PolicyResult], colors: dict[str, str]) -> str:
     sizes = list(dict.fromkeys(r.replicas for r in results))
     groups = []
     for replicas in sizes:
@@ -89,7 +89,7 @@ def _speedups(results: Sequence[Result], colors: dict[str, str]) -> str:
     return _bars(groups, [f"{replicas} replicas" for replicas in sizes])
 
 
-def _steps(found: Sequence[Result], colors: dict[str, str]) -> str:
+def _steps(found: Sequence[PolicyResult], colors: dict[str, str]) -> str:
     shown = [found[0], found[-1]] if len(found) > 1 else list(found)
     groups = []
     for number in range(max(len(r.steps) for r in shown)):
@@ -98,7 +98,7 @@ def _steps(found: Sequence[Result], colors: dict[str, str]) -> str:
     return _bars(groups, [str(number + 1) for number in range(len(groups))])
 
 
-def _operations(results: Sequence[Result], colors: dict[str, str]) -> str:
+def _operations(results: Sequence[PolicyResult], colors: dict[str, str]) -> str:
     sizes = sorted({r.replicas for r in results})
     curves = {}
     for policy, color in colors.items():
@@ -121,7 +121,7 @@ def curves_over(curves: Mapping[str, Sequence[tuple[float, float]]], marks: Mapp
     return "".join(parts)
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Result]:
+def main(arguments: Sequence[str] | None = None) -> list[PolicyResult]:
     """Simulate, and write the picture; all results."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--picture", type=Path, required=True)

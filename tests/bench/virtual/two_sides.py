@@ -17,7 +17,7 @@ from spmd_rl.data.seeds import counter_seed
 from spmd_rl.errors import UserError
 from spmd_rl.rollout.rounds import Cursor
 from spmd_rl.split.pace import due, oldest_version
-from spmd_rl.tools.simulate.cluster import Cluster, Step
+from spmd_rl.tools.simulate.cluster import Cluster, VirtualStep
 from spmd_rl.tools.simulate.scene import Scene
 from tests.bench.virtual.clock import Clock, Process
 
@@ -67,9 +67,9 @@ class Generation:
     """The steps that some replicas generate. What a step takes is a function of its tickets: each is played once."""
 
     scene: Scene
-    _played: dict[Cursor, tuple[Step, Cursor]] = field(default_factory=dict)
+    _played: dict[Cursor, tuple[VirtualStep, Cursor]] = field(default_factory=dict)
 
-    def step(self, cursor: Cursor) -> tuple[Step, Cursor]:
+    def step(self, cursor: Cursor) -> tuple[VirtualStep, Cursor]:
         """Return the step that begins with this cursor, and the cursor after it."""
         if cursor not in self._played:
             cluster = Cluster(self.scene)
@@ -85,7 +85,7 @@ class Trained:
     number: int
     version: int
     """That generated all of it."""
-    generated: Step
+    generated: VirtualStep
     at: float
     """When its version had been published, in seconds since the run began."""
     trained_seconds: float
@@ -112,12 +112,12 @@ class Run:
         self.generation = generation
         self.reached: dict[int, Trained] = {}
         """Each step as it was trained on for the first time, whether it counts or has been lost since."""
-        self._costs, self._num_ranks = costs, num_ranks
-        self._trained_seconds = self._busy = 0.0
+        self.costs, self.num_ranks = costs, num_ranks
+        self.trained_seconds = self.busy = 0.0
         self._steps: list[Trained] = []
-        self._saved, self._start = Cursor(), 0
+        self.saved, self.start = Cursor(), 0
         """The last checkpoint."""
-        self._since = 0.0
+        self.since = 0.0
         """When the step before ended, or this life came to its first step."""
 
     @property
@@ -131,10 +131,10 @@ class Run:
             self.lives += 1
             if self.lives > MAX_LIVES:
                 raise UserError("--failure-hours: too few to get from one checkpoint to the next")
-            del self._steps[self._start :]
-            if self._live(last, self.clock.now + self._costs.until_failure(self.lives)):
+            del self._steps[self.start :]
+            if self._live(last, self.clock.now + self.costs.until_failure(self.lives)):
                 break
-            self.clock.now += self._costs.restart_seconds
+            self.clock.now += self.costs.restart_seconds
         return list(self._steps)
 
     def _live(self, last: int, dies: float) -> bool:
@@ -145,17 +145,17 @@ class Run:
         """Yield what the job consists of, from the last checkpoint on."""
         raise NotImplementedError
 
-    def _count(self, step: int, version: int, generated: Step, cursor: Cursor) -> None:
+    def count(self, step: int, version: int, generated: VirtualStep, cursor: Cursor) -> None:
         """A step has been trained on and its version published."""
-        sums = self.clock.now, self._trained_seconds, self._busy, self.clock.now - self._since
-        self._since = self.clock.now
+        sums = self.clock.now, self.trained_seconds, self.busy, self.clock.now - self.since
+        self.since = self.clock.now
         self._steps.append(Trained(step, version, generated, *sums))
         self.reached.setdefault(step, self._steps[-1])
-        if due(step, self._costs.checkpoint_every):
-            self._saved, self._start = cursor, step
+        if due(step, self.costs.checkpoint_every):
+            self.saved, self.start = cursor, step
 
-    def _worked(self, generated: Step) -> None:
-        self._busy += (1 - generated.bubble) * generated.seconds * self.generation.scene.replicas
+    def _worked(self, generated: VirtualStep) -> None:
+        self.busy += (1 - generated.bubble) * generated.seconds * self.generation.scene.replicas
 
 
 class Colocated(Run):
@@ -163,17 +163,17 @@ class Colocated(Run):
 
     def processes(self, last: int) -> Iterator[Process]:
         """See `Run`."""
-        yield self._loop(self._saved, self._start, last)
+        yield self._loop(self.saved, self.start, last)
 
     def _loop(self, cursor: Cursor, start: int, last: int) -> Process:
-        self._since = self.clock.now
+        self.since = self.clock.now
         for step in range(start + 1, last + 1):
             generated, cursor = self.generation.step(cursor)
             yield generated.seconds
             self._worked(generated)
-            yield self._costs.train
-            self._trained_seconds += self._costs.train
-            self._count(step, step - 1, generated, cursor)
+            yield self.costs.train
+            self.trained_seconds += self.costs.train
+            self.count(step, step - 1, generated, cursor)
 
 
 class Split(Run):
@@ -182,7 +182,7 @@ class Split(Run):
     def __init__(self, generation: Generation, costs: Costs, num_ranks: int, max_staleness: int) -> None:
         """See `Run`; max_staleness: of `placement`."""
         super().__init__(generation, costs, num_ranks)
-        self._max_staleness = max_staleness
+        self.max_staleness = max_staleness
         self.num_train = num_ranks - generation.scene.replicas
         assert self.num_train > 0, "nobody trains"
 
@@ -190,16 +190,16 @@ class Split(Run):
         """See `Run`."""
         self._newest = self._loaded = -1
         self._fetching: int | None = None
-        self._delivered: dict[int, tuple[int, Step]] = {}
-        yield self._train(self._saved, self._start, last)
-        yield self._generate(self._saved, self._start, last)
+        self._delivered: dict[int, tuple[int, VirtualStep]] = {}
+        yield self._train(self.saved, self.start, last)
+        yield self._generate(self.saved, self.start, last)
 
     # -- the replicas, which meet at the end of every step
 
     def _generate(self, cursor: Cursor, start: int, last: int) -> Process:
         yield from self._follow(start)
         for step in range(start + 1, last + 1):
-            yield from self._follow(oldest_version(step, self._max_staleness, start))
+            yield from self._follow(oldest_version(step, self.max_staleness, start))
             generated, cursor = self.generation.step(cursor)
             yield generated.seconds
             self._worked(generated)
@@ -211,7 +211,7 @@ class Split(Run):
             yield lambda: self._newest > self._loaded or self._loaded >= at_least
             if (version := self._newest) > self._loaded:
                 self._fetching = version
-                yield self._costs.fetch * self._costs.slowness(version)
+                yield self.costs.fetch * self.costs.slowness(version)
                 self._fetching, self._loaded = None, version
             if self._loaded >= at_least:
                 return
@@ -220,19 +220,19 @@ class Split(Run):
 
     def _train(self, cursor: Cursor, start: int, last: int) -> Process:
         yield from self._publish(start, probed=True)
-        self._since = self.clock.now
-        seconds = self._costs.train * self._num_ranks / self.num_train
+        self.since = self.clock.now
+        seconds = self.costs.train * self.num_ranks / self.num_train
         for step in range(start + 1, last + 1):
             yield lambda step=step: step in self._delivered
             version, generated = self._delivered.pop(step)
             cursor = cursor.after(generated.used)
             yield seconds
-            self._trained_seconds += seconds
-            yield from self._publish(step, probed=due(step, self._costs.probe_every))
-            self._count(step, version, generated, cursor)
+            self.trained_seconds += seconds
+            yield from self._publish(step, probed=due(step, self.costs.probe_every))
+            self.count(step, version, generated, cursor)
 
     def _publish(self, version: int, probed: bool) -> Process:
-        yield self._costs.stage * self._costs.slowness(version)
+        yield self.costs.stage * self.costs.slowness(version)
         yield lambda: self._fetching is None or self._fetching == self._newest
         self._newest = version
         if probed:

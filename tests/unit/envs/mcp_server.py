@@ -27,7 +27,7 @@ def result(method: str, params: dict) -> dict:
         return {"tools": TOOLS[2:]} if params.get("cursor") == "2" else {"tools": TOOLS[:2], "nextCursor": "2"}
     name, given = params["name"], params["arguments"]
     if name == "die":
-        sys.exit(1)
+        sys.exit("out of luck")
     if name == "sleep":
         time.sleep(60)
     if name == "fail":

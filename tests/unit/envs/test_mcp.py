@@ -1,5 +1,8 @@
 """The MCP client against a small server: tools, calls, failures, and servers that hang or die."""
 
+import asyncio
+import json
+import re
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -8,6 +11,10 @@ import pytest
 
 from envs.mcp import McpClient
 from envs.tools import ToolsEnv
+from spmd_rl.config.load import load
+from spmd_rl.config.schema import AgenticConfig
+from spmd_rl.sidecar import LocalEnvironments
+from spmd_rl.types import SessionLost
 
 COMMAND = [sys.executable, "-S", str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -89,5 +96,24 @@ def test_an_environment_offers_a_server_s_tools() -> None:
         assert env.step('{"name": "add", "arguments": {"a": 2, "b": 2}}')[0] == "4\n[image]"
         text, _, ended, _, info = env.step('{"name": "fail", "arguments": {}}')
         assert text == "error: it failed" and not ended and info["metrics"]["tool_failures"] == 1.0
-        assert env.step('{"name": "die", "arguments": {}}')[0].startswith("error: ConnectionError(")
         assert env.step('{"name": "add", "arguments": {"a": 2, "b": 3}}')[0] == "5\n[image]"
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (COMMAND, r"^the MCP server `.*mcp_server.py` has ended with code 1: out of luck"),
+        (["no-such-program"], "^the MCP server `no-such-program` cannot be started: No such file or directory$"),
+    ],
+)
+def test_a_server_that_is_lost_loses_the_episode_and_is_not_the_model_s_mistake(command: list[str], why: str) -> None:
+    given = ["env.ask.target=envs.tools:ToolsEnv", f"env.ask.args={{tools: [calculator], mcp: {json.dumps(command)}}}"]
+    cfg = load("agentic", AgenticConfig, [*given, "policy.model=none"])
+
+    async def played() -> None:
+        session = await environments.reset("ask", 1)
+        await session.step('{"name": "die", "arguments": {}}')
+
+    with closing(LocalEnvironments(cfg.env)) as environments, pytest.raises(SessionLost) as lost:
+        asyncio.run(played())
+    assert re.search(why, lost.value.detail) and lost.value.reason == "error", lost.value.detail

@@ -86,7 +86,9 @@ def test_construction_loads_nothing_and_finds_mistakes(path, tmp_path):
     for args in ({"transform": "tanh"}, {"max_batch": 0}):
         with pytest.raises(ValueError, match=next(iter(args))):
             ModelReward(str(path), **args)
-    assert ModelReward(str(path), device="cuda:77")._model is None
+    reward = ModelReward(str(path), device="cuda:77")
+    with pytest.raises((AssertionError, RuntimeError)):  # there is no such device for what is loaded
+        reward.start()
 
 
 def test_several_outputs_are_no_score(tmp_path):

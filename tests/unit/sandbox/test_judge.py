@@ -16,6 +16,7 @@ from fractions import Fraction
 import pytest
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.handed import Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.serve import Server
 from spmd_rl.sandbox.guest.stubs import Client, Refused
@@ -97,12 +98,13 @@ def test_what_may_answer_for_itself_is_no_value(value):
 def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
-    server, link = Server(names, False), Link(theirs.fileno(), MOST)
+    link = Link(theirs.fileno(), MOST)
+    server = Server(link, names, False)
 
     def serve():
         with theirs, contextlib.suppress(Gone):
             while True:
-                server.answer(link, link.receive())
+                server.answer(link.receive())
 
     threading.Thread(target=serve, daemon=True).start()
     client = Client(Link(ours.fileno(), MOST), None)
@@ -216,6 +218,34 @@ def test_nothing_else_about_an_object_is_believed(use):
     assert client.beyond
 
 
+def handed(source):
+    """A function as tests write it."""
+    return eval(source, {"__name__": "tests"})
+
+
+def test_the_code_calls_what_it_was_handed_until_its_call_ends():
+    kept = []
+    call = ask({"use": lambda f, x: kept.append(f) or f(x), "again": lambda: kept[0](5)})
+    double = handed("lambda x: [x, 2 * x]")
+    assert call.name("use")(double, 3) == [3, 6] and call.name("again")() == [5, 10]
+    with pytest.raises(RuntimeError, match="after the call"):
+        kept[0](1)
+
+
+@pytest.mark.parametrize("number", [1, -1, True, None, 0.0, "0", [0]])
+def test_the_code_can_name_no_function_but_those_that_it_was_handed(number):
+    called = []
+
+    def use(f):
+        kept = [cell.cell_contents for cell in f.__globals__["_call"].__closure__]
+        next(each for each in kept if isinstance(each, Stubs))._ask(number, "call", [1], {})
+
+    client = ask({"use": use})
+    with pytest.raises(Refused):
+        client.name("use")(eval("lambda x: called.append(x)", {"__name__": "tests", "called": called}))
+    assert client.gone and not called
+
+
 def raising(error):
     def call():
         raise error
@@ -263,6 +293,7 @@ def test_answers_that_are_none_are_the_codes_failure():
     dice = random.Random(0)
     atoms = [
         "=",
+        "?",
         "!",
         "~=",
         "refused",
@@ -286,7 +317,7 @@ def test_answers_that_are_none_are_the_codes_failure():
     for _ in range(1000):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:4]), *(noise(3) for _ in range(4)), ""]
+            message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:5]), *(noise(3) for _ in range(4)), ""]
             Link(theirs.fileno(), MOST).send(lambda big, message=message: message)
             client = Client(Link(ours.fileno(), MOST), None)
             client.start()
@@ -300,8 +331,8 @@ def test_answers_that_are_none_are_the_codes_failure():
 # -- what needs more ------------------------------------------------------------------------------------------------
 
 BEYOND = [
-    "assert apply(lambda x: x, [1]) == [1]",
-    "from solution import f\ndef g(): return 1\nassert f(g) == 1",
+    "from solution import f\nclass A:\n    @f\n    def g(self): return 1\nassert A().g() == 1",
+    "from solution import f\nclass A:\n    @f(1)\n    def g(self): return 1\nassert A().g() == 1",
     "from solution import Base\nclass Own(Base): pass\nassert Own().f() == 1",
     "assert (Vector(1) + Vector(2)).x == 3",
     "with Timer() as t:\n    assert t.x == 1",
@@ -500,11 +531,14 @@ def test_the_codes_fault_is_a_failed_test(sandbox, name):
 
 
 HANDED = [
-    "from solution import f\n@f\ndef g(x): return x\nassert g(1) == 1",
+    "from solution import f\n@f\nasync def g(x): return x\nassert g(1) == 1",
     "class Node:\n    x = 1\nassert f(Node()) == 1",
-    "import functools\nassert f(functools.partial(max, 1)) == 1",
-    "it = iter([1])\nassert f(it) == 1",
-    "import pytest\n@pytest.mark.parametrize('g', [lambda: 1])\ndef test_f(g): assert f(g) == 1",
+    "import functools\nassert f(functools.partial(setattr, Exception)) == 1",
+    "import io\nassert f(io.StringIO('a')) == 1",
+    "def test_f(capsys): assert f(capsys.readouterr) == 1",
+    "def test_f(request): assert f(request.getfixturevalue) == 1",
+    "import unittest\nclass TestF(unittest.TestCase):\n    def test_f(self): assert f(self.assertEqual) == 1",
+    "import pytest\n@pytest.mark.parametrize('g', [Exception.__init__, pytest.raises])\ndef test_f(g): assert f(g) == 1",
 ]
 
 

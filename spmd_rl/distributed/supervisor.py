@@ -1,4 +1,4 @@
-"""`Guard`: keeps a rank from ending, or hanging, in silence: heartbeats, a watchdog, signals, one end for all ranks.
+"""`Supervisor`: no rank ends, or hangs, in silence: heartbeats, a watchdog, signals, one end for all ranks.
 
 It lives as long as its world is open, and meets the other ranks once, when it is made.
 """
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from spmd_rl.config.main import record
 from spmd_rl.distributed.collectives import Collectives
-from spmd_rl.distributed.ending import End, Ending, print_error, running
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership
 from spmd_rl.distributed.report import Peer
+from spmd_rl.distributed.shutdown import End, Shutdown, print_error, running
 from spmd_rl.distributed.signals import SignalThread
 from spmd_rl.distributed.watchdog import Watchdog
 from spmd_rl.errors import RunFailed, UserError
@@ -30,8 +30,8 @@ from spmd_rl.errors import RunFailed, UserError
 _UNWIND_SECONDS = 5
 
 
-class Guard:
-    """One rank's guard, over a clone of the world's store."""
+class Supervisor:
+    """One rank's supervisor, over a clone of the world's store."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Guard:
         peers = [Peer(*peer) for peer in collectives.gather("start: peers", mine)]
         self._journal, self._announced, self._run_dir = journal, False, run_dir
         self._heartbeats = Heartbeats(store, mine, peers, journal)
-        self.ending = Ending(store, self._heartbeats, journal, run_dir)
+        self.shutdown = Shutdown(store, self._heartbeats, journal, run_dir)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         stacks = str(journal.path.parent / "stacks-rank-*.txt")
-        self._watchdog = Watchdog(self._heartbeats, self.ending, stall_seconds, stacks)
+        self._watchdog = Watchdog(self._heartbeats, self.shutdown, stall_seconds, stacks)
         self._signals = SignalThread(signals, self._signalled)
 
     def leaving(self) -> None:
@@ -62,7 +62,7 @@ class Guard:
 
     def close(self) -> None:
         """Stop watching. From here on signals have their default effect again."""
-        if not self.ending.claim():
+        if not self.shutdown.claim():
             _wait_for_the_end()
         self._stop()
 
@@ -75,25 +75,25 @@ class Guard:
 
         What only follows from another rank's end (a connection that broke) is not worth a traceback: the process ends
         here with one line that names that rank. A mistake that all ranks make alike propagates on all of them. Where a
-        rank was killed, `RunFailed` says so.
+        rank was killed, `RunFailed` names it.
         """
         if kind is None or self._announced:
             return
         self._announced = True
-        if not self.ending.claim():
+        if not self.shutdown.claim():
             _wait_for_the_end()
         text = f"rank {self._me.rank} failed: {kind.__name__}: {error}".splitlines()[0]
         gone = "" if (all_alike := issubclass(kind, UserError | RunFailed)) else self._killed_ranks()
         text += gone
-        first = self.ending.announce(End("error", self._me.rank, text))
+        first = self.shutdown.announce(End("error", self._me.rank, text))
         if first.rank != self._me.rank and not all_alike:
-            self.ending.end_with(first)
+            self.shutdown.end_with(first)
         self._journal.note("error", text=text)
         if self._me.size == 1:
             self._stop()
         else:  # nothing that hangs while the interpreter ends may keep the others waiting
             faulthandler.dump_traceback_later(_UNWIND_SECONDS, exit=True)
-        if gone and isinstance(error, Exception):  # which says more than where we noticed
+        if gone and isinstance(error, Exception):  # which explains more than where we noticed
             raise RunFailed(text, "".join(traceback.format_exception(error))) from error
 
     def _killed_ranks(self, seconds: float = 0.1) -> str:
@@ -109,17 +109,17 @@ class Guard:
         faulthandler.unregister(signal.SIGUSR1)
 
     def _signalled(self, signum: signal.Signals) -> None:
-        if self.ending.claim():
+        if self.shutdown.claim():
             text = f"rank {self._me.rank} received {signum.name}"
             gone = self._killed_ranks(0.0)
-            first = self.ending.announce(End("signal", self._me.rank, text))
+            first = self.shutdown.announce(End("signal", self._me.rank, text))
             if gone and first.rank == self._me.rank:  # who is gone by now, and has announced nothing, was killed
                 text += gone
                 record(self._run_dir, text)
                 print_error(f"error: {text}")
             elif self._me.rank == 0:
                 print_error(f"{text}: ending")
-            self.ending.exit(128 + signum, text)
+            self.shutdown.exit(128 + signum, text)
 
 
 def _wait_for_the_end() -> None:

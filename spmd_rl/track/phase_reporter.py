@@ -1,14 +1,14 @@
-"""Says on rank 0's terminal what a run is waiting for, where that takes long: `starting the engine (35 s)`.
+"""`PhaseReporter`: a line on rank 0 where a phase takes long, such as `starting the engine (35 s)`.
 
-A thread looks at the phase that the main thread is in; it meets no other rank, and counts as no progress. It says
-nothing while a `Notice` has more to say: for which verdicts a rank waits.
+A thread looks at the phase that the main thread is in; it meets no other rank, and counts as no progress. It prints
+nothing while a `WaitMessage` is open, which names what a rank waits for.
 """
 
 import threading
 import time
 from collections.abc import Callable
 
-from spmd_rl.distributed.notice import EVERY_SECONDS, FIRST_SECONDS, Notice
+from spmd_rl.distributed.wait_message import EVERY_SECONDS, FIRST_SECONDS, WaitMessage
 from spmd_rl.errors import tell
 
 WAITS = {
@@ -27,13 +27,13 @@ FIRST_WAITS = {
 """Phases that are announced in the first step of this process."""
 
 
-class Waits:
+class PhaseReporter:
     """Watches the phases of a journal (a `PhaseWatcher`)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: list[tuple[str, float]] = []
-        self._said = 0.0
+        self._printed = 0.0
         self._closed = threading.Event()
         self.first_step = True
         """Whether the first step of this process is still to end."""
@@ -49,7 +49,7 @@ class Waits:
         threading.Thread(target=look, name="waits", daemon=True).start()
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Print nothing more."""
         self._closed.set()
 
     def enter(self, phase: str) -> None:
@@ -65,8 +65,8 @@ class Waits:
         known = WAITS | FIRST_WAITS if self.first_step else WAITS
         now = self._clock()
         phase, began = next(((p, t) for p, t in reversed(self._open[:]) if p in known), ("", now))
-        if Notice.is_open or now - began < FIRST_SECONDS or now - self._said < EVERY_SECONDS:
+        if WaitMessage.is_open or now - began < FIRST_SECONDS or now - self._printed < EVERY_SECONDS:
             return None
-        self._said = now
+        self._printed = now
         text = "starting the engine" if where.startswith("engine: start") else known[phase]
         return f"{text} ({now - began:.0f} s)"

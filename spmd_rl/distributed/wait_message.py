@@ -1,9 +1,9 @@
 """A line on stderr while a wait goes on: early enough to calm a user, seldom enough to be read.
 
-notice = Notice(world.rank)
+message = WaitMessage(world.rank)
 while not done():
-    notice("waiting for 14 verdicts (math)")  # at any rate
-notice.over()
+    message("waiting for 14 verdicts (math)")  # at any rate
+message.over()
 """
 
 import threading
@@ -18,11 +18,11 @@ FIRST_SECONDS, EVERY_SECONDS = 20.0, 30.0
 """The wait before the first line, and the pause between two lines."""
 
 
-class Notice:
+class WaitMessage:
     """Prints on rank 0 alone. The clock starts with the first call after `over`."""
 
     is_open: ClassVar[bool] = False
-    """Whether such a wait goes on in this process, so that nobody else need say what the run waits for."""
+    """Whether such a wait goes on in this process, so that nobody else need print what the run waits for."""
 
     def __init__(self, rank: int, first: float = FIRST_SECONDS, every: float = EVERY_SECONDS) -> None:
         self._silent, self._first, self._every = rank != 0, first, every
@@ -34,7 +34,7 @@ class Notice:
         now = time.monotonic()
         if self._since is None:
             self._since, self._next = now, now + self._first
-            Notice.is_open = True
+            WaitMessage.is_open = True
         if now >= self._next and not self._silent:
             self._next = now + self._every
             tell(f"{text}, for {now - self._since:.0f} s")
@@ -42,17 +42,17 @@ class Notice:
     def over(self) -> None:
         """End the wait."""
         self._since = None
-        Notice.is_open = False
+        WaitMessage.is_open = False
 
 
 @contextmanager
 def waiting(text: str, rank: int, first: float = FIRST_SECONDS) -> Iterator[None]:
     """Print the text on rank 0 while what is inside takes long, from a thread."""
-    notice, over = Notice(rank, first), threading.Event()
+    message, over = WaitMessage(rank, first), threading.Event()
 
     def look() -> None:
         while not over.wait(0.2):
-            notice(text)
+            message(text)
 
     thread = threading.Thread(target=look, name="waiting", daemon=True)
     thread.start()
@@ -61,4 +61,4 @@ def waiting(text: str, rank: int, first: float = FIRST_SECONDS) -> Iterator[None
     finally:
         over.set()
         thread.join()
-        notice.over()
+        message.over()

@@ -41,7 +41,7 @@ class End(msgspec.Struct, frozen=True):
     text: str
 
 
-class Ending:
+class Shutdown:
     """At most one thread of a process ends it: the one whose `claim` is granted."""
 
     def __init__(self, store: dist.Store, heartbeats: Heartbeats, journal: Journal, run_dir: Path) -> None:
@@ -83,7 +83,7 @@ class Ending:
         self.exit(1, text, end)
 
     def exit(self, code: int, text: str, end: End | None = None) -> NoReturn:
-        """Tell journal and torchrun `text`, run rank 0's callbacks for some seconds, kill this node's ranks, exit."""
+        """Report `text` to journal and torchrun, run rank 0's callbacks for a while, kill this node's ranks, exit."""
         began = time.monotonic()
         faulthandler.dump_traceback_later(_END_SECONDS, exit=True, file=2)  # the disk may be out of reach as well
         with contextlib.suppress(OSError):
@@ -111,8 +111,8 @@ class Ending:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """What `call` returns, on a thread of its own; `otherwise` if that takes longer, the store is lost or it raises,
-    which is printed."""
+    """Return what `call` returns, on a thread of its own; `otherwise` if that takes longer, the store is lost or it
+    raises, which is printed."""
     found = [otherwise]
 
     def run() -> None:

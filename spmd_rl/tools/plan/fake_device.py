@@ -1,4 +1,4 @@
-"""`Pretend`: what a rank would hold on its device is fake, what it holds on its host is real.
+"""`FakeDeviceMode`: what a rank would hold on its device is fake, what it holds on its host is real.
 
 Within this mode tensors of numbers that the device would compute (floating, and all that comes of them) have shapes,
 but no memory; token ids, positions and lengths of the batch, which are made and read on the host, are real. Three
@@ -36,8 +36,8 @@ KINDS = {
 """By what torch's names of collectives contain."""
 
 
-class Pretend(TorchDispatchMode):
-    """A mode, to be entered before a `Book`."""
+class FakeDeviceMode(TorchDispatchMode):
+    """A mode, to be entered before a `MemoryTracker`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""A crew: worker processes of one plug-in, forked on demand, watched and replaced. Nothing here blocks.
+"""`ProcessPool`: worker processes of one plug-in, forked on demand, watched and replaced. Nothing here blocks.
 
-What they work on is for `Pool` (scores) and `EnvPool` (sessions) to say. A crew gives up, and says why, if its first
-workers cannot get ready; later, a worker that cannot is tried again, and only many in a row break the crew.
+Its kinds, `Pool` (scores) and `EnvPool` (sessions), define what the workers work on. A pool gives up, and names the
+reason, if its first workers cannot get ready; later, a worker that cannot is tried again, and only many in a row break
+the pool.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import FORK, FrameSocket, start_child
 
 MAX_FAILURES = 3
-"""A crew gives up after this many workers in a row (beside one for each place) that never got ready."""
+"""A pool gives up after this many workers in a row (beside one for each place) that never got ready."""
 MAX_STARTING = 16
 """The most workers that start at once; each needs a moment of the fork server."""
 STOP_SECONDS = 2.0
@@ -31,16 +32,16 @@ RETRY_SECONDS = 0.5
 
 @dataclass(eq=False, repr=False, slots=True)
 class WorkerProcess:
-    """One worker process; `pidfd` is -1 until it has told its pid."""
+    """One worker process; `pidfd` is -1 until it has sent its pid."""
 
     frames: FrameSocket
     deadline: float
-    """When it is late: with its start, and then as its crew says."""
+    """When it is late: with its start, and then as its pool sets it."""
     pidfd: int = -1
     ready: bool = False
     """Whether it has built its plug-in."""
     ending: bool = False
-    """Whether it was told to end, so that its end is no death."""
+    """Whether it was asked to end, so that its end is no death."""
 
     def kill(self) -> None:
         """End the process and close its socket."""
@@ -55,8 +56,11 @@ class WorkerProcess:
 W = TypeVar("W", bound=WorkerProcess)
 
 
-class Crew(Generic[W]):
-    """The base of pools. A subclass makes its workers and says what their messages, their loss and the end mean."""
+class ProcessPool(Generic[W]):
+    """The base of pools. A subclass makes its workers and handles their messages, their loss and the end.
+
+    It reads `workers`, `loop`, `spec` and `deaths`, and calls `start_workers`, `send`, `remove` and `late_to_start`.
+    """
 
     def __init__(
         self, section: str, spec: wire.PoolSpec | wire.EnvPoolSpec, codec: wire.Codec, loop: EventLoop
@@ -67,11 +71,14 @@ class Crew(Generic[W]):
         """The reason why there can be no worker, if so."""
         self.progress = 0
         """Changes whenever the pool makes progress."""
-        self._spec = spec
+        self.spec = spec
+        """What the workers run."""
+        self.loop = loop
+        self.deaths = 0
+        """The number of workers that died or were killed."""
+        self.workers: list[W] = []
+        """All that have been started and not removed."""
         self._codec = codec
-        self._loop = loop
-        self._deaths = 0
-        self._workers: list[W] = []
         self._forkserver: subprocess.Popen | None = None
         self._forkserver_socket: socket.socket | None = None
         self._failures = 0
@@ -83,21 +90,21 @@ class Crew(Generic[W]):
     @property
     def ready(self) -> bool:
         """Whether a worker is ready."""
-        return any(worker.ready for worker in self._workers)
+        return any(worker.ready for worker in self.workers)
 
     def close(self) -> None:
         """End all workers."""
-        for worker in list(self._workers):
-            self._remove(worker)
+        for worker in list(self.workers):
+            self.remove(worker)
         self._end_forkserver()
 
-    # -- what a subclass says -------------------------------------------------------------------------------------
+    # -- what a subclass defines ----------------------------------------------------------------------------------
 
     def _new_worker(self, frames: FrameSocket, deadline: float) -> W:
         raise NotImplementedError
 
     def _on_message(self, worker: W, message: msgspec.Struct) -> None:
-        """Handle a message of a worker, but for `Started` and `Failed`; `Ready` too is for the subclass to note."""
+        """Handle a message of a worker other than `Started` and `StartFailed`; `Ready` is for the subclass to note."""
         raise NotImplementedError
 
     def _on_death(self, worker: W) -> None:
@@ -110,23 +117,23 @@ class Crew(Generic[W]):
 
     # -- workers --------------------------------------------------------------------------------------------------
 
-    def _start_workers(self, wanted: int) -> None:
+    def start_workers(self, wanted: int) -> None:
         """Start workers until there are so many, unless something is short."""
-        if self.broken or self._loop.now < self._not_before:
+        if self.broken or self.loop.now < self._not_before:
             return
-        starting = sum(not worker.ready for worker in self._workers)
+        starting = sum(not worker.ready for worker in self.workers)
         try:
-            while len(self._workers) < wanted and starting < MAX_STARTING:
+            while len(self.workers) < wanted and starting < MAX_STARTING:
                 self._start_worker()
                 starting += 1
         except OSError as error:
-            self._not_before = self._loop.now + RETRY_SECONDS
+            self._not_before = self.loop.now + RETRY_SECONDS
             self._say_short(error)
 
     def _start_worker(self) -> None:
         if self._forkserver is None or self._forkserver.poll() is not None:
             self._end_forkserver()
-            message = wire.StartForkServer(self.section, self._spec)
+            message = wire.StartForkServer(self.section, self.spec)
             self._forkserver, self._forkserver_socket = start_child("spmd_rl.sidecar.forkserver", message)
         ours, theirs = socket.socketpair()
         with (
@@ -134,11 +141,12 @@ class Crew(Generic[W]):
             contextlib.suppress(BrokenPipeError, ConnectionResetError),
         ):  # if dead, `ours` reads as closed
             socket.send_fds(self._forkserver_socket, [FORK], [theirs.fileno()])
-        worker = self._new_worker(FrameSocket(ours), self._loop.now + self._spec.start_seconds)
-        self._workers.append(worker)
+        worker = self._new_worker(FrameSocket(ours), self.loop.now + self.spec.start_seconds)
+        self.workers.append(worker)
         self._watch(worker)
 
-    def _send(self, worker: W, message: msgspec.Struct) -> None:
+    def send(self, worker: W, message: msgspec.Struct) -> None:
+        """Send a message to a worker, now or once it can take it."""
         worker.frames.send(message)
         if worker.frames.has_unsent:
             self._watch(worker)
@@ -153,10 +161,10 @@ class Crew(Generic[W]):
         except wire.WireError:
             messages, gone = [], True
         for message in messages:
-            if worker not in self._workers:
+            if worker not in self.workers:
                 return
             self._on_any(worker, message)
-        if gone and worker in self._workers:
+        if gone and worker in self.workers:
             self._lose(worker)
 
     def _on_any(self, worker: W, message: Any) -> None:
@@ -167,9 +175,9 @@ class Crew(Generic[W]):
                 pass  # dead already
             except OSError as error:
                 self._say_short(error)
-                self._not_before = self._loop.now + RETRY_SECONDS
-                self._remove(worker)  # it ends when it is hung up on, before it works on anything
-        elif isinstance(message, wire.Failed):
+                self._not_before = self.loop.now + RETRY_SECONDS
+                self.remove(worker)  # its socket closes, so it ends before it works on anything
+        elif isinstance(message, wire.StartFailed):
             self._failure = message.detail
             if not self._was_ready:  # a user's mistake; later, perhaps a server that is down for a moment
                 self._give_up(message.detail)
@@ -183,17 +191,17 @@ class Crew(Generic[W]):
 
     def _lose(self, worker: W) -> None:
         """Remove a worker that is dead or must die."""
-        self._deaths += not worker.ending
-        self._remove(worker)
+        self.deaths += not worker.ending
+        self.remove(worker)
         if worker.ready:
             self._on_death(worker)
             return
         self._failures += 1
-        self._not_before = self._loop.now + 0.1 * self._failures
-        if self._failures >= MAX_FAILURES + self._spec.workers:
+        self._not_before = self.loop.now + 0.1 * self._failures
+        if self._failures >= MAX_FAILURES + self.spec.workers:
             self._give_up(self._failure or self._no_worker)
 
-    def _late_to_start(self, worker: W) -> None:
+    def late_to_start(self, worker: W) -> None:
         """Handle that a worker takes longer than `start_seconds`."""
         if self._was_ready:
             self._lose(worker)
@@ -202,8 +210,8 @@ class Crew(Generic[W]):
 
     @property
     def _no_worker(self) -> str:
-        what = f"its worker dies, or takes over {self._spec.start_seconds:g} s, while it imports or builds the target"
-        return f"{self.section}.target: {self._spec.target}: {what}"
+        what = f"its worker dies, or takes over {self.spec.start_seconds:g} s, while it imports or builds the target"
+        return f"{self.section}.target: {self.spec.target}: {what}"
 
     def _give_up(self, reason: str) -> None:
         self.broken = reason
@@ -225,9 +233,10 @@ class Crew(Generic[W]):
             self._forkserver = self._forkserver_socket = None
 
     def _watch(self, worker: W) -> None:
-        self._loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
+        self.loop.watch(worker.frames.socket, lambda: self._on_ready(worker), write=worker.frames.has_unsent)
 
-    def _remove(self, worker: W) -> None:
-        self._workers.remove(worker)
-        self._loop.unwatch(worker.frames.socket)
+    def remove(self, worker: W) -> None:
+        """Kill a worker and forget it. What it worked on is for the caller to handle."""
+        self.workers.remove(worker)
+        self.loop.unwatch(worker.frames.socket)
         worker.kill()

@@ -1,9 +1,9 @@
-"""`Book`: which storages of tensors are alive when, and how large they are.
+"""`MemoryTracker`: which storages of tensors are alive when, and how large they are.
 
-    with Book() as book:
-        with book.window("update"):
+    with MemoryTracker() as memory:
+        with memory.window("update"):
             role.update(...)
-    book.peak("update").total
+    memory.peak("update").total
 
 It counts the storage under every tensor that an operation makes, until nothing refers to it any more or it is resized:
 what an allocator would be asked for, without its rounding and its holes. It works on real and on fake tensors alike.
@@ -32,7 +32,7 @@ GATHERED = "gathered weights"
 
 
 @dataclass(slots=True)
-class Entry:
+class Allocation:
     """One storage, from when it was allocated to when it was freed."""
 
     num_bytes: int
@@ -66,11 +66,11 @@ class _Window:
 
 
 @dataclass
-class Book(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """A mode: within it storages are counted."""
 
-    entries: list[Entry] = field(default_factory=list)
-    _alive: dict[int, tuple[Any, Entry]] = field(default_factory=dict)
+    entries: list[Allocation] = field(default_factory=list)
+    _alive: dict[int, tuple[Any, Allocation]] = field(default_factory=dict)
     _windows: dict[str, _Window] = field(default_factory=dict)
     _meetings: list[tuple[int, str]] = field(default_factory=list)
     now: int = 0
@@ -79,13 +79,13 @@ class Book(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __enter__(self) -> "Book":
+    def __enter__(self) -> "MemoryTracker":
         self._resize = UntypedStorage.resize_
-        book, resize = self, self._resize
+        memory, resize = self, self._resize
 
         def counted(storage: UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            book._seen(storage, RESIZED)
+            memory._seen(storage, RESIZED)
             return result
 
         UntypedStorage.resize_ = counted  # of this no operation tells: FSDP frees and gets back what it gathers
@@ -118,15 +118,15 @@ class Book(TorchDispatchMode):
         if size:
             self.now += 1
             tag = known.tag if known is not None else GATHERED if made_by == RESIZED else ""
-            entry = Entry(size, made_by, self.now, tag=tag)
+            entry = Allocation(size, made_by, self.now, tag=tag)
             self.entries.append(entry)
             self._alive[key] = weakref.ref(storage, partial(self._gone, key, entry)), entry
 
-    def _gone(self, key: int, entry: Entry, _: Any) -> None:
+    def _gone(self, key: int, entry: Allocation, _: Any) -> None:
         if self._alive.get(key, (None, None))[1] is entry:
             self._end(key, entry)
 
-    def _end(self, key: int, entry: Entry) -> None:
+    def _end(self, key: int, entry: Allocation) -> None:
         self.now += 1
         entry.died = self.now
         del self._alive[key]

@@ -1,4 +1,4 @@
-"""`Answer`: what a request has been given so far, and what ends it. Engines keep one for each request under way."""
+"""`SequenceState`: the tokens of a request so far, and what ends it. Engines keep one for each request under way."""
 
 import math
 from array import array
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.types import Completion, FinishReason, Request, Survivors
+from spmd_rl.types import CandidateIds, Completion, FinishReason, Request
 
 TextOf = Callable[[Iterable[int]], str]
 """The text of token ids, special ones left out."""
@@ -19,20 +19,20 @@ SPARE_TOKENS = 8
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class SequenceState:
     """The tokens that a request has been given."""
 
     request: Request
     token_ids: array = field(default_factory=lambda: array("i"))
     logprobs: array = field(default_factory=lambda: array("f"))
     versions: array = field(default_factory=lambda: array("i"))
-    survivors: Survivors = field(default_factory=lambda: Survivors(array("i"), array("i")))
+    candidate_ids: CandidateIds = field(default_factory=lambda: CandidateIds(array("i"), array("i")))
     experts: array = field(default_factory=lambda: array("h"))
     """of the tokens that have been fed, `num_experts` each; see `Completion.experts`"""
     num_experts: int = 0
     """numbers that are recorded for each token; 0: none are"""
 
-    def append(self, token: int, logprob: float, version: int, survivors: Sequence[int] = ()) -> None:
+    def append(self, token: int, logprob: float, version: int, candidate_ids: Sequence[int] = ()) -> None:
         """Add a sampled token. RunFailed for a logprob that is not finite."""
         if not math.isfinite(logprob):
             raise RunFailed(f"the engine computed a logprob of {logprob} for request {self.request.id}")
@@ -40,16 +40,16 @@ class Answer:
         self.logprobs.append(logprob)
         self.versions.append(version)
         if self.request.truncated:
-            self.survivors.counts.append(len(survivors))
-            self.survivors.ids.extend(survivors)
+            self.candidate_ids.counts.append(len(candidate_ids))
+            self.candidate_ids.ids.extend(candidate_ids)
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return what it has, as it ends."""
-        survivors = self.survivors if self.request.truncated else None
+        candidate_ids = self.candidate_ids if self.request.truncated else None
         experts = None
         if self.num_experts:
             experts = self.experts + array("h", [-1]) * (self.num_experts * len(self.token_ids) - len(self.experts))
-        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason, survivors, experts)
+        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason, candidate_ids, experts)
 
 
 def no_text(ids: Iterable[int]) -> str:
@@ -63,11 +63,11 @@ def text_of_model(path: str | Path, trust_remote_code: bool) -> TextOf:
     return lambda ids: tokenizer().decode(ids)
 
 
-def says_stop(answer: Answer, text_of: TextOf) -> bool:
+def has_stop(answer: SequenceState, text_of: TextOf) -> bool:
     """Whether the answer's text has a stop string, given that it had none before its last token.
 
     Every token has a byte of text at least (special ones have none: up to `SPARE_TOKENS` of them may lie inside), so
-    that the last few tokens tell.
+    that the last few tokens decide.
     """
     request = answer.request
     if not request.stop:
