@@ -1,7 +1,7 @@
 """Training ranks' servers and generating ranks' clients, for tests without a run around them."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +24,15 @@ class Quiet(SimpleNamespace):
     """A link that never beats."""
 
     def __init__(self, member: int) -> None:
-        super().__init__(membership=SEAL.membership(member), news=News(True), ready=False)
+        super().__init__(membership=SEAL.membership(member), news=News(True), ready=False, journal=self)
 
     def check(self) -> None:
         """See `Link`."""
+
+    @contextmanager
+    def blocked(self, name: str, ranks: Sequence[int]) -> Iterator[None]:
+        """See `Journal`."""
+        yield
 
     def wait(self) -> None:
         """See `Link`."""

@@ -85,7 +85,8 @@ def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCa
     """The collective in which most ranks are, among those where a dead rank is missing if there are any.
 
     Ranks with other work wait in a chain: one for another, which waits for the one that is dead. Of several collectives
-    it is the end of such a chain: nobody who is missing there waits elsewhere.
+    it is the end of such a chain: nobody who is missing there waits elsewhere. A meeting says more of where the dead
+    one should be than a rank that waits for its answer.
     """
     calls = {h.peer.rank: h.state.inside for h in live if h.state and h.state.inside}
     dead = set(everyone) - {heartbeat.peer.rank for heartbeat in live}
@@ -95,7 +96,7 @@ def _awaited(live: Sequence[Heartbeat], everyone: Sequence[int]) -> CollectiveCa
 
     candidates = [call for call in calls.values() if dead & missing(call)] or [*calls.values()]
     ends = [call for call in candidates if not missing(call) & calls.keys()]
-    return _most_common(ends or candidates)
+    return _most_common([call for call in ends if len(call.ranks) != 1] or ends or candidates)
 
 
 def _most_common(items: Any) -> Any:

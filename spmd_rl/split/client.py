@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.split import messages
 from spmd_rl.split.link import Link
 from spmd_rl.split.messages import Kind, Stats
-from spmd_rl.split.pieces import DAMAGED, pack, unpack_partial
+from spmd_rl.split.pieces import DAMAGED, pack, unpack
 from spmd_rl.split.queues import Place
 from spmd_rl.types import Sample
 from spmd_rl.weights.client import WeightClient
@@ -35,11 +36,16 @@ class TrainerClient(WeightClient):
     codec = messages.TO_MEMBERS
 
     def __init__(
-        self, link: Link, addresses: Sequence[str], progress: Callable[[], None], keys: ClientKeys | None = None
+        self,
+        link: Link,
+        addresses: Sequence[str],
+        progress: Callable[[], None],
+        keys: ClientKeys | None = None,
+        trainers: Sequence[int] = (),
     ) -> None:
-        """link: of this rank, which shows that it lives."""
+        """link: of this rank, which shows that it lives. trainers: their ranks, where they are of this job."""
         super().__init__(addresses, link.membership, progress, keys)
-        self.link = link
+        self.link, self._trainers = link, trainers
 
     @property
     def holder(self) -> int:
@@ -48,8 +54,7 @@ class TrainerClient(WeightClient):
 
     def claim(self, kind: Kind, number: int, version: int, room: int) -> tuple[bool, list[Task]]:
         """Return whether this work has ended, and what of it this rank shall do."""
-        self.send(0, messages.Claim(*self.membership, kind, number, version, room))
-        reply, *_ = self.receive(0, messages.ClaimReply)
+        reply, *_ = self._ask(0, messages.ClaimReply, messages.Claim(*self.membership, kind, number, version, room))
         if not reply.known:
             self.link.give_up()
         tasks = [Task(kind, number, tuple(one.place), one.signature, one.begun_by) for one in reply.pieces]
@@ -66,28 +71,33 @@ class TrainerClient(WeightClient):
     def leave_slice(self, task: Task, begun: PartialRollouts) -> None:
         """Let others go on with a slice of which this much has been done."""
         self._deposit(task, pack(begun), begun=True)
-        self.send(0, messages.GiveBack(*self._about(task), True))
-        self.receive(0, messages.Reported)
+        self._ask(0, messages.Reported, messages.GiveBack(*self._about(task), True))
 
     def take_begun(self, task: Task) -> PartialRollouts:
         """Return what another rank had begun of a slice. RunFailed if it arrives damaged."""
         trainer = task.begun_by % self.num_trainers
-        self.send(trainer, messages.TakeBegun(*self.membership, list(task.place)))
-        header, payload = self.receive(trainer, messages.Begun)
+        header, payload = self._ask(trainer, messages.Begun, messages.TakeBegun(*self.membership, list(task.place)))
         try:
             if digest(payload) != header.digest:
                 raise ValueError("its digest differs")
-            return unpack_partial(payload)
+            return unpack(payload, PartialRollouts)
         except DAMAGED as error:
             raise RunFailed(f"what training rank {trainer} had of slice {task.place} is damaged: {error}") from None
+
+    def _ask(self, trainer: int, kind: type, message: wire.WireMessage, *payload: bytes) -> tuple:
+        """What a training rank answers. This rank does nothing else meanwhile: where that one hangs, so does this."""
+        ranks = (self._trainers[trainer],) if self._trainers else ()
+        name = f"generate: answer of rank {ranks[0]}" if ranks else f"generate: answer of training rank {trainer}"
+        with self.link.journal.blocked(name, ranks):
+            self.send(trainer, message, *payload)
+            return self.receive(trainer, kind)
 
     def _about(self, task: Task) -> tuple:
         return *self.membership, task.kind, task.number, list(task.place)
 
     def _deposit(self, task: Task, payload: bytes, begun: bool) -> tuple[messages.Deposited, memoryview]:
         deposit = messages.Deposit(*self._about(task), task.signature, digest(payload), begun)
-        self.send(self.holder, deposit, payload)
-        deposited, report = self.receive(self.holder, messages.Deposited)
+        deposited, report = self._ask(self.holder, messages.Deposited, deposit, payload)
         if deposited.state == "refused":
             what = f"{task.kind} {task.number} {list(task.place)}"
             raise RunFailed(f"training rank {self.holder} refuses a piece, {what}: {deposited.why}")
@@ -97,8 +107,8 @@ class TrainerClient(WeightClient):
         deposited, report = self._deposit(task, payload, begun=False)
         if deposited.state == "late":
             return None
-        self.send(0, messages.Report(*self._about(task), deposited.signature, stats), bytes(report))
-        reported, *_ = self.receive(0, messages.Reported)
+        done = messages.Report(*self._about(task), deposited.signature, stats)
+        reported, *_ = self._ask(0, messages.Reported, done, bytes(report))
         if not reported.known:
             self.link.give_up()
         return reported

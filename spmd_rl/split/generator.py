@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from spmd_rl import sidecar
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
@@ -49,7 +49,7 @@ class Job(msgspec.Struct, array_like=True):
 class Generator:
     """Runs ahead of training by at most `placement.max_staleness` steps."""
 
-    def __init__(self, cfg: PipelineConfig, engine: Engine, side: GenerateSide) -> None:
+    def __init__(self, cfg: RlConfig, engine: Engine, side: GenerateSide) -> None:
         """[all] that generate."""
         self._cfg, self._client, self._world, self._together = cfg, side.client, side.world, side.together
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
@@ -67,7 +67,7 @@ class Generator:
     @contextmanager
     def build(
         cls,
-        cfg: PipelineConfig,
+        cfg: RlConfig,
         prompts: Prompts | EnvTasks,
         tokenizer: Tokenizer,
         side: GenerateSide,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World
 from spmd_rl.engine import Engine
@@ -33,7 +33,7 @@ class Lent:
     @classmethod
     @contextmanager
     def build(
-        cls, cfg: PipelineConfig, remote: RemoteRollouts, services: Services, side: TrainSide, world: World
+        cls, cfg: RlConfig, remote: RemoteRollouts, services: Services, side: TrainSide, world: World
     ) -> Iterator["Lent"]:
         """[all] `world`: all ranks of the job, which also leave this together."""
         with world.phase("start"), world.journal.extend_timeout(cfg.journal.start_seconds):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.distributed import Journal
 from spmd_rl.distributed.wait_message import WaitMessage
@@ -26,7 +27,7 @@ from spmd_rl.weights.messages import Membership
 
 ADDRESS_FILE = "attach.json"
 """In the run directory of a training job, while attached jobs can find it there."""
-HELLO_MS = 1_000
+HELLO_SECONDS = 1.0
 ANSWER_MS = 50
 """For so long a beat waits for its answer; else the next one reads it."""
 SILENT_SECONDS = 10.0
@@ -54,6 +55,13 @@ def _address(attach: str, folder: Path) -> str | None:
         raise UserError(f"placement.attach: {folder / ADDRESS_FILE} is no address of a training job") from None
 
 
+def _asked(address: str, keys: ClientKeys | None, message: wire.WireMessage, seconds: float) -> wire.WireMessage | None:
+    """What the training job answers; None where it does not in time."""
+    with zmq.Context() as context, contextlib.closing(open_dealer(context, address, keys)) as dealer:
+        send(dealer, message)
+        return messages.TO_MEMBERS.decode(dealer.recv()) if dealer.poll(1000 * seconds) else None
+
+
 def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> messages.Welcome:
     """Wait for the training job, and return what it says of itself. RunFailed after so many seconds."""
     where = attach if attach.startswith("tcp://") else str(folder)
@@ -63,27 +71,17 @@ def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> 
         if (address := _address(attach, folder)) is None:
             time.sleep(0.1)
             continue
-        with zmq.Context() as context:
-            dealer = open_dealer(context, address, keys)
-            send(dealer, messages.Hello())
-            if dealer.poll(HELLO_MS):
-                notice.over()
-                reply = messages.TO_MEMBERS.decode(dealer.recv())
-                dealer.close()
-                assert isinstance(reply, messages.Welcome), f"{type(reply).__name__} is no welcome"
-                return reply
-            dealer.close()
+        if reply := _asked(address, keys, messages.Hello(), HELLO_SECONDS):
+            notice.over()
+            assert isinstance(reply, messages.Welcome), f"{type(reply).__name__} is no welcome"
+            return reply
     raise RunFailed(f"placement.attach: no training job has answered at {where} for {seconds:g} s")
 
 
 def join(welcome: messages.Welcome, name: str, leads: bool, keys: ClientKeys | None) -> Membership:
     """Become a member. name: for people. RunFailed where the training job takes nobody."""
     seconds = max(welcome.lease_seconds, SILENT_SECONDS)
-    with zmq.Context() as context:
-        dealer = open_dealer(context, welcome.addresses[0], keys)
-        send(dealer, messages.Join(name, leads))
-        reply = messages.TO_MEMBERS.decode(dealer.recv()) if dealer.poll(1000 * seconds) else None
-        dealer.close()
+    reply = _asked(welcome.addresses[0], keys, messages.Join(name, leads), seconds)
     if reply is None:
         raise RunFailed(f"placement.attach: the training job at {welcome.addresses[0]} takes no new member")
     assert isinstance(reply, messages.Joined), f"{type(reply).__name__} is no membership"
@@ -106,7 +104,7 @@ class Link:
         self.membership, self.news = membership, messages.News(True)
         self.ready = False
         """Whether this rank's engine is built."""
-        self._address, self._journal, self._lease, self._lost = addresses[0], journal, lease_seconds, ""
+        self.journal, self._address, self._lease, self._lost = journal, addresses[0], lease_seconds, ""
         self._silent_seconds = max(lease_seconds, SILENT_SECONDS)
         self._began, self._num_waits = journal.progress, 0
         self._context = zmq.Context()
@@ -125,7 +123,7 @@ class Link:
         and no progress there."""
         if self._lease < inf:
             self._num_waits += 1
-            self._journal.progress += 1
+            self.journal.progress += 1
 
     def give_up(self) -> None:
         """RunFailed: the training job counts on this rank no more."""
@@ -146,7 +144,7 @@ class Link:
     def _run(self) -> None:
         silent, last = 0.0, time.monotonic()
         while not self._closing.wait(self.news.pause):
-            moved = max(0, self._journal.progress - self._began - self._num_waits)
+            moved = max(0, self.journal.progress - self._began - self._num_waits)
             for dealer in self._sockets:
                 send(dealer, messages.Beat(*self.membership, moved, self.ready))
             self._sockets[0].poll(ANSWER_MS)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from transformers import AutoConfig
 
-from spmd_rl.config.schema import PipelineConfig, RolloutConfig
+from spmd_rl.config.schema import RlConfig, RolloutConfig
 from spmd_rl.hub import model_folder
 from spmd_rl.model.moe import num_experts
 from spmd_rl.rollout.episode import SEGMENTS, Sampling
@@ -42,9 +42,10 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_samples = msgspec.msgpack.Decoder(tuple[Sample, ...], dec_hook=_decode_array)
-_partial = msgspec.msgpack.Decoder(PartialRollouts, dec_hook=_decode_array)
-_probe = msgspec.msgpack.Decoder(list[Answer])
+_decoders = {
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+    for kind in (tuple[Sample, ...], PartialRollouts, list[Answer])
+}
 
 
 def pack(value: Sequence[Sample] | PartialRollouts) -> bytes:
@@ -52,19 +53,12 @@ def pack(value: Sequence[Sample] | PartialRollouts) -> bytes:
     return _encoder.encode(value)
 
 
-def unpack_samples(payload: bytes | memoryview) -> tuple[Sample, ...]:
-    """Return what `pack` was given. One of `DAMAGED` for any other bytes."""
-    return _samples.decode(payload)
+def unpack(payload: bytes | memoryview, kind: Any) -> Any:
+    """Return what `pack` was given: `tuple[Sample, ...]`, `PartialRollouts`, or a `list[Answer]` to a probe.
 
-
-def unpack_partial(payload: bytes | memoryview) -> PartialRollouts:
-    """Return what `pack` was given. One of `DAMAGED` for any other bytes."""
-    return _partial.decode(payload)
-
-
-def unpack_probe(payload: bytes | memoryview) -> list[Answer]:
-    """Return the answers of an engine to a probe. One of `DAMAGED` for any other bytes."""
-    return _probe.decode(payload)
+    One of `DAMAGED` for any other bytes.
+    """
+    return _decoders[kind].decode(payload)
 
 
 def max_piece_bytes(rollout: RolloutConfig, num_answers: int) -> int:
@@ -83,7 +77,7 @@ class PieceRules:
         self._num_ids, self._num_experts = num_ids, num_experts
 
     @classmethod
-    def of(cls, cfg: PipelineConfig) -> "PieceRules":
+    def of(cls, cfg: RlConfig) -> "PieceRules":
         """Return those of a run."""
         folder, trust = model_folder(cfg.policy.model), cfg.policy.trust_remote_code
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust).get_text_config()
@@ -113,7 +107,7 @@ class PieceRules:
         versions: range,
         count: int,
     ) -> Group:
-        samples, numbers, found = unpack_samples(payload), [], set()
+        samples, numbers, found = unpack(payload, tuple[Sample, ...]), [], set()
         for sample in samples:
             base = sample.answer % SEGMENTS
             _require(sample.ticket == group.ticket and 0 <= sample.answer < 1 << 31, "it is about another ticket")

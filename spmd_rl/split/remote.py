@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.learn import Evaluation
@@ -24,7 +24,7 @@ from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pace import is_evaluated, oldest_version
-from spmd_rl.split.pieces import PieceRules, unpack_probe
+from spmd_rl.split.pieces import PieceRules, unpack
 from spmd_rl.split.queues import Accepted, Place
 from spmd_rl.split.server import Checked
 from spmd_rl.split.sides import TrainSide
@@ -58,7 +58,7 @@ class RemoteRollouts:
     must be (`server.Rules`)."""
 
     def __init__(
-        self, cfg: PipelineConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide, rules: PieceRules
+        self, cfg: RlConfig, prompts: Prompts | EnvTasks, tokenizer: Tokenizer, side: TrainSide, rules: PieceRules
     ) -> None:
         """[all] that train. prompts: of tasks, what they say is known when they begin."""
         self.source = self.prompts = prompts
@@ -224,7 +224,7 @@ class RemoteRollouts:
         return Checked(group, msgspec.msgpack.encode(report))
 
     def _probe(self, payload: memoryview) -> list[Answer]:
-        answers = unpack_probe(payload)
+        answers = unpack(payload, list[Answer])
         if len(answers) != len(PROMPTS) or any(not 0 < len(one.token_ids) <= NEW_TOKENS for one in answers):
             raise ValueError("it does not answer the probe")
         for one in answers:

@@ -18,7 +18,7 @@ from secrets import randbelow
 import msgspec
 
 from spmd_rl.config.placement import Placement
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import RlConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import check_values, common_values
@@ -69,19 +69,19 @@ class Sides:
     generate: GenerateSide | None
 
 
-def _server(cfg: PipelineConfig, seal: Seal, world: World, **lease: float) -> TrainerServer:
+def _server(cfg: RlConfig, seal: Seal, world: World, **lease: float) -> TrainerServer:
     keys = cfg.sidecar.keys
     answers = max(cfg.rollout.slice_size + cfg.rollout.redundancy, cfg.eval.answers) + 1
     limit = max_piece_bytes(cfg.rollout, answers)
     return TrainerServer(bind_of(cfg.placement, world), seal, limit, HostKeys.load(keys) if keys else None, **lease)
 
 
-def _client_keys(cfg: PipelineConfig) -> ClientKeys | None:
+def _client_keys(cfg: RlConfig) -> ClientKeys | None:
     return ClientKeys.load(cfg.sidecar.keys) if cfg.sidecar.keys else None
 
 
 @contextmanager
-def meet(cfg: PipelineConfig, world: World) -> Iterator[Sides]:
+def meet(cfg: RlConfig, world: World) -> Iterator[Sides]:
     """[all] Form the two sides and let each generating rank know the servers of all training ranks."""
     settings, tp = cfg.placement, cfg.engine.tp
     placement = Placement.of(settings, world.size)
@@ -114,7 +114,7 @@ def meet(cfg: PipelineConfig, world: World) -> Iterator[Sides]:
             keys, membership = _client_keys(cfg), seal.membership(numbers[world.rank])
             link = stack.enter_context(closing(Link(of_trainers, membership, world.journal, keys)))
             world.on_exit(link.close)
-            connect = partial(TrainerClient, link, of_trainers, world.progress, keys)
+            connect = partial(TrainerClient, link, of_trainers, world.progress, keys, placement.train)
             own = (connect(), connect, world if settings.is_lent else generate_world)
             side = GenerateSide(train_world if trains else generate_world, *own)
             stack.enter_context(closing(side.client))
@@ -131,7 +131,7 @@ def meet(cfg: PipelineConfig, world: World) -> Iterator[Sides]:
 
 
 @contextmanager
-def serve(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[TrainSide]:
+def serve(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[TrainSide]:
     """[all] Serve jobs that attach, until the end of the block.
 
     data: digests of what the settings do not show, by name, which these must have in common with this job.
@@ -172,14 +172,14 @@ def _teller(world: World) -> Callable[[str], None]:
     return write
 
 
-def training_dir(cfg: PipelineConfig) -> Path:
+def training_dir(cfg: RlConfig) -> Path:
     """Return the run directory of the training job: as `placement.attach` says, or that of the same line."""
     auto = cfg.placement.attach == "auto"
     return Path(cfg.run.dir).parents[1] if auto else Path(cfg.placement.attach).expanduser()
 
 
 @contextmanager
-def attach(cfg: PipelineConfig, data: dict[str, str], world: World) -> Iterator[GenerateSide]:
+def attach(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[GenerateSide]:
     """[all] Find the training job, make sure that it is this one's, and join it.
 
     data: digests of what the settings do not show, by name. UserError for another model, other settings or data.

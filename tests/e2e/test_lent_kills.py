@@ -50,12 +50,12 @@ def test_a_killed_run_goes_on_and_keeps_the_bound(toy: Toy, victim: str, phase: 
 
 WAITS = {
     "start": "start: prompt lengths",
-    "publish": "train: publish: staged",
+    "publish": "train: publish: weights",
     "generate": "generate: end of step",
     "eval": "train: eval: parts",
     "prepare": "train: prepare: samples",
     "update": "train: update: backward of micro-batch 1/1",
-    "save": "train: save: shards",
+    "save": "train: save: policy",
 }
 """What the others wait for where a rank stands still that trains."""
 OF_GENERATING = ("publish: answers of engines", "generate: end of step")

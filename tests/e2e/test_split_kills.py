@@ -62,16 +62,16 @@ FETCH = ["publish: answers of engines", "generate: publish: newest version", "ge
 WAITS = {
     "rank-0": {
         "start": ["publish: version 0 from ranks that train"],
-        "publish": ["train: publish: staged"],
-        "generate": ["train: generate: reports"],
-        "eval": ["train: eval: reports"],
+        "publish": ["train: publish: weights"],
+        "generate": ["train: generate: reports", "generate: answer of rank 1"],
+        "eval": ["train: eval: reports", "generate: answer of rank 1"],
         "prepare": ["train: prepare: samples"],
         "update": ["train: update: backward of micro-batch 1/1"],
-        "save": ["train: save: shards"],
+        "save": ["train: save: policy"],
     },
     "rank-2": {
         "start": ["generate: start: prompt lengths"],
-        "publish": ["publish: answers of engines"],
+        "publish": FETCH,
         "generate": ["generate: step 2 from ranks that generate"],
         "eval": ["eval: answers of ranks that generate", "generate: publish: newest version"],
         "prepare": FETCH,

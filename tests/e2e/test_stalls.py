@@ -30,7 +30,7 @@ AWAITED = {
     "score": "generate: end of step",
     "prepare": "prepare: samples",
     "update": "update: backward of micro-batch 1/1",
-    "save": "save: shards",
+    "save": "save: policy",
 }
 """The collective in which the others wait for a rank that stopped in the phase."""
 

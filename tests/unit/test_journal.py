@@ -121,6 +121,10 @@ def test_a_rank_is_excused_while_it_is_slow_or_expects_something(tmp_path: Path)
     assert not journal.excused(), "it has other things to do"
     journal.idle(True)
     assert journal.excused()
+    with journal.blocked("answer of rank 1", (1,)):
+        assert not journal.excused(), "no verdict would help"
+        assert journal.inside == CollectiveCall("answer of rank 1", 1, (1,))
+    assert journal.excused() and journal.inside is None
     journal.expect(0)
     assert not journal.excused()
 
@@ -194,6 +198,11 @@ def test_of_two_waits_for_a_dead_rank_the_one_is_told_that_nobody_else_holds_up(
     slow = [*heartbeats[:1], heartbeat(1, "update", None), *heartbeats[2:]]
     lines = [line.strip() for line in hang_report(slow, 3.0, "here").splitlines()]
     assert "collective: 'train: update: backward' #9" in lines, "and where nobody is dead, but one does something else"
+    askers = [heartbeat(rank, "generate", CollectiveCall("generate: answer of rank 1", 3, (1,))) for rank in (2, 3)]
+    lines = [line.strip() for line in hang_report([*heartbeats[:2], *askers], 3.0, "here").splitlines()]
+    assert "collective: 'train: update: backward' #9" in lines, "a meeting rather than who asks it for something"
+    lines = [line.strip() for line in hang_report([*heartbeats[1:2], *askers], 3.0, "here").splitlines()]
+    assert "collective: 'generate: answer of rank 1' #3" in lines and "did not arrive: rank 1" in lines
 
 
 def test_report_of_a_hang_outside_collectives_names_the_silent() -> None:

@@ -17,7 +17,7 @@ from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import RunFailed
 from spmd_rl.process import in_background
 from spmd_rl.sidecar.sockets import send
-from spmd_rl.split.pieces import pack, unpack_samples
+from spmd_rl.split.pieces import pack, unpack
 from spmd_rl.split.server import TrainerServer
 from spmd_rl.types import AgentStep, CandidateIds, Sample, Turn, Verdict
 from spmd_rl.weights import messages
@@ -161,6 +161,6 @@ def test_samples_travel_whole() -> None:
     )  # fmt: skip
     verdict = Verdict("ok", 0.5, {"right": 1.0}, "why", "")
     samples = (Sample(11, 0, turns, verdict, False, 3, False), Sample(11, 1, turns, verdict))
-    assert unpack_samples(pack(samples)) == samples
+    assert unpack(pack(samples), tuple[Sample, ...]) == samples
     with pytest.raises(msgspec.MsgspecError):
-        unpack_samples(pack(samples)[:-1])
+        unpack(pack(samples)[:-1], tuple[Sample, ...])
