@@ -6,7 +6,7 @@ It may be a rank of the same job, or of one that attaches and may die and come b
 a rule of numbers alone (`pace`).
 
     training rank:    TrainerServer (a thread), on the first with the WorkQueue   <- weights.Served, RemoteRollouts
-    generating rank:  TrainerClient (which asks it), Link (which beats)           <- Generator, Lent
+    generating rank:  TrainerClient (which asks it), MemberLink (which beats)           <- Generator, Lent
 """
 
 from spmd_rl.split.generator import Generator

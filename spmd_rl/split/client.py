@@ -8,7 +8,7 @@ from spmd_rl.curve_keys import ClientKeys
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.split import messages
-from spmd_rl.split.link import Link
+from spmd_rl.split.link import MemberLink
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pieces import DAMAGED, pack, unpack
 from spmd_rl.split.queues import Place
@@ -37,7 +37,7 @@ class TrainerClient(WeightClient):
 
     def __init__(
         self,
-        link: Link,
+        link: MemberLink,
         addresses: Sequence[str],
         progress: Callable[[], None],
         keys: ClientKeys | None = None,
@@ -54,7 +54,9 @@ class TrainerClient(WeightClient):
 
     def claim(self, kind: Kind, number: int, version: int, room: int) -> tuple[bool, list[Task]]:
         """Return whether this work has ended, and what of it this rank shall do."""
-        reply, *_ = self._ask(0, messages.ClaimReply, messages.Claim(*self.membership, kind, number, version, room))
+        reply, *_ = self._ask(
+            0, messages.ClaimReply, messages.ClaimRequest(*self.membership, kind, number, version, room)
+        )
         if not reply.known:
             self.link.give_up()
         tasks = [Task(kind, number, tuple(one.place), one.signature, one.begun_by) for one in reply.pieces]

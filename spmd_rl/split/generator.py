@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.02
 """The pause between two looks for something to do."""
 
 
-class Job(msgspec.Struct, array_like=True):
+class GeneratorTask(msgspec.Struct, array_like=True):
     """What the generating ranks of a job do next."""
 
     kind: Literal["load", "step", "eval", "over"]
@@ -134,14 +134,14 @@ class Generator:
         with self._world.phase("eval"):
             rollouts.answer_from(claim, samplings, finish)
 
-    def _next(self) -> Job:
+    def _next(self) -> GeneratorTask:
         """[all] What the first rank finds; it waits where there is nothing to do."""
         found = None
         while self._world.rank == 0 and found is None:
             with self._world.journal.waiting(self._awaited):
                 found = self._look()
         record = msgspec.to_builtins(found, builtin_types=(bytes,)) if found else None
-        return msgspec.convert(self._world.broadcast("publish: newest version", record), Job)  # [all]
+        return msgspec.convert(self._world.broadcast("publish: newest version", record), GeneratorTask)  # [all]
 
     @property
     def _awaited(self) -> str:
@@ -153,7 +153,7 @@ class Generator:
         newest = self._client.link.news.newest
         return msgspec.msgpack.decode(newest, type=Announcement) if newest else None
 
-    def _look(self) -> Job | None:
+    def _look(self) -> GeneratorTask | None:
         """What there is to do now; pause if there is nothing.
 
         A newer version than all ranks have is held: training ranks keep it until it has been fetched.
@@ -163,13 +163,13 @@ class Generator:
         news, newest = link.news, self._announced()
         if newest and newest.version > self._met:
             if self._client.hold(newest.version):
-                return Job("load", newest.version, news.step, newest)
+                return GeneratorTask("load", newest.version, news.step, newest)
         elif news.asked:
-            return Job("eval", self._met, news.step)
+            return GeneratorTask("eval", self._met, news.step)
         elif news.over:
-            return Job("over", 0, news.step)
+            return GeneratorTask("over", 0, news.step)
         elif self._last_step < news.step <= self._cfg.steps and self._met >= news.oldest:
-            return Job("step", news.step, news.step)
+            return GeneratorTask("step", news.step, news.step)
         time.sleep(LOOK_SECONDS)
         link.wait()
         return None

@@ -2,7 +2,7 @@
 
 welcome = find(cfg.placement.attach, Path(cfg.run.dir), keys, seconds)
 membership = join(welcome, name, leads, keys)
-link = Link(welcome.addresses, membership, journal, keys, welcome.lease_seconds)  # beats from a thread of its own
+link = MemberLink(welcome.addresses, membership, journal, keys, welcome.lease_seconds)  # beats from a thread of its own
 client = TrainerClient(link, welcome.addresses, progress, keys)                   # claims, deposits, reports; fetches
 """
 
@@ -23,7 +23,7 @@ from spmd_rl.distributed.wait_message import WaitMessage
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.sidecar.sockets import open_dealer, send
 from spmd_rl.split import messages
-from spmd_rl.weights.messages import Membership
+from spmd_rl.weights.messages import MemberId
 
 ADDRESS_FILE = "attach.json"
 """In the run directory of a training job, while attached jobs can find it there."""
@@ -78,23 +78,23 @@ def find(attach: str, folder: Path, keys: ClientKeys | None, seconds: float) -> 
     raise RunFailed(f"placement.attach: no training job has answered at {where} for {seconds:g} s")
 
 
-def join(welcome: messages.Welcome, name: str, leads: bool, keys: ClientKeys | None) -> Membership:
+def join(welcome: messages.Welcome, name: str, leads: bool, keys: ClientKeys | None) -> MemberId:
     """Become a member. name: for people. RunFailed where the training job takes nobody."""
     seconds = max(welcome.lease_seconds, SILENT_SECONDS)
     reply = _asked(welcome.addresses[0], keys, messages.Join(name, leads), seconds)
     if reply is None:
         raise RunFailed(f"placement.attach: the training job at {welcome.addresses[0]} takes no new member")
     assert isinstance(reply, messages.Joined), f"{type(reply).__name__} is no membership"
-    return Membership(reply.member, reply.secret)
+    return MemberId(reply.member, reply.secret)
 
 
-class Link:
+class MemberLink:
     """Beats until it is closed. A rank whose thread cannot beat is one that cannot work."""
 
     def __init__(
         self,
         addresses: Sequence[str],
-        membership: Membership,
+        membership: MemberId,
         journal: Journal,
         keys: ClientKeys | None,
         lease_seconds: float = inf,

@@ -74,7 +74,7 @@ class News(wire.WireMessage, tag=25):
     """Seconds until the next beat."""
 
 
-class Claim(FromMember, tag=26):
+class ClaimRequest(FromMember, tag=26):
     """Ask for something to do; answered with `ClaimReply`."""
 
     kind: Kind
@@ -184,5 +184,5 @@ class Leave(FromMember, tag=32):
     """Say that the sender does nothing more; not answered."""
 
 
-FROM_MEMBERS = wire.Codec(*REQUESTS, Hello, Join, Beat, Claim, Deposit, Report, GiveBack, TakeBegun, Leave)
+FROM_MEMBERS = wire.Codec(*REQUESTS, Hello, Join, Beat, ClaimRequest, Deposit, Report, GiveBack, TakeBegun, Leave)
 TO_MEMBERS = wire.Codec(*REPLIES, Welcome, Joined, News, ClaimReply, Deposited, Reported, Begun)

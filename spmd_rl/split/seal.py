@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from spmd_rl.weights.messages import FromMember, Membership
+from spmd_rl.weights.messages import FromMember, MemberId
 
 KEY_BYTES = 32
 
@@ -30,9 +30,9 @@ class Seal:
         """Return whether `sign` made this of these."""
         return hmac.compare_digest(signature, self.sign(*parts))
 
-    def membership(self, member: int) -> Membership:
+    def membership(self, member: int) -> MemberId:
         """Return what a member is known by."""
-        return Membership(member, self.sign("member", member))
+        return MemberId(member, self.sign("member", member))
 
     def admits(self, message: FromMember) -> bool:
         """Return whether a message is of the member that it names."""

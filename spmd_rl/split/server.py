@@ -290,7 +290,7 @@ class TrainerServer:
     def _from_queue(self, message: wire.WireMessage, payload: memoryview) -> wire.WireMessage:
         """The answer of the queue."""
         queue = self.queue
-        if isinstance(message, messages.Claim):
+        if isinstance(message, messages.ClaimRequest):
             member, _, kind, number, version, room = msgspec.structs.astuple(message)
             known, ended, pieces, begun_by = queue.claim(member, kind, number, version, room)
             signed = [self._seal.sign("claim", member, kind, one.number, one.place) for one in pieces]

@@ -24,7 +24,7 @@ from spmd_rl.distributed import World
 from spmd_rl.distributed.agreement import check_values, common_values
 from spmd_rl.errors import tell
 from spmd_rl.split.client import TrainerClient
-from spmd_rl.split.link import ADDRESS_FILE, Link, find, join, write_address
+from spmd_rl.split.link import ADDRESS_FILE, MemberLink, find, join, write_address
 from spmd_rl.split.messages import Welcome
 from spmd_rl.split.pieces import max_piece_bytes
 from spmd_rl.split.seal import Seal
@@ -112,7 +112,7 @@ def meet(cfg: RlConfig, world: World) -> Iterator[Sides]:
         if world.rank in numbers:
             of_trainers = [addresses[rank] for rank in placement.train]
             keys, membership = _client_keys(cfg), seal.membership(numbers[world.rank])
-            link = stack.enter_context(closing(Link(of_trainers, membership, world.journal, keys)))
+            link = stack.enter_context(closing(MemberLink(of_trainers, membership, world.journal, keys)))
             world.on_exit(link.close)
             connect = partial(TrainerClient, link, of_trainers, world.progress, keys, placement.train)
             own = (connect(), connect, world if settings.is_lent else generate_world)
@@ -194,7 +194,7 @@ def attach(cfg: RlConfig, data: dict[str, str], world: World) -> Iterator[Genera
         check_values(cfg, data, welcome.values)
     name = f"rank {world.rank} of {socket.gethostname()}:{os.getpid()}"
     membership = join(welcome, name, world.rank % cfg.engine.tp == 0, keys)
-    link = Link(welcome.addresses, membership, world.journal, keys, welcome.lease_seconds)
+    link = MemberLink(welcome.addresses, membership, world.journal, keys, welcome.lease_seconds)
     world.on_exit(link.close)
     world.journal.note("attached", member=membership.member, to=welcome.addresses[0])
     connect = partial(TrainerClient, link, welcome.addresses, world.progress, keys)

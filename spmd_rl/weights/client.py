@@ -28,7 +28,7 @@ class WeightClient:
     def __init__(
         self,
         addresses: Sequence[str],
-        membership: messages.Membership,
+        membership: messages.MemberId,
         progress: Callable[[], None],
         keys: ClientKeys | None = None,
     ) -> None:
@@ -60,11 +60,11 @@ class WeightClient:
         for trainer in range(self.num_trainers):
             self.send(trainer, messages.Release(*self.membership, version))
 
-    def _hold(self, version: int, base: messages.Base | None) -> list[messages.Held]:
+    def _hold(self, version: int, base: messages.Base | None) -> list[messages.HoldReply]:
         """Ask every training rank to hold the version; collect every reply, refusals included."""
         for trainer in range(self.num_trainers):
             self.send(trainer, messages.Hold(*self.membership, version, base))
-        return [self.receive(trainer, messages.Held)[0] for trainer in range(self.num_trainers)]
+        return [self.receive(trainer, messages.HoldReply)[0] for trainer in range(self.num_trainers)]
 
     def fetch(self, version: int, num_tensors: int, base: DeltaBase | None) -> Iterator[tuple[str, Tensor, bytes]]:
         """Yield name, tensor (on the CPU, valid for good) and digest of each weight of a version, in order.

@@ -16,7 +16,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Secret = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-class Membership(NamedTuple):
+class MemberId(NamedTuple):
     """What a rank that fetches is known by."""
 
     member: int
@@ -40,14 +40,14 @@ class Base(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hold(FromMember, tag=1):
-    """Say that the sender will fetch a version, which must stay until it has; answered with `Held`."""
+    """Say that the sender will fetch a version, which must stay until it has; answered with `HoldReply`."""
 
     version: wire.Id
     base: Base | None
     """What the sender has already, of which it can take deltas."""
 
 
-class Held(wire.WireMessage, tag=2):
+class HoldReply(wire.WireMessage, tag=2):
     """Whether the version is kept here."""
 
     version: wire.Id
@@ -65,7 +65,7 @@ class FetchTensor(FromMember, tag=3):
     index: wire.Id
     """The tensor's place among all weights, in the order of the trainer's stream."""
     delta: bool
-    """Whether a delta will do, where it is smaller; only after `Held.deltas`."""
+    """Whether a delta will do, where it is smaller; only after `HoldReply.deltas`."""
 
 
 class TensorMessage(wire.WireMessage, tag=4):
@@ -98,7 +98,7 @@ class Missing(wire.WireMessage, tag=8):
 
 
 REQUESTS = (Hold, FetchTensor, Release)
-REPLIES = (Held, TensorMessage, Missing)
+REPLIES = (HoldReply, TensorMessage, Missing)
 
 
 class Announcement(msgspec.Struct, array_like=True):

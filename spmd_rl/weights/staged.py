@@ -104,7 +104,7 @@ class StagedWeights:
                 if known := version in self._versions:
                     self._fetching[version].add(member)
                 deltas = known and base is not None and base == self._bases[version]
-                return [wire.encode(messages.Held(version, known, deltas))]
+                return [wire.encode(messages.HoldReply(version, known, deltas))]
             case messages.Release(member, _, version):
                 self._fetching.get(version, set()).discard(member)
                 self._lock.notify_all()

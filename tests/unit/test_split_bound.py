@@ -25,7 +25,7 @@ from spmd_rl.split.work_queue import WorkQueue
 from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
 from spmd_rl.types import Verdict
 from spmd_rl.weights import in_flight
-from spmd_rl.weights.messages import Announcement, Membership
+from spmd_rl.weights.messages import Announcement, MemberId
 from tests.bench.virtual.two_sides import Costs, Generation, Split, Trained
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, FakeTokenizer, make_rollouts
 
@@ -127,7 +127,7 @@ class Job:
     """
 
     num_bytes = num_trainers = 0
-    membership = Membership(0, bytes(16))
+    membership = MemberId(0, bytes(16))
 
     def __init__(self, draw: random.Random, world: World, cfg: RlvrConfig, crashes: bool) -> None:
         self.draw, self.cfg = draw, cfg

@@ -33,7 +33,7 @@ from tests.patience import patient
 from tests.servers import SEAL, connect, serve
 
 KINDS = [Hold, FetchTensor, Release]
-KINDS += [messages.Hello, messages.Join, messages.Beat, messages.Claim, messages.Deposit, messages.Report]
+KINDS += [messages.Hello, messages.Join, messages.Beat, messages.ClaimRequest, messages.Deposit, messages.Report]
 KINDS += [messages.GiveBack, messages.TakeBegun, messages.Leave]
 GROWTH_BYTES = 64 << 20
 SECRET_WEIGHTS = b"weights!" * 512

@@ -111,7 +111,7 @@ def settle(remote):
     if type(found) is not Remote:
         _client(remote).refuse("a class of the code's makes no objects")
     _set_node(remote, node_of(found))
-    _client(remote)._remotes[tuple(node_of(found))] = remote
+    _client(remote).remotes[tuple(node_of(found))] = remote
 
 
 def _value(remote):

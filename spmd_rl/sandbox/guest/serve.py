@@ -57,7 +57,7 @@ def serve(job, rpc):
     with suppress(Gone):
         try:
             namespace = execute(job, "solution")
-            server = Server(link, namespace, job["prints"])
+            server = CodeServer(link, namespace, job["prints"])
             told = classes_of(namespace, server)
             link.send(lambda big: ["ready", *values.encode(told, server.node, None, None, big)])
         except Gone:
@@ -71,7 +71,7 @@ def serve(job, rpc):
     return 0
 
 
-class Server:
+class CodeServer:
     """Answers questions. It keeps each object that the tests have a number for."""
 
     def __init__(self, link, namespace, prints):

@@ -46,7 +46,7 @@ class Client:
         self.asked, self.refused, self.beyond, self.gone, self.unsupported, self.collects = 0, "", "", "", "", False
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
-        self._remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
+        self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
         self._handed, self._depth = Handed(), 0
         self._special = {
             "handle": self._handle,
@@ -228,9 +228,9 @@ class Client:
         set_record(remote, (kind, tuple(map(str, names)), tuple(found), bool(is_tuple)))
 
     def _remote(self, *node):
-        if node not in self._remotes:
-            self._remotes[node] = Remote(self, list(node))
-        return self._remotes[node]
+        if node not in self.remotes:
+            self.remotes[node] = Remote(self, list(node))
+        return self.remotes[node]
 
     def _packed(self, value):
         """Return the node of an object that has no plain form."""

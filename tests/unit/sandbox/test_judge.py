@@ -18,7 +18,7 @@ import pytest
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
-from spmd_rl.sandbox.guest.serve import Server
+from spmd_rl.sandbox.guest.serve import CodeServer
 from spmd_rl.sandbox.guest.stubs import Client, Refused
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 from tests.unit.sandbox.conftest import TIGHT
@@ -99,7 +99,7 @@ def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
     link = Link(theirs.fileno(), MOST)
-    server = Server(link, names, False)
+    server = CodeServer(link, names, False)
 
     def serve():
         with theirs, contextlib.suppress(Gone):
