@@ -160,7 +160,7 @@ class Collected:
         if missing := sum(self.table.missing.values()):
             metrics["rollout/missing_package"] = missing
         for domain, count in self.table.suspects.items():
-            metrics[f"reward/{domain}/suspect"] = count / int(np.count_nonzero(domains[domain]["score"] > 0))
+            metrics[f"reward/{domain}/suspect"] = count / max(1, int(np.count_nonzero(domains[domain]["score"] > 0)))
         for domain, count in self.table.unproven.items():
             metrics[f"reward/{domain}/unproven"] = count / int(np.count_nonzero(domains[domain]["last"]))
         if scores:

@@ -6,7 +6,6 @@ is reported of its samples the training rank finds for itself: who makes things 
 
 from array import array
 from collections.abc import Collection, Sequence
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -23,6 +22,8 @@ from spmd_rl.weights.probe import Answer
 
 SAMPLE_BYTES, TOKEN_BYTES = 1 << 17, 1 << 10
 """What a sample, and each of its tokens, may take at most: text, boards and routed experts included."""
+MAX_SCORE = 1e9
+"""What a score, or a reward of a step, may be: sums of squares over a batch of them are finite in float64."""
 DEFAULT_TOKENS = 1 << 15
 """Of a sample of several turns for which no setting says how many it may have."""
 DAMAGED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError)
@@ -107,20 +108,24 @@ class PieceRules:
         versions: range,
         count: int,
     ) -> Group:
-        samples, numbers, found = unpack(payload, tuple[Sample, ...]), [], set()
+        samples, numbers = unpack(payload, tuple[Sample, ...]), []
+        ends: dict[int, bool] = {}
         for sample in samples:
             base = sample.answer % SEGMENTS
             _require(sample.ticket == group.ticket and 0 <= sample.answer < 1 << 31, "it is about another ticket")
-            _require(0 <= sample.unit_number < 1 << 31 and base in allowed, f"it has an answer {sample.answer}")
+            _require(base in allowed, f"it has an answer {sample.answer}")
+            _require(sample.unit_number in (sample.answer, base), f"answer {base} is of another trajectory")
+            _require(not ends.get(base), f"answer {base} goes on after its last segment")
+            ends[base] = sample.last
             _require(sample.greedy == (base in greedy), f"answer {base} is drawn otherwise")
             _require(len(sample.turns) > 0, "a sample has no turn")
             _check_verdict(sample.verdict)
             for turn in sample.turns:
                 self._check_turn(turn, versions)
             numbers.append(sample.answer)
-            found.add(base)
         _require(numbers == sorted(set(numbers)), "its answers are not in order")
-        _require(len(found) == count, f"it has {len(found)} answers of {count}")
+        _require(all(ends.values()), "an answer has no last segment")
+        _require(len(ends) == count, f"it has {len(ends)} answers of {count}")
         return Group(group.prompt, group.ticket, samples)
 
     def _check_turn(self, turn: Turn, versions: range) -> None:
@@ -142,9 +147,8 @@ class PieceRules:
             known = bool(((experts >= -1) & (experts < self._num_experts)).all())
             _require(known and not len(experts) % max(1, len(tokens)), "the experts of a turn do not fit its tokens")
         if turn.step is not None:
-            numbers = [turn.step.reward, *turn.step.metrics.values()]
-            state = -(1 << 63) <= turn.step.state < 1 << 64
-            _require(bool(np.isfinite(numbers).all()) and state, "a number of a step is none")
+            _check_numbers([turn.step.reward, *turn.step.metrics.values()], "a number of a step")
+            _require(-(1 << 63) <= turn.step.state < 1 << 64, "a state of a step is none")
 
     def check_ids(self, ids: np.ndarray | Sequence[int]) -> None:
         """ValueError unless all of these are token ids of the model."""
@@ -158,8 +162,13 @@ def _column(values: array, typecode: str) -> np.ndarray:
 
 
 def _check_verdict(verdict: Verdict) -> None:
-    numbers = list(chain([verdict.score], verdict.parts.values()))
-    _require(bool(np.isfinite(numbers).all()), "a score is no number")
+    _check_numbers([verdict.score, *verdict.parts.values()], "a score")
+
+
+def _check_numbers(numbers: Sequence[float], what: str) -> None:
+    """Sums over a step must stay finite, or one member's piece ends the run."""
+    sane = np.abs(np.asarray(numbers, np.float64)) <= MAX_SCORE  # false of NaN too
+    _require(bool(sane.all()), f"{what} is none, or beyond {MAX_SCORE:g}")
 
 
 def _require(condition: bool, why: str) -> None:

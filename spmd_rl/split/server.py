@@ -117,6 +117,7 @@ class TrainerServer:
         """When each member with a lease was last heard of here, in the seconds in which this server ran."""
         self._deposits: dict[tuple[Kind, int], dict[tuple[int, Place], Checked]] = {}
         self._begun: dict[Place, bytes] = {}
+        self._left: set[int] = set()
         self._num_dropped, self._say_at = 0, 0.0
         self._socket = self._context.socket(zmq.ROUTER)
         limits = {zmq.LINGER: 0, zmq.MAXMSGSIZE: self._max_bytes, zmq.RCVHWM: QUEUED, zmq.SNDHWM: UNREAD}
@@ -270,6 +271,7 @@ class TrainerServer:
                 found = self._begun.pop(tuple(message.place), b"")
                 return [wire.encode(messages.Begun(message.place, digest(found))), found]
             case messages.Leave():
+                self._left.add(message.member)
                 self._forget(message.member)
                 if self.queue is not None:
                     self.queue.leave(message.member)
@@ -277,6 +279,8 @@ class TrainerServer:
             case messages.Beat():
                 return [wire.encode(self._news(message))]
             case _ if isinstance(message, REQUESTS):
+                if message.member in self._left:
+                    raise wire.WireError("weights are for members, and the sender has left")
                 return self.weights.answer(message)
         return [wire.encode(self._from_queue(message, payload))] if self.queue is not None else []
 
@@ -299,9 +303,8 @@ class TrainerServer:
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
         known = member in queue.members
         if isinstance(message, messages.GiveBack):
-            return messages.Reported(
-                known, queue.give_back(member, kind, number, place, message.begun), queue.horizon.step
-            )
+            begun = message.begun and self._lease == inf  # what a stranger has begun, nobody goes on with
+            return messages.Reported(known, queue.give_back(member, kind, number, place, begun), queue.horizon.step)
         report = bytes(payload)
         if not self._seal.is_signed(message.signature, "report", member, kind, number, place, report):
             raise wire.WireError("a report is not what a training rank found")
@@ -311,6 +314,8 @@ class TrainerServer:
     def _deposited(self, message: messages.Deposit, payload: memoryview) -> list[Any]:
         """Keep a piece once it has been found to be what it should."""
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
+        if (kind == "probe" and place) or (message.begun and self._lease < inf):
+            raise wire.WireError("a piece of no work that there is")
         if kind != "probe" and not self._seal.is_signed(message.signature, "claim", member, kind, number, place):
             raise wire.WireError("a piece that the sender has not claimed")
         report, state, why = b"", "kept", ""
@@ -347,5 +352,5 @@ class TrainerServer:
             newest=self._newest or None,
             asked=queue.offers_eval(self.weights.newest),
             over=self._over,
-            pause=max(BEAT_SECONDS, len(queue.members) / BEATS_PER_SECOND),
+            pause=min(max(BEAT_SECONDS, len(queue.members) / BEATS_PER_SECOND), self._lease / 4),
         )

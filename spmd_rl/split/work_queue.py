@@ -222,6 +222,8 @@ class WorkQueue:
         if member not in self.members or queue is None or queue.ended:
             return None
         piece = queue.held.get((member,) if kind == "probe" else place)
+        if kind == "probe" and piece is None and place == ():  # who came later answers too, for those who may leave
+            piece = Accepted(member, (), number, self._clock())
         is_it = piece is not None and (piece.member, piece.number, piece.place) == (member, number, place)
         return (queue, piece) if is_it else None
 

@@ -18,6 +18,7 @@ from spmd_rl import wire
 from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
+from spmd_rl.rollout.episode import SEGMENTS
 from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.split import PieceRules, RemoteRollouts, TrainSide, messages
 from spmd_rl.split.messages import Stats
@@ -217,6 +218,10 @@ def test_forged_answers_are_refused(run: Run) -> None:
             (msgspec.structs.replace(honest[0], verdict=Verdict("ok", float("inf"))), honest[1]),
             (msgspec.structs.replace(honest[0], greedy=True), honest[1]),
             (msgspec.structs.replace(honest[0], unit=1 << 40), honest[1]),
+            (msgspec.structs.replace(honest[0], unit=1), honest[1]),
+            (msgspec.structs.replace(honest[0], last=False), honest[1]),
+            (*honest, msgspec.structs.replace(honest[0], answer=SEGMENTS, unit=0)),
+            (msgspec.structs.replace(honest[0], verdict=Verdict("ok", 1e308)), honest[1]),
             (msgspec.structs.replace(honest[0], turns=()), honest[1]),
             changed(token_ids=array("i", [9, 0])),
             changed(prompt_ids=array("i", [-1])),
@@ -294,6 +299,27 @@ def test_a_server_is_told_of_no_more_than_it_keeps(run: Run) -> None:
 def member_of(task, member: int) -> tuple:
     """What each message about a piece begins with."""
     return *SEAL.membership(member), task.kind, task.number, list(task.place)
+
+
+def test_nobody_goes_on_with_what_a_stranger_has_begun(run: Run) -> None:
+    run.server.with_queue(lambda queue: queue.begin(0, 1, 3, Cursor()))
+    with closing(connect([run.server.address], run.insider)) as client:
+        _, tasks = client.claim("step", 1, 0, 9)
+        for task in tasks:
+            client.send(0, messages.GiveBack(*member_of(task, run.insider), True))
+            client.receive(0, messages.Reported)
+    with closing(connect([run.server.address], run.honest)) as client:
+        freed = client.claim("step", 1, 0, 9)[1]
+        assert freed and all(task.begun_by is None for task in freed)
+
+
+def test_who_has_left_fetches_nothing(run: Run) -> None:
+    member = SEAL.membership(run.insider)
+    with sockets.context() as context, context.socket(zmq.DEALER) as gone:
+        gone.connect(run.server.address)
+        for message in (messages.Leave(*member), Hold(*member, 0, None), FetchTensor(*member, 0, 0, False)):
+            gone.send(wire.encode(message))
+        assert not gone.poll(500)
 
 
 def test_only_members_are_served(run: Run) -> None:

@@ -201,6 +201,17 @@ def test_a_probe_waits_for_those_who_were_there_and_live() -> None:
     assert [piece.member for piece in made.take("probe", 0).accepted] == [members[0]]
 
 
+def test_a_probe_that_nobody_who_was_there_answers_is_answered_by_who_comes_later() -> None:
+    made, _ = queue()
+    first, late = made.join("rank", True), made.join("late", True)
+    made.beat(first, 0, True)
+    made.ask_probe(0)
+    assert made.report(late, "probe", 0, (), b"", Stats()) and not made.ended("probe", 0)
+    made.leave(first)
+    assert made.ended("probe", 0)
+    assert [piece.member for piece in made.take("probe", 0).accepted] == [late]
+
+
 def test_held_out_prompts_are_answered_once() -> None:
     made, _ = queue()
     made.ask_eval(2, 3)
