@@ -196,8 +196,10 @@ def test_a_column_that_no_row_has_is_a_mistake(tmp_path: Path) -> None:
         Prompts.load(DataConfig(train=f"{train},{SUM_CHAINS}", size=3, keys={"answer": "result"}))
     line = f"data.keys.answer: no row has a column `result`; {train}:1 has `question`, `answer`"
     assert str(caught.value) == line
-    with pytest.raises(UserError, match="^data.keys.answer and data.keys.id: no row has a column `result` or `n`; "):
-        Prompts.load(DataConfig(train=f"{train},{SUM_CHAINS}", size=3, keys={"answer": "result", "id": "n"}))
+    with pytest.raises(
+        UserError, match="^data.keys.answer and data.keys.question: no row has a column `result` or `n`; "
+    ):
+        Prompts.load(DataConfig(train=f"{train},{SUM_CHAINS}", size=3, keys={"answer": "result", "question": "n"}))
     other = write(tmp_path / "b.jsonl", *mapped)
     for more in ({"train": f"{train},{other}"}, {"train": train, "eval": other}):
         prompts = Prompts.load(DataConfig(**more, keys={"answer": "result"}, holdout=0))
