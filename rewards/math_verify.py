@@ -86,7 +86,9 @@ class MathReward:
             except TimeUp:
                 return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}
-        return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts)
+        if equal is None:
+            return Verdict("wrong_format", 0.0, parts)
+        return Verdict("ok", parts["correct"], parts, answer=result(truth if equal else final))
 
     def _compare(self, truth: str, final: str, boxed: bool) -> bool | None:
         """Compare with the library; None if there is no mathematics in the answer."""
@@ -212,6 +214,12 @@ def number(text: str) -> Fraction | None:
     except ZeroDivisionError:
         return None
     return -value if sign == "-" else value
+
+
+def result(final: str) -> str:
+    """Return a final answer in one spelling: numbers of one value have one, other mathematics that of its text."""
+    value = number(split_unit(tidy(final))[0])
+    return unwrapped(tidy(final)) if value is None else str(value)
 
 
 def split_unit(text: str) -> tuple[str, str]:

@@ -53,7 +53,33 @@ def load(
     check_experiment(pipeline, overrides)
     check_recipe(overrides)
     values = compose(pipeline, overrides, config_dir, config_name)
+    if getattr(schema, "borrows", False):
+        values = without_others(values, schema, overrides)
     return fill_run(build(schema, values), pipeline)
+
+
+def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -> DictConfig:
+    """Return the tree without what files say of settings that only other pipelines have.
+
+    What the command line says itself stays, and is an error where `schema` lacks it.
+    """
+    tree = OmegaConf.to_container(values)
+    said = [line.lstrip("+~").partition("=")[0] for line in overrides]
+    own, *others = ({leaf.key for leaf in leaves(one, tree)} for one in (schema, *PIPELINES.values()))
+    known = set().union(*others)
+
+    def kept(tree: Any, prefix: str) -> Any:
+        found = {}
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            below = isinstance(value, dict) and key not in own
+            if below and (inner := kept(value, f"{key}.")):
+                found[name] = inner
+            elif not below and (key in own or key not in known or key in said):
+                found[name] = value
+        return found
+
+    return OmegaConf.create(kept(tree, ""))
 
 
 def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
@@ -63,7 +89,7 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
         path = CONFIGS / GROUP_WITHOUT_DEFAULT / f"{name}.yaml"
         if key == GROUP_WITHOUT_DEFAULT and path.is_file():
             doors = experiment_doors(path)
-            if pipeline in PIPELINES and pipeline not in doors:
+            if pipeline in PIPELINES and pipeline not in doors and not PIPELINES[pipeline].borrows:
                 raise UserError(f"{key}={name}: it is one of python -m spmd_rl.{doors[0]}")
 
 

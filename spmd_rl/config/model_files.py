@@ -15,6 +15,25 @@ WRITTEN_BYTES = 2**20
 """A file behind whose first mebibyte nothing was ever written holds no weights, whatever its size"""
 
 
+def newest_model(key: str, name: str) -> str:
+    """Return the model directory that a model, a checkpoint or a run, by the path `name`, stands for; else the name.
+
+    Of a run it is that of its newest checkpoint. UserError if a checkpoint has none.
+    """
+    folder = Path(name)
+    if (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file():
+        found = sorted(folder.glob("checkpoints/step-*/manifest.json"), key=lambda path: int(path.parent.name[5:]))
+        if not found:
+            raise UserError(f"{key}: {name} is a run without a checkpoint")
+        folder = found[-1].parent
+    if not (folder / "manifest.json").is_file():
+        return name
+    if not (folder / "hf").is_dir():
+        way = f"python -m spmd_rl convert to-hf {folder} OUT makes one: {key}=OUT; checkpoint.export_hf=true has it made"
+        raise UserError(f"{key}: {folder} has no hf/, the model that is evaluated; {way}")
+    return str(folder / "hf")
+
+
 def check_weights(key: str, folder: Path) -> None:
     """Raise a `UserError` that names the setting `key` if a safetensors file of a directory is cut off or damaged."""
     for path in sorted(folder.glob("*.safetensors")):

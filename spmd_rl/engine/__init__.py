@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
+from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.engine.base import Capacity, Engine
 from spmd_rl.errors import UserError
 
@@ -16,7 +16,7 @@ ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
 """name -> the module whose `build` makes it; imported only when chosen."""
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> Engine:
+def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: "World") -> Engine:
     """[all] The engine of this rank, without weights yet: it refuses requests until the first publish.
 
     sleeps: its weights leave the device while it does not generate.

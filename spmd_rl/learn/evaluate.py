@@ -1,15 +1,22 @@
-"""Held-out evaluation: a few sampled answers and one greedy answer for each prompt, dealt over the ranks."""
+"""Held-out evaluation: sampled answers and one greedy answer for each prompt, and what their scores come to.
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+In training after every so many steps, and alone (`python -m spmd_rl.evaluate`), by the same code.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
-from spmd_rl.config.schema import EvalConfig, RolloutConfig
+import msgspec
+
+from spmd_rl.algo.estimators import half_width, maj_at_k, pass_at_k
+from spmd_rl.config.schema import EvaluateConfig, EvaluationConfig, RlConfig, SamplingConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.sample_log import held_out
 from spmd_rl.rollout import Sampling, mean_parts, sum_parts
+from spmd_rl.track.metrics import Values
 from spmd_rl.track.samples import SampleRow
 from spmd_rl.types import Group, Prompt
 
@@ -27,17 +34,54 @@ class Answers(Protocol):
         ...
 
 
+class Answered(msgspec.Struct, array_like=True):
+    """What the answers to one prompt came to, as ranks report it to each other."""
+
+    number: int
+    """Of the prompt."""
+    domain: str
+    greedy: list[float]
+    """Scores, of the answers that have one."""
+    sampled: list[tuple[str, float]]
+    """(`Verdict.answer`, score), of the answers that have one."""
+    num_unscored: int
+    detail: str
+    """Why the first of these has none."""
+    parts: dict[str, tuple[float, int]]
+    """See `sum_parts`."""
+
+    @classmethod
+    def of(cls, group: Group) -> "Answered":
+        """Take what counts from a prompt's answers."""
+        verdicts = [(sample.greedy, sample.verdict) for sample in group.samples if sample.last]
+        failed = [verdict.detail for _, verdict in verdicts if not verdict.scored]
+        return cls(
+            group.ticket,
+            group.prompt.domain,
+            [verdict.score for greedy, verdict in verdicts if verdict.scored and greedy],
+            [(verdict.answer, verdict.score) for greedy, verdict in verdicts if verdict.scored and not greedy],
+            len(failed),
+            next(filter(None, failed), ""),
+            sum_parts(group.samples),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """When held-out prompts are asked, and how."""
 
-    settings: EvalConfig
-    rollout: RolloutConfig
+    settings: EvaluationConfig
+    rollout: SamplingConfig
     seed: int
     steps: int
     """0: there is nothing but an evaluation."""
     error_budget: float
     """See `reward.error_budget`."""
+
+    @classmethod
+    def of(cls, cfg: RlConfig | EvaluateConfig) -> "Evaluation":
+        """The evaluations of a run."""
+        return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
         """Return the held-out prompts that are asked after `step`, and how each of their answers is drawn.
@@ -53,72 +97,74 @@ class Evaluation:
         one = replace(greedy, temperature=temperature, **settings.truncation(rollout))
         return held_out[: settings.prompts], [*[one] * settings.answers, greedy]
 
-    def __call__(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, float]:
-        """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
+    def __call__(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> Values:
+        """[all] `val/*` metrics of what `results` returns."""
+        return val_metrics(self.results(rollouts, world, step, log))  # [all]
 
-        `log` gets this rank's answers: `Run.log_eval`. One line says how many have no score. RunFailed where there is
-        no more than an evaluation and these are more than `reward.error_budget`.
+    def results(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, Values]:
+        """[all] What the answers come to, by domain, and of all domains as ''; empty where `step` is not due.
+
+        Equal on all ranks, and on any number of them. Answers without a score are left out: `error_share` is their
+        share, and a line says how many there are. `log` gets this rank's answers: `Run.log_eval`. RunFailed where there
+        is no more than an evaluation and these are more than `reward.error_budget`.
         """
         prompts, samplings = self.questions(rollouts.prompts.eval, step)
         if not samplings:
             return {}
         with world.phase("eval"):
-            groups = rollouts.answer(prompts, samplings)
+            groups = rollouts.answer(prompts, samplings)  # [all]
             if log is not None:
                 log(step, held_out(groups))
-            sums: dict[str, float] = defaultdict(float)
-            for domain in sorted({p.domain for p in prompts}):  # the same keys on every rank, one without groups too
-                for name in (f"{domain}/score", f"{domain}/score_greedy"):
-                    sums[f"{name}/sum"], sums[f"{name}/count"] = 0.0, 0.0
-            for group in groups:
-                for sample in group.samples:
-                    if sample.verdict.scored and sample.last:
-                        name = "score_greedy" if sample.greedy else "score"
-                        sums[f"{group.prompt.domain}/{name}/sum"] += sample.verdict.score
-                        sums[f"{group.prompt.domain}/{name}/count"] += 1
-            parts = [[group.prompt.domain, sum_parts(group.samples)] for group in groups]
-            unscored = [s.verdict.detail for g in groups for s in g.samples if s.last and not s.verdict.scored]
-            scored = Counter(g.prompt.domain for g in groups if any(s.last and s.verdict.scored for s in g.samples))
-            mine = [[p for p in parts if p[1]], len(unscored), next(filter(None, unscored), ""), dict(scored)]
-            gathered = world.gather("eval: parts", mine)  # [all]
-            everyone = [pair for theirs, *_ in gathered for pair in theirs]
-            means = {tag: mean_parts(found for name, found in everyone if name == tag) for tag, _ in everyone}
-            own = {f"val/{tag}/{name}": value for tag in sorted(means) for name, value in means[tag].items()}
-            own |= self._shares(prompts, step, [found[1:] for found in gathered], world.rank)
-            return _means(world.reduce("eval: scores", dict(sums), "sum")) | own  # [all]
+            of_ranks = world.gather("eval: scores", [Answered.of(group) for group in groups], list[Answered])  # [all]
+            rows = sorted((row for rows in of_ranks for row in rows), key=lambda row: row.number)
+            found = {"": measure(rows, self.settings)}
+            for domain in sorted({prompt.domain for prompt in prompts}):
+                own = [row for row in rows if row.domain == domain]
+                found[domain] = measure(own, self.settings) | mean_parts(row.parts for row in own)
+            if prompts:
+                found[""]["error_share"] = self._error_share(rows, len(prompts) * len(samplings), step, world.rank)
+            return found
 
-    def _shares(
-        self, prompts: Sequence[Prompt], step: int, found: Sequence[tuple[int, str, dict[str, int]]], rank: int
-    ) -> dict[str, float]:
-        """Over how many prompts the scores are, and the share of answers without one. RunFailed: see `__call__`.
-
-        found: of each rank, the number of answers without a score, why the first has none, and by domain the number of
-        prompts with a score.
-        """
-        num_answers, num_unscored = len(prompts) * (self.settings.answers + 1), sum(count for count, *_ in found)
-        if not num_answers:
-            return {}
+    def _error_share(self, rows: Sequence[Answered], num_answers: int, step: int, rank: int) -> float:
+        """The share of answers without a score. RunFailed: see `results`."""
+        num_unscored = sum(row.num_unscored for row in rows)
         if num_unscored:
             line = f"{num_unscored} of {num_answers} held-out answers of step {step} got no score"
-            line += f"; the first: {next((detail for _, detail, _ in found if detail), 'no reason is known')}"
+            line += f"; the first: {next((row.detail for row in rows if row.detail), 'no reason is known')}"
             if not self.steps and num_unscored > self.error_budget * num_answers:  # alike on all ranks
                 raise RunFailed(f"reward.error_budget={self.error_budget:g}: {line}")
             if rank == 0:
                 tell(f"warning: {line}; val/* leave them out")
-        counts = {domain: sum(scored.get(domain, 0) for *_, scored in found) for domain in {p.domain for p in prompts}}
-        shares = {f"val/{domain}/num_prompts": float(counts[domain]) for domain in sorted(counts)}
-        return shares | {"val/num_prompts": float(sum(counts.values())), "val/error_share": num_unscored / num_answers}
+        return num_unscored / num_answers
 
 
-def _means(sums: dict[str, float]) -> dict[str, float]:
-    """`val/score/mean`, `val/score_greedy/mean` and one of each per domain."""
-    metrics: dict[str, float] = {}
-    for kind in ("score", "score_greedy"):
-        totals = {key: value for key, value in sums.items() if key.endswith((f"/{kind}/sum", f"/{kind}/count"))}
-        domains = {key.rsplit("/", 2)[0] for key in totals}
-        for domain in sorted(domains):
-            if count := totals[f"{domain}/{kind}/count"]:
-                metrics[f"val/{domain}/{kind}/mean"] = totals[f"{domain}/{kind}/sum"] / count
-        if count := sum(totals[f"{d}/{kind}/count"] for d in domains):
-            metrics[f"val/{kind}/mean"] = sum(totals[f"{d}/{kind}/sum"] for d in domains) / count
-    return metrics
+def val_metrics(found: Mapping[str, Values]) -> Values:
+    """Return what `Evaluation.results` returned as metrics: `val/<domain>/<name>` and, of all domains, `val/<name>`."""
+    sections = {domain: f"val/{domain}/" if domain else "val/" for domain in found}
+    return {f"{sections[domain]}{name}": value for domain in found for name, value in found[domain].items()}
+
+
+def measure(rows: Sequence[Answered], settings: EvaluationConfig) -> Values:
+    """Return the numbers of some prompts: their means, what `eval.metrics` names, and how many have a score.
+
+    `pass@k` and `maj@k` are over the prompts with k scored sampled answers; `maj@k` over the domains in which some
+    answer has a vote (`Verdict.answer`).
+    """
+    found: Values = {}
+    scores = {"score": [[score for _, score in row.sampled] for row in rows], "score_greedy": [r.greedy for r in rows]}
+    for name, by_prompt in scores.items():
+        by_prompt = [some for some in by_prompt if some]
+        if by_prompt:
+            found[f"{name}/mean"] = fmean(score for some in by_prompt for score in some)
+        if "ci95" in (settings.metrics or ()) and (half := half_width([*map(fmean, by_prompt)])) is not None:
+            found[f"{name}/ci95"] = half
+    for k in settings.numbers("pass"):
+        counts = [(len(some), sum(x >= settings.pass_score for x in some)) for some in scores["score"] if len(some) >= k]
+        if counts:
+            found[f"pass@{k}"] = fmean(pass_at_k(total, right, k) for total, right in counts)
+    voting = {row.domain for row in rows if any(vote for vote, _ in row.sampled)}
+    for k in settings.numbers("maj"):
+        votes = [row.sampled for row in rows if row.domain in voting and len(row.sampled) >= k]
+        if votes:
+            found[f"maj@{k}"] = fmean(maj_at_k(some, [k])[0] for some in votes)
+    return found | {"num_prompts": float(sum(bool(row.greedy or row.sampled) for row in rows))}

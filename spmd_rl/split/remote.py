@@ -66,7 +66,7 @@ class RemoteRollouts:
             sections = cfg.rollout, cfg.data, cfg.reward
             self.prompts, *_ = fit_prompts(prompts, tokenizer, *sections, side.world)  # [all]
         self._cfg, self._server, self._world, self._attached = cfg, side.server, side.world, side.is_attached
-        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
+        self._evaluation = Evaluation.of(cfg)
         self._cursor, self._rules, self._start, self._collected = Cursor(), rules, 0, 0
         self._notice = WaitMessage(side.world.rank)
         self._server.rules = self

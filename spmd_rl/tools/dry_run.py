@@ -56,7 +56,7 @@ MAX_CHARACTERS = 1500
 def show(cfg: RlvrConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
     with phase("reading the prompts"):
-        prompts = Prompts.load(cfg.data, cfg.steps > 0)
+        prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
     with phase("loading the tokenizer"), without_torch():
         policy = cfg.policy

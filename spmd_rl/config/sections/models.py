@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_rl.config.values import above, at_least, one_of, require
 
@@ -28,7 +28,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
-        one_of(self, dtype=POLICY_DTYPES if isinstance(self, PolicyConfig) else DTYPES)
+        one_of(self, dtype=POLICY_DTYPES if isinstance(self, ServedModelConfig) else DTYPES)
 
 
 @dataclass
@@ -86,8 +86,10 @@ class TrainedModelConfig(ModelConfig):
 
 
 @dataclass
-class PolicyConfig(TrainedModelConfig):
-    """The model that is trained, and its optimizer."""
+class ServedModelConfig(ModelConfig):
+    """The model that answers."""
+
+    router_replay: ClassVar[bool] = False
 
     model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
@@ -95,11 +97,17 @@ class PolicyConfig(TrainedModelConfig):
     dtype: str = "auto"
     """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
     multiplies it and else float32. Master weights and optimizer state are always float32."""
+    trust_remote_code: bool = False
+    """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
+
+
+@dataclass
+class PolicyConfig(ServedModelConfig, TrainedModelConfig):
+    """The model that is trained, and its optimizer."""
+
     router_replay: bool = False
     """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
     differences between the two do not become large ones (R3). `engine=native` alone tells."""
-    trust_remote_code: bool = False
-    """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
 
 
 @dataclass

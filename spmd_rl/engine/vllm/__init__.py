@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
+from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.engine.sequence import text_of_model
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["build"]
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> Engine:
+def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: "World") -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     tp = settings.tp
     first = world.rank // tp * tp
