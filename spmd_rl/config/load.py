@@ -53,8 +53,6 @@ def load(
     check_experiment(pipeline, overrides)
     check_recipe(overrides)
     values = compose(pipeline, overrides, config_dir, config_name)
-    if getattr(schema, "borrows", False):
-        values = without_others(values, schema, overrides)
     return fill_run(build(schema, values), pipeline)
 
 
@@ -89,7 +87,7 @@ def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
         path = CONFIGS / GROUP_WITHOUT_DEFAULT / f"{name}.yaml"
         if key == GROUP_WITHOUT_DEFAULT and path.is_file():
             doors = experiment_doors(path)
-            if pipeline in PIPELINES and pipeline not in doors and not PIPELINES[pipeline].borrows:
+            if pipeline in PIPELINES and pipeline not in doors:
                 raise UserError(f"{key}={name}: it is one of python -m spmd_rl.{doors[0]}")
 
 
@@ -103,11 +101,12 @@ def check_recipe(overrides: Sequence[str]) -> None:
 
 
 def experiment_doors(path: Path) -> list[str]:
-    """Return the pipelines that have all sections and groups of a shipped experiment."""
+    """Return the pipelines that take a shipped experiment: they have all its sections and groups, or borrow."""
     values = yaml.safe_load(path.read_text())
     groups = [key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry]
     named = {*values, *groups}
-    return [name for name, schema in PIPELINES.items() if named <= {field.name for field in fields(schema)}]
+    own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
+    return [name for name, schema in PIPELINES.items() if schema.borrows or named <= own[name]]
 
 
 def compose(
@@ -147,7 +146,8 @@ def compose(
     said = {line.lstrip("+").partition("=")[0] for line in overrides}
     if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
         raise UserError(f"{REMOTE_CODE}: a YAML file turns it on, which others may have written; say it on the line")
-    return values
+    schema = PIPELINES.get(pipeline)
+    return without_others(values, schema, overrides) if schema and schema.borrows else values
 
 
 def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:

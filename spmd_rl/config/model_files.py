@@ -29,8 +29,8 @@ def newest_model(key: str, name: str) -> str:
     if not (folder / "manifest.json").is_file():
         return name
     if not (folder / "hf").is_dir():
-        way = f"python -m spmd_rl convert to-hf {folder} OUT makes one: {key}=OUT; checkpoint.export_hf=true has it made"
-        raise UserError(f"{key}: {folder} has no hf/, the model that is evaluated; {way}")
+        way = f"python -m spmd_rl convert to-hf {folder} OUT makes one: {key}=OUT"
+        raise UserError(f"{key}: {folder} has no hf/, the model that is evaluated (checkpoint.export_hf=true); {way}")
     return str(folder / "hf")
 
 

@@ -159,9 +159,9 @@ def measure(rows: Sequence[Answered], settings: EvaluationConfig) -> Values:
         if "ci95" in (settings.metrics or ()) and (half := half_width([*map(fmean, by_prompt)])) is not None:
             found[f"{name}/ci95"] = half
     for k in settings.numbers("pass"):
-        counts = [(len(some), sum(x >= settings.pass_score for x in some)) for some in scores["score"] if len(some) >= k]
-        if counts:
-            found[f"pass@{k}"] = fmean(pass_at_k(total, right, k) for total, right in counts)
+        right = [[score >= settings.pass_score for score in some] for some in scores["score"] if len(some) >= k]
+        if right:
+            found[f"pass@{k}"] = fmean(pass_at_k(len(some), sum(some), k) for some in right)
     voting = {row.domain for row in rows if any(vote for vote, _ in row.sampled)}
     for k in settings.numbers("maj"):
         votes = [row.sampled for row in rows if row.domain in voting and len(row.sampled) >= k]

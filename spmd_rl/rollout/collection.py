@@ -163,11 +163,9 @@ class Rollouts:
         kept: answers that are there already, and where each one is written as soon as it has ended.
         """
         there = kept.numbers if kept else frozenset()
-        drawn = {n: [a for a in range(len(sampling)) if (n, a) not in there] for n in range(len(prompts))}
-        drawn = {n: answers for n, answers in drawn.items() if answers}
-        mine = deque(
-            Question(n, prompts[n], {a: sampling[a]}) for n in [*drawn][self._replica :: self._num_replicas] for a in drawn[n]
-        )
+        missing = [[a for a in range(len(sampling)) if (n, a) not in there] for n in range(len(prompts))]
+        dealt = [n for n, answers in enumerate(missing) if answers][self._replica :: self._num_replicas]
+        mine = deque(Question(n, prompts[n], {a: sampling[a]}) for n in dealt for a in missing[n])
         samples = defaultdict(list, kept.samples() if kept else {})
 
         def finish(group: Group) -> None:

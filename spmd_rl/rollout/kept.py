@@ -8,12 +8,10 @@ import os
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-from msgspec import MsgspecError
 
 from spmd_rl.distributed import World
 from spmd_rl.types import Group, Prompt, Sample
@@ -35,13 +33,13 @@ class KeptAnswers:
             path = folder / f"rank-{rank}.bin"
             if not path.exists():
                 break
-            whole = 0
-            for samples, whole in read(path):
+            answers, num_bytes = read(path)
+            for samples in answers:
                 self._samples[samples[0].ticket] += samples
                 mine.append((samples[0].ticket, samples[0].unit_number))
             if rank == world.rank:
-                os.truncate(path, whole)
-        self._file = open(folder / f"rank-{world.rank}.bin", "ab", buffering=0)
+                os.truncate(path, num_bytes)
+        self._file = os.open(folder / f"rank-{world.rank}.bin", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         found = world.gather("eval: kept answers", mine, list[tuple[int, int]])  # [all]
         self.numbers = frozenset(number for theirs in found for number in theirs)
         """(number of the prompt, index of the answer) of all that are there, on all ranks."""
@@ -54,27 +52,24 @@ class KeptAnswers:
         """Keep an answer; one without a score is not kept, and so asked for again where an evaluation goes on."""
         if samples[-1].verdict.scored:
             record = pack(samples)
-            self._file.write(HEAD.pack(len(record), zlib.crc32(record)) + record)
+            os.write(self._file, HEAD.pack(len(record), zlib.crc32(record)) + record)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._file)
 
 
-def read(path: Path) -> Iterator[tuple[tuple[Sample, ...], int]]:
-    """Yield each whole record of a file, and where it ends."""
-    data, end = path.read_bytes(), 0
+def read(path: Path) -> tuple[list[tuple[Sample, ...]], int]:
+    """Return the answers of a file up to the first record that is not whole, and where that begins."""
+    data, end, answers = path.read_bytes(), 0, []
     while end + HEAD.size <= len(data):
         size, checksum = HEAD.unpack_from(data, end)
         record = data[end + HEAD.size : end + HEAD.size + size]
         if len(record) != size or zlib.crc32(record) != checksum:
-            return
-        try:
-            samples = unpack(record, tuple[Sample, ...])
-        except (MsgspecError, ValueError, TypeError, LookupError):
-            return
+            break
+        answers.append(unpack(record, tuple[Sample, ...]))
         end += HEAD.size + size
-        yield samples, end
+    return answers, end
 
 
 class KeptRollouts:

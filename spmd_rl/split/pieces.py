@@ -15,8 +15,8 @@ from spmd_rl.config.schema import RlConfig, RolloutConfig
 from spmd_rl.hub import model_folder
 from spmd_rl.model.moe import num_experts
 from spmd_rl.rollout.episode import SEGMENTS, Sampling
-from spmd_rl.types.encoded import pack, unpack
 from spmd_rl.types import Group, Prompt, Sample, Turn, Verdict
+from spmd_rl.types.encoded import unpack
 
 SAMPLE_BYTES, TOKEN_BYTES = 1 << 17, 1 << 10
 """What a sample, and each of its tokens, may take at most: text, boards and routed experts included."""

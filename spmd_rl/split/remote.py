@@ -24,12 +24,13 @@ from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pace import is_evaluated, oldest_version
-from spmd_rl.split.pieces import PieceRules, unpack
+from spmd_rl.split.pieces import PieceRules
 from spmd_rl.split.queues import Accepted, Place
 from spmd_rl.split.server import Checked
 from spmd_rl.split.sides import TrainSide
 from spmd_rl.split.work_queue import WorkQueue
 from spmd_rl.types import Group, Prompt
+from spmd_rl.types.encoded import unpack
 from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.probe import NEW_TOKENS, PROMPTS, Answer
 

@@ -23,7 +23,7 @@ def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[s
 def table(found: Mapping[str, Values]) -> str:
     """Return a line for each domain, and one for all where there are several.
 
-    Example: `domain  prompts  greedy         sampled        pass@4`, with intervals as `0.412 ±0.061`.
+    Columns: domain, prompts, means of greedy and of sampled answers with their 95 % intervals, then `eval.metrics`.
     """
     counted = [key for key in found[""] if key.startswith(("pass@", "maj@"))]
     domains = [domain for domain in found if domain] + [""] * (len(found) != 2)
@@ -41,4 +41,4 @@ def _mean(values: Values, name: str) -> str:
     if f"{name}/mean" not in values:
         return "-"
     half = values.get(f"{name}/ci95")
-    return f"{values[f'{name}/mean']:.3f}" + (f" ±{half:.3f}" if half is not None else "")
+    return f"{values[f'{name}/mean']:.3f}" + (f" \N{PLUS-MINUS SIGN}{half:.3f}" if half is not None else "")

@@ -19,11 +19,11 @@ from spmd_rl.rollout.step_plan import Cursor, plan_step
 from spmd_rl.split import GenerateSide, Generator, PieceRules, RemoteRollouts, TrainSide, generator, remote_step
 from spmd_rl.split.client import Task
 from spmd_rl.split.messages import News, Reported, Stats
-from spmd_rl.split.pieces import pack
 from spmd_rl.split.server import Checked
 from spmd_rl.split.work_queue import WorkQueue
 from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
 from spmd_rl.types import Verdict
+from spmd_rl.types.encoded import pack
 from spmd_rl.weights import in_flight
 from spmd_rl.weights.messages import Announcement, MemberId
 from tests.bench.virtual.two_sides import Costs, Generation, Split, Trained
