@@ -52,6 +52,7 @@ SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
 DELIMITERS = re.compile(r"\\[\[\]()]|\\?\$|^\*\*|\*\*$|^#+|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
 NUMBER = r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})"
 SIMPLE = re.compile(rf"({NUMBER}|[-+]?\d{{1,40}}/\d{{1,40}})|([-+]?)\\frac\{{(-?\d{{1,40}})\}}\{{(\d{{1,40}})\}}")
+VALUE = re.compile(rf"[-+]?\d{{1,40}}/\d{{1,40}}|[-+]?\\frac\{{-?\d{{1,40}}\}}\{{\d{{1,40}}\}}|{NUMBER}")
 WORD_UNIT = re.compile(rf"(?P<core>{NUMBER}) (?P<unit>[A-Za-z]{{2,}}(?: [A-Za-z]+)*)(?P<power>\^\S+)?")
 TEXT_UNIT = re.compile(
     r"(?P<core>.*[\w})])\\(?:text|mathrm|textrm|mbox)\{\s*(?P<unit>[A-Za-z]+(?:[ /.][A-Za-z]+)*)\s*\}(?P<power>\^\S+)?"
@@ -217,8 +218,11 @@ def number(text: str) -> Fraction | None:
 
 
 def result(final: str) -> str:
-    """Return a final answer in one spelling: numbers of one value have one, other mathematics that of its text."""
-    value = number(split_unit(tidy(final))[0])
+    """Return a final answer in one spelling: numbers of one value have one, of prose the last number counts, and other
+    mathematics has that of its text."""
+    text, _ = split_unit(tidy(final))
+    found = VALUE.findall(text) if PROSE.search(text) else []
+    value = number(found[-1] if found else text)
     return unwrapped(tidy(final)) if value is None else str(value)
 
 
