@@ -134,6 +134,12 @@ class Batch(_Remembered):
     """float32 [T]: the trainer's logprobs before the first update; None where they equal the current ones"""
     ref_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
     """float32 [T]: the reference policy's logprobs; None where nothing needs them"""
+    teacher_logprobs: Tensor | None = field(default=None, metadata=per_token(torch.float32, "nats"))
+    """float32 [T]: the teacher's logprobs of the sampled tokens, NaN where no teacher is asked; None without one"""
+    teacher_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))
+    """T lists of int32: the teacher's k most likely tokens in the place of each sampled token. None: not compared"""
+    teacher_top: Ragged | None = field(default=None, metadata=per_token(torch.float32, "nats", ragged=True))
+    """T lists of float32: their logprobs under the teacher, -inf where no teacher is asked"""
     values: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))
     """float32 [T]: what the critic expects of the rest of the answer before each sampled token; None without one"""
     returns: Tensor | None = field(default=None, metadata=per_token(torch.float32, "score"))

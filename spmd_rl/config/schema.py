@@ -17,10 +17,12 @@ from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
+    ModelConfig,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
     ServedModelConfig,
+    TeachersConfig,
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
@@ -87,9 +89,9 @@ class JobConfig:
         """What the models of the pipeline are built from: the policy, and in a subclass whom it wants beside it."""
         return [self.role("policy")]
 
-    def role(self, name: str) -> RoleConfig:
-        """What the role of a section `name` is built from."""
-        own, policy = getattr(self, name), self.policy
+    def role(self, name: str, own: ModelConfig | None = None) -> RoleConfig:
+        """What the role of a section `name` is built from. own: the section, where it has not that name."""
+        own, policy = own or getattr(self, name), self.policy
         return RoleConfig(
             name=name,
             own=own,
@@ -125,6 +127,7 @@ class RlConfig(PipelineConfig):
 
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeachersConfig = field(default_factory=TeachersConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -148,6 +151,8 @@ class RlConfig(PipelineConfig):
             f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}",
         )
         limit, k, n = self.rollout.max_answer_tokens, self.algorithm.pass_k, self.rollout.answers_per_prompt
+        cut = self.teacher.names and self.rollout.truncates
+        require(not cut, "rollout.top_p: with a teacher, no token may be cut off (top_k, top_p, min_p)")
         require(
             self.algorithm.advantage != "pass_at_k" or k < n,
             f"algorithm.pass_k: {k} must be less than rollout.answers_per_prompt {n}, or no group has a gradient",
@@ -189,11 +194,17 @@ class RlConfig(PipelineConfig):
     def roles(self) -> list[RoleConfig]:
         """The policy, and whom the algorithm wants beside it."""
         used = {"policy": True, "reference": self.algorithm.uses_reference, "critic": self.algorithm.uses_critic}
-        return [self.role(name) for name, wanted in used.items() if wanted]
+        return [self.role(name) for name, wanted in used.items() if wanted] + teachers_of(self, self.teacher)
 
     def trained_steps(self, name: str) -> int:
         """See `PipelineConfig.trained_steps`: the critic learns alone at first."""
         return max(0, self.steps - self.algorithm.critic_warmup) if name == "policy" else self.steps
+
+
+def teachers_of(cfg: JobConfig, teacher: TeachersConfig) -> list[RoleConfig]:
+    """What the teachers of a pipeline are built from."""
+    own = {name: teacher.domains[name] if name else teacher for name in teacher.names}
+    return [cfg.role(f"teacher.{name}" if name else "teacher", section) for name, section in own.items()]
 
 
 @dataclass

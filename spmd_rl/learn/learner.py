@@ -8,13 +8,14 @@ import numpy as np
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
-from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
+from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Samples, repetition_penalties
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
+from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -35,9 +36,11 @@ class Learner:
         seed: int = 0,
         replayed: bool = False,
         roofline: Roofline | None = None,
+        teacher: TeachersConfig | None = None,
     ) -> None:
         """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
-        self._policy, self._reference, self._critic = roles
+        self._policy, self._reference, self._critic, found = roles
+        self._teachers = Teachers(found, roles.policy, teacher, rollout.temperature) if found else None
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
         limit = rollout.max_answer_tokens
@@ -70,6 +73,7 @@ class Learner:
             seed=cfg.seed,
             replayed=cfg.policy.router_replay,
             roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
+            teacher=cfg.teacher,
         )
 
     def state(self) -> dict[str, Any]:
@@ -106,7 +110,8 @@ class Learner:
                     greedy_answer=rollout.answers_per_prompt if settings.uses_greedy else None,
                     penalties=penalties,
                 )
-            self._check_signal()
+            if not self._teachers:
+                self._check_signal()
             batches = redistribute(  # [all]
                 collected, self.plan, self._num_updates, data, self._world, rollout.truncates, self._replayed
             )
@@ -134,6 +139,11 @@ class Learner:
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
+            if self._teachers:
+                with self._world.phase("logprobs"):
+                    self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
+                for batch in batches:
+                    self._teachers.reward(batch)
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
                 self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, trains)
@@ -166,6 +176,7 @@ class Learner:
                     metrics |= mean_over([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
+                loss = self._teachers.loss(loss) if self._teachers else loss
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
             if not self._monitored:
                 self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})

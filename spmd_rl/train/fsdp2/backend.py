@@ -30,8 +30,9 @@ class FSDP2Policy(FSDP2Model):
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         row = self.row(micro)
-        aim(self.module.get_output_embeddings(), micro, row, args.temperature, self.device)
-        return self.predictions(micro, row).unbind(-1)
+        aim(self.module.get_output_embeddings(), micro, row, args, self.device)
+        found = self.predictions(micro, row)
+        return (found[:, 0], found[:, 1], found[:, 2:]) if args.compares else found.unbind(-1)
 
 
 class FSDP2Value(FSDP2Model):
