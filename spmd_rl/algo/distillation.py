@@ -53,7 +53,7 @@ def skewed_reverse_kl(teacher: Tensor, student: Tensor, mix: float) -> Tensor:
 
 
 def jensen_shannon(teacher: Tensor, student: Tensor, mix: float) -> Tensor:
-    """mix KL(teacher || m) + (1 - mix) KL(student || m), m = mix teacher + (1 - mix) student (GKD, arXiv 2306.13649)."""
+    """mix KL(teacher || m) + (1 - mix) KL(student || m), m = mix teacher + (1 - mix) student (GKD)."""
     middle = mixed(teacher, student, mix)
     return mix * kl(teacher, middle) + (1 - mix) * kl(student, middle)
 

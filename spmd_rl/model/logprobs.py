@@ -241,8 +241,8 @@ def _moved(top: Tensor, higher: Tensor, total: Tensor, spread: Tensor) -> tuple[
 def _combined(
     top: Tensor, total: Tensor, spread: Tensor, chosen: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[all] The statistics over the whole vocabulary from those over each rank's part: four numbers a row travel, and one
-    more for each further target."""
+    """[all] The statistics over the whole vocabulary from those over each rank's part: four numbers a row travel, and
+    one more for each further target."""
     highest = top.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     # a target is chosen on one rank, 0 elsewhere
