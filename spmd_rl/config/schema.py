@@ -24,6 +24,7 @@ from spmd_rl.config.sections.models import (
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
     JournalConfig,
@@ -34,7 +35,7 @@ from spmd_rl.config.sections.run import (
     TrackConfig,
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
-from spmd_rl.config.values import at_least, require
+from spmd_rl.config.values import above, at_least, require
 from spmd_rl.errors import UserError
 
 
@@ -244,5 +245,35 @@ class AgenticConfig(RlConfig):
         return self.warmup.steps
 
 
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig)}
+@dataclass
+class RowsPipelineConfig(PipelineConfig):
+    """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
+
+    epochs: float | None = None
+    """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
+    data: RowsConfig = field(default_factory=RowsConfig)
+    eval: ValidationConfig = field(default_factory=ValidationConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, epochs=0)
+        require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
+
+    def count_rows(self, num_rows: int) -> int | None:
+        """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
+        if self.epochs is None or not self.steps:
+            return None
+        total = max(1, round(self.epochs * num_rows))
+        self.steps = -(-total // self.data.rows_per_step)
+        return total
+
+
+@dataclass
+class SftConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.sft`."""
+
+    pipeline = "sft"
+
+
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig)}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""
