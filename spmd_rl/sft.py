@@ -11,12 +11,9 @@ from spmd_rl.config import SftConfig, main
 
 def run(cfg: SftConfig) -> None:
     """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
-    from functools import partial
+    from spmd_rl.data import Examples
 
-    from spmd_rl.data import Examples, demonstration
-
-    # before torch: a mistake in a row is told within seconds
-    examples = Examples.load(cfg.data, partial(demonstration, cfg=cfg.data), cfg.steps > 0)
+    examples = Examples.load(cfg.data, cfg.row_kind, cfg.steps > 0)  # before torch: a mistake is told within seconds
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job
@@ -42,4 +39,4 @@ def run(cfg: SftConfig) -> None:
 
 
 if __name__ == "__main__":
-    main("sft", SftConfig, run)
+    main("sft", SftConfig, run, preview="spmd_rl.tools.dry_run_rows:show")

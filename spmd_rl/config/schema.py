@@ -249,6 +249,9 @@ class AgenticConfig(RlConfig):
 class RowsPipelineConfig(PipelineConfig):
     """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
 
+    row_kind: ClassVar[str] = "demonstration"
+    """What rows are: see `data.conversations.KINDS`."""
+
     epochs: float | None = None
     """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
     data: RowsConfig = field(default_factory=RowsConfig)

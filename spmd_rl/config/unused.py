@@ -14,10 +14,11 @@ from spmd_rl.config.algorithm_targets import is_own, parameters
 from spmd_rl.config.apply import apply
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
-from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
+from spmd_rl.config.sections.data import GENERATORS, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rows import ValidationConfig
 
 Idle = list[tuple[Any, str, str]]
 """What must hold for keys or sections to have an effect, the reason why they have none, and these, in one text"""
@@ -82,14 +83,18 @@ def _of_critic(critic: CriticConfig) -> Idle:
     return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
 
 
-def _of_data(data: DataConfig, steps: int) -> Idle:
+def _of_data(data: SourcesConfig, steps: int) -> Idle:
     generated = GENERATORS in f"{data.train},{data.eval}"
     return [
         (generated, "problems come from files", "data.size data.seed data.args"),
         (data.eval is None, "data.eval is given", "data.holdout"),
-        (steps, "steps is 0", "data.holdout data.mix"),
+        (steps, "steps is 0", "data.holdout data.mix epochs"),
         (steps or not data.eval, "steps is 0 and data.eval is given", "data.train"),
     ]
+
+
+def _of_validation(eval: ValidationConfig) -> Idle:
+    return [(eval.every, "eval.every is 0", "eval.rows")]
 
 
 def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
@@ -101,7 +106,7 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     return idle
 
 
-IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_sidecar)
+IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_validation, _of_sidecar)
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 
 

@@ -65,3 +65,7 @@ def _with_system(conversation: Conversation, cfg: SourcesConfig) -> Conversation
     if cfg.system is not None and all(message.role != "system" for message in messages):
         messages, num_given = (Message("system", with_line_breaks(cfg.system)), *messages), num_given + 1
     return Conversation(messages, num_given)
+
+
+KINDS = {"demonstration": demonstration}
+"""What rows are, by the name that the settings of a pipeline have for it (`row_kind`)"""

@@ -98,6 +98,8 @@ def parse_messages(value: Any, name: str) -> tuple[Message, ...]:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise BrokenRow(f"`{name}[{index}]` needs a `role` and a `content`, both text")
+        if item.get("tool_calls"):
+            raise BrokenRow(f"`{name}[{index}]` has `tool_calls`; write them into its `content`, as the model would")
         found.append(Message(encodable(role, name), encodable(content, name)))
     return tuple(found)
 

@@ -1,6 +1,6 @@
 """Rows that stay on disk: each is checked once, before anything starts, and read again when it is asked for.
 
-    rows = Examples.load(cfg.data, lambda record: demonstration(record, cfg.data))
+    rows = Examples.load(cfg.data, "demonstration")
     rows.train.at(17, seed=cfg.seed)      # the 18th row of the run: (epoch, number of the row)
     rows.train[4]                         # an `Example`
 
@@ -13,7 +13,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 
 from spmd_rl.config.sections.data import SourcesConfig, sources
+from spmd_rl.data import reasoning_gym
+from spmd_rl.data.conversations import KINDS
 from spmd_rl.data.fields import BrokenRow
 from spmd_rl.data.files import BYTE_ORDER_MARK, read_records
 from spmd_rl.data.hub import dataset_records
@@ -121,14 +123,19 @@ class Examples:
     eval: RowStore
 
     @classmethod
-    def load(cls, cfg: SourcesConfig, parse: Parse, trains: bool) -> "Examples":
-        """Read and check all rows. UserError, naming setting, file and line, for a broken one."""
+    def load(cls, cfg: SourcesConfig, kind: str, trains: bool = True) -> "Examples":
+        """Read and check all rows, which are of a kind of `KINDS`. UserError, naming setting, file and line, for a
+        broken one.
+
+        trains: whether there are steps of training. Else all rows are held out.
+        """
+        parse: Parse = partial(KINDS[kind], cfg=cfg)
         rows = cls(RowStore(parse), RowStore(parse))
         key = "data.eval" if cfg.eval or trains else "data.train"
         if trains:
-            rows._read(cfg.train, "data.train", parse, 0.0 if cfg.eval else cfg.holdout)
+            rows._read(cfg.train, "data.train", cfg, parse, 0.0 if cfg.eval else cfg.holdout)
         if cfg.eval or not trains:
-            rows._read(cfg.eval or cfg.train, key, parse, 1.0)
+            rows._read(cfg.eval or cfg.train, key, cfg, parse, 1.0)
         if trains and not rows.train:
             raise UserError(f"data.train: no row is left in {cfg.train}: data.holdout={cfg.holdout} takes all")
         return rows
@@ -139,20 +146,30 @@ class Examples:
         stores = {"data.train": self.train, "data.eval": self.eval}
         return {name: [Digest(f"{len(store)} rows", store.digest)] for name, store in stores.items()}
 
-    def _read(self, source: str | None, key: str, parse: Parse, holdout: float) -> None:
+    def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
         """Add the rows of a source; the share `holdout`, by content, to the held-out ones."""
         for name in sources(source):
-            dataset, path = hub_dataset(name), Path(name).expanduser()
-            found = ((*pair, None) for pair in dataset_records(dataset, key)) if dataset else read_records(path, key)
-            opened = [{}, {}]  # by store: the numbers of the file, and of a temporary one
-            for where, record, offset in found:
+            path, files = Path(name).expanduser(), [{}, {}]  # by store: the numbers of the file and of a temporary one
+            for where, record, offset in _records(name, path, key, cfg):
                 try:
                     content = msgspec.msgpack.encode(parse(record))
                 except BrokenRow as error:
                     raise UserError(f"{key}: {where}: {error}") from None
                 held = is_held_out(blake2b(content, digest_size=16).hexdigest(), holdout)
-                store, files = (self.eval if held else self.train), opened[held]
-                kept = None if offset is None else path
-                if kept not in files:
-                    files[kept] = store.open(kept)
-                store.add(content, files[kept], offset, (where, record))
+                store, kept = (self.eval if held else self.train), None if offset is None else path
+                if kept not in files[held]:
+                    files[held][kept] = store.open(kept)
+                store.add(content, files[held][kept], offset, (where, record))
+
+
+def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
+    """Yield where each record of a source stands, the record, and where its line begins in the file, if it has one."""
+    if name.startswith(reasoning_gym.PREFIX):
+        rows = list(reasoning_gym.generate(name.removeprefix(reasoning_gym.PREFIX), cfg.size, cfg.seed, cfg.args, key))
+        for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+            right = {"prompt": row.problem, "completion": row.ground_truth, "chosen": row.ground_truth}
+            yield row.where, right | {"rejected": other.ground_truth}, None  # the answer to another question
+    elif dataset := hub_dataset(name):
+        yield from ((*pair, None) for pair in dataset_records(dataset, key))
+    else:
+        yield from read_records(path, key)

@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 from spmd_rl.config.apply import apply
-from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation
+from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, describe_rows
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
@@ -23,7 +23,8 @@ def header(cfg: PipelineConfig, world: World, num_train: int, num_eval: int) -> 
     generates = apply((partial(_tasks, trains),), cfg)
     where = "forward passes and the engine" if generates else "forward passes"
     tasks = generates[0] if generates else f"each trains {trains}"
-    more = apply((partial(_prompts, num_train, num_eval), *[describe_batch] * (cfg.steps > 0)), cfg)
+    told = (partial(_prompts, num_train, num_eval), partial(describe_rows, num_train, num_eval))
+    more = apply((*told, *[describe_batch] * (cfg.steps > 0)), cfg)
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps} steps, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),

@@ -1,6 +1,6 @@
 """Supervised fine-tuning against plain Hugging Face: loss and gradients of three steps, in every layout.
 
-The reference renders each conversation once, takes transformers' own mask of the assistant's tokens, and trains a padded
+The reference renders a conversation once, takes transformers' own mask of the assistant's tokens, and trains a padded
 batch. Gradients are read off the norm and the weights: an epsilon of 1e-3 hides gradients that are rounding alone.
 """
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spmd_rl import train
 from spmd_rl.config.sections.models import PolicyConfig, RoleConfig, TrainConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
-from spmd_rl.data import Examples, demonstration
+from spmd_rl.data import Examples
 from spmd_rl.learn import Imitation
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rollout import RowSource
@@ -59,7 +59,7 @@ def conversation(row: dict) -> list[dict]:
 
 def source(world, path: str, rows: str) -> RowSource:
     data, validation = RowsConfig(train=rows, holdout=0.0, eval=rows, rows_per_step=SIZE), ValidationConfig()
-    examples = Examples.load(data, lambda record: demonstration(record, data), True)
+    examples = Examples.load(data, "demonstration")
     return RowSource(examples, data, validation, load_tokenizer(path), world, SEED)
 
 
@@ -86,7 +86,7 @@ def trained(tmp_path_factory) -> tuple[str, str, list[float], list[float], list[
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     data = RowsConfig(train=str(rows), holdout=0.0, rows_per_step=SIZE)
-    order = Examples.load(data, lambda record: demonstration(record, data), True).train
+    order = Examples.load(data, "demonstration").train
 
     def loss_of(numbers: list[int]) -> torch.Tensor:
         chats = [conversation(ROWS[number]) for number in numbers]

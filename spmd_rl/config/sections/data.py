@@ -39,13 +39,19 @@ class SourcesConfig:
     train: str | None = None
     """Rows to train on, without which there is only evaluation (`steps=0`): files (JSON lines, a JSON array, either
     with gzip, or parquet; `*` is a pattern), a dataset of the Hugging Face hub (`openai/gsm8k:main:train`),
-    `reasoning_gym:<task>` where prompts are enough, or a comma-separated list of these."""
+    `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
     """Held-out rows, given like `train`, of which all are kept. Default: the held-out share of `train`; with `steps=0`
     all of `train`."""
     holdout: float = 0.25
     """Share of `train` that is held out, by content hash, when `eval` is not given and there are steps of training. 0:
     all rows are trained on, and nothing is evaluated."""
+    size: int = 1000
+    """Number of rows to generate, before training drops duplicates (reasoning_gym only)."""
+    seed: int = 0
+    """Seed of the generator (reasoning_gym only)."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the task (reasoning_gym only)."""
     keys: dict[str, str | None] = field(default_factory=dict)
     """Columns of the rows by the names that they have here: `data.keys.question=problem data.keys.answer=result`. A dot
     reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none)."""
@@ -60,6 +66,7 @@ class SourcesConfig:
         self.train = expand_list(self.train) if self.train else None
         self.eval = expand_list(self.eval) if self.eval else None
         within(self, holdout=(0, 1))
+        at_least(self, size=1)
         for name in self.keys:
             require(
                 name in self.known_keys, f"keys.{name}: rows have no such field; known: {', '.join(self.known_keys)}"
@@ -81,12 +88,6 @@ class DataConfig(SourcesConfig):
         page="DATA.md",
     )
 
-    size: int = 1000
-    """Number of rows to generate, before training drops duplicates (reasoning_gym only)."""
-    seed: int = 0
-    """Seed of the generator (reasoning_gym only)."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Parameters of the task (reasoning_gym only)."""
     overlong: str = "drop"
     """What happens to prompts longer than `rollout.max_prompt_tokens`: `drop` (the run says how many) or `error`."""
     domains: dict[str, str] = field(default_factory=dict)
@@ -98,7 +99,6 @@ class DataConfig(SourcesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, size=1)
         one_of(self, overlong=("drop", "error"))
         for domain, share in self.mix.items():
             require(0 <= share < float("inf"), f"mix.{domain}: must be at least 0, not {share}")
