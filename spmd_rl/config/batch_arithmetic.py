@@ -6,6 +6,7 @@ from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 
 
 def describe_batch(
@@ -30,6 +31,24 @@ def describe_batch(
             f"{samples / train.updates_per_step:.4g} samples each",
         ),
         ("tokens", f"{describe_tokens(rollout, turns)}, {train.tokens_per_microbatch:,} a micro-batch"),
+    ]
+
+
+def describe_rows(
+    num_train: int, num_eval: int, data: RowsConfig, eval: ValidationConfig, train: TrainConfig, steps: int
+) -> list[tuple[str, str]]:
+    """Return the arithmetic of a supervised run on so many rows as names and texts."""
+    shards, size = max(1, world_size() // train.ranks_per_shard), data.rows_per_step
+    epochs, asked = steps * size / max(num_train, 1), min(num_eval, eval.rows or num_eval)
+    evaluation = f"{asked} of {num_eval} held-out rows every {eval.every} steps" if asked and eval.every else "none"
+    return [
+        ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
+        (
+            "step",
+            f"{size} rows of up to {data.max_tokens} tokens in {_number(train.updates_per_step, 'optimizer step')}",
+        ),
+        ("training", f"{_number(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
+        ("evaluation", evaluation),
     ]
 
 

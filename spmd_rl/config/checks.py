@@ -24,7 +24,7 @@ from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_
 from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
-from spmd_rl.config.sections.data import DataConfig, RewardsConfig, files, sources
+from spmd_rl.config.sections.data import DataConfig, RewardsConfig, SourcesConfig, files, sources
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, RoleConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
@@ -42,10 +42,6 @@ VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
 
 
-NO_DATA = (
-    "data.train: no dataset is given; to see a small model learn sums, say +experiment=demo; for math problems of "
-    "your own, say data=jsonl_math data.train=rows.jsonl (docs/DATA.md)"
-)
 NO_TRAINING_DATA = f"data.train: no training data is given; {EVALUATE} evaluates data.eval and trains nothing"
 NO_ROWS = (
     "data.eval: nothing is given to evaluate; say data.eval=test.jsonl with a reward (data=jsonl_math has one), or "
@@ -62,10 +58,10 @@ def check(cfg: JobConfig) -> None:
     apply(CHECKS, cfg)
 
 
-def check_given_data(data: DataConfig, steps: int) -> None:
+def check_given_data(data: SourcesConfig, steps: int) -> None:
     """Check that there is something to train on, or to evaluate."""
     if not data.train:
-        raise UserError(NO_TRAINING_DATA if data.eval else NO_DATA)
+        raise UserError(NO_TRAINING_DATA if data.eval else data.no_data)
 
 
 def check_given_envs(env: EnvsConfig, steps: int) -> None:
@@ -324,7 +320,7 @@ def fetch_models(roles: list[RoleConfig]) -> None:
             fetch_weights(f"{role.name}.model", model)
 
 
-def check_data(data: DataConfig) -> None:
+def check_data(data: SourcesConfig) -> None:
     """Check that data files exist. Their rows are read later, still before the process group forms."""
     for key, text in (("train", data.train), ("eval", data.eval)):
         for path in files(text):

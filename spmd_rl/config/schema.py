@@ -28,6 +28,7 @@ from spmd_rl.config.sections.models import (
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
     JournalConfig,
@@ -38,7 +39,7 @@ from spmd_rl.config.sections.run import (
     TrackConfig,
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
-from spmd_rl.config.values import at_least, require
+from spmd_rl.config.values import above, at_least, require
 from spmd_rl.errors import UserError
 
 EVALUATE = "python -m spmd_rl.evaluate"
@@ -271,6 +272,44 @@ class AgenticConfig(RlConfig):
 
 
 @dataclass
+class RowsPipelineConfig(PipelineConfig):
+    """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
+
+    row_kind: ClassVar[str] = "demonstration"
+    """What rows are: see `data.conversations.KINDS`."""
+
+    epochs: float | None = None
+    """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
+    data: RowsConfig = field(default_factory=RowsConfig)
+    eval: ValidationConfig = field(default_factory=ValidationConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, epochs=0)
+
+    def count_rows(self, num_rows: int) -> int | None:
+        """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
+        if self.epochs is None:
+            return None
+        total = max(1, round(self.epochs * num_rows))
+        self.steps = -(-total // self.data.rows_per_step)
+        return total
+
+
+@dataclass
+class SftConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.sft`."""
+
+    pipeline = "sft"
+    teacher: TeachersConfig = field(default_factory=TeachersConfig)
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """The policy, and its teacher."""
+        return [*super().roles, *teachers_of(self, self.teacher)]
+
+
+@dataclass
 class EvaluateConfig(JobConfig):
     """The settings of `python -m spmd_rl.evaluate`."""
 
@@ -310,5 +349,7 @@ class EvaluateConfig(JobConfig):
         return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
 
 
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, EvaluateConfig)}
+PIPELINES: dict[str, type] = {
+    schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig, EvaluateConfig)
+}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -10,7 +10,8 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from spmd_rl.data.rows import Record, plain
+from spmd_rl.data.fields import plain
+from spmd_rl.data.rows import Record
 from spmd_rl.errors import UserError
 
 DOMAIN = "reasoning_gym"

@@ -4,5 +4,6 @@ from spmd_rl.learn.evaluate import Evaluation, val_metrics
 from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.losses import nll, update
+from spmd_rl.learn.teachers import Teachers
 
-__all__ = ["Evaluation", "Imitation", "Learner", "nll", "update", "val_metrics"]
+__all__ = ["Evaluation", "Imitation", "Learner", "Teachers", "nll", "update", "val_metrics"]

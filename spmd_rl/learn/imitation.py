@@ -1,12 +1,16 @@
 """`Imitation`: supervised learning on what was collected, token by token, whatever it is worth."""
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 import numpy as np
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.learn.advantages import Samples
-from spmd_rl.learn.losses import nll, update
+from spmd_rl.learn.losses import measure, nll, nothing, update
 from spmd_rl.learn.prepare import Plan, plan_supervised
+from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.base import Metrics, PolicyRole
 
@@ -14,10 +18,21 @@ from spmd_rl.train.base import Metrics, PolicyRole
 class Imitation:
     """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
 
-    def __init__(self, policy: PolicyRole, num_updates: int, temperature: float, lr_factor: float) -> None:
-        """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate."""
+    def __init__(
+        self,
+        policy: PolicyRole,
+        num_updates: int,
+        temperature: float = 1.0,
+        lr_factor: float = 1.0,
+        name: str = "warmup/loss",
+        teachers: Teachers | None = None,
+    ) -> None:
+        """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate. name: of the
+        loss, among the metrics. teachers: who say what else could stand in the place of each token."""
         self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
-        self._temperature, self._lr_factor = temperature, lr_factor
+        self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
+        self._teachers = teachers
+        self._loss = teachers.loss(nothing if teachers.alone else nll) if teachers else nll
         self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 
@@ -30,7 +45,14 @@ class Imitation:
 
     def prepare(self, collected: Samples) -> list[Batch]:
         """[all] This rank's mini-batches, one per optimizer step."""
-        data, count = self._policy.layout.data, self._num_updates
+        batches = self._prepare(collected, self._num_updates)  # [all]
+        if self._teachers:
+            with self._world.phase("logprobs"):
+                self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
+        return batches
+
+    def _prepare(self, collected: Samples, count: int) -> list[Batch]:
+        data = self._policy.layout.data
         with self._world.phase("prepare"):
             with self._world.phase("coordination"):
                 self.plan = plan_supervised(collected, count, data.size, self._policy.hidden_size)
@@ -41,7 +63,20 @@ class Imitation:
         used = [batches[i] for i in np.unique(self.plan.minibatches).tolist()]
         self._policy.lr_factor = self._lr_factor
         with self._world.phase("update"):
-            metrics = update(self._policy, used, nll, self._temperature)  # [all]
+            metrics = update(self._policy, used, self._loss, self._temperature)  # [all]
         self._policy.lr_factor = 1.0
-        own = {"warmup/loss": metrics.pop("actor/pg_loss")} if used else {}
+        own = {self._name: metrics.pop("actor/pg_loss")} if used else {}
         return own | metrics | self.plan.metrics()
+
+    def measure(self, parts: Iterable[Samples]) -> Metrics:
+        """[all] The loss on samples of which nothing is learnt, as `val/*`; they come in parts. Equal on all ranks."""
+        sums: dict[str, float] = defaultdict(float)
+        with self._world.phase("eval"):
+            for collected in parts:  # [all] have as many
+                (batch,) = self._prepare(collected, 1)  # [all]
+                with self._policy.awake():
+                    found = measure(self._policy, batch, nll, self._temperature)  # [all]
+                for name, value in found.items():
+                    sums[name] += value * (1 if name == "num_tokens" else found["num_tokens"])
+        count = sums.pop("num_tokens", 0.0)
+        return {f"val/{name.removeprefix('actor/')}": value / count for name, value in sums.items() if count}

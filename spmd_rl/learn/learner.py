@@ -39,8 +39,8 @@ class Learner:
         teacher: TeachersConfig | None = None,
     ) -> None:
         """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
-        self._policy, self._reference, self._critic, found = roles
-        self._teachers = Teachers(found, roles.policy, teacher, rollout.temperature) if found else None
+        self._policy, self._reference, self._critic, _ = roles
+        self._teachers = Teachers.of(roles, teacher, rollout.temperature) if teacher else None
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
         limit = rollout.max_answer_tokens

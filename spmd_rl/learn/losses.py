@@ -145,9 +145,29 @@ def update(policy: PolicyRole, batches: Iterable[Batch], loss: BoundLoss, temper
         return with_ess(mean_over([policy.update(batch, loss, temperature) for batch in batches], "actor"))  # [all]
 
 
+def measure(policy: PolicyRole, batch: Batch, loss: BoundLoss, temperature: float = 1.0) -> Metrics:
+    """[all] The loss over a global batch and the means of what it measures, without an update; and `num_tokens`.
+
+    Equal on all ranks. Inside `policy.awake()`.
+    """
+    index = batch.sampled.index
+    logprobs, entropy = (values[index] for values in policy.logprobs(batch, temperature))  # [all]
+    per_token, quantities = loss(logprobs, entropy, batch)
+    sums = {"loss": per_token * batch.weights[index], "num_tokens": torch.ones_like(per_token), **quantities}
+    own = {name: float(values.double().sum()) for name, values in sums.items()}
+    found = policy.layout.data.reduce("eval: loss", own, "sum")  # [all]
+    count, total = found.pop("num_tokens"), found.pop("loss")
+    return {name: value / max(count, 1.0) for name, value in found.items()} | {"loss": total, "num_tokens": count}
+
+
 def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The negative log-likelihood of each sampled token, in nats: a `train.base.BoundLoss`."""
     return -logprobs, {"actor/entropy": entropy.detach()}
+
+
+def nothing(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """No loss of its own, where another one is added: a `train.base.BoundLoss`."""
+    return torch.zeros_like(logprobs), {"actor/entropy": entropy.detach()}
 
 
 def mean_over(updates: list[Metrics], role: str) -> Metrics:

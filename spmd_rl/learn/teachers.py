@@ -19,6 +19,7 @@ from spmd_rl.config.schema import TeachersConfig
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.learn.transfer import RoleShards
 from spmd_rl.rollout.table import SampleTable
+from spmd_rl.train import Roles
 from spmd_rl.train.base import BoundLoss, PolicyRole
 
 COLUMNS = ("teacher_logprobs", "teacher_ids", "teacher_top")
@@ -34,6 +35,16 @@ class Teachers:
         self._teachers, self._policy, self._settings = dict(teachers), policy, settings
         self._temperature, self._num_ids = temperature, policy.size.head // policy.hidden_size
         self._k = min(settings.top_k, self._num_ids)
+
+    @classmethod
+    def of(cls, roles: Roles, settings: TeachersConfig, temperature: float = 1.0) -> "Teachers | None":
+        """The teachers of a run; None without any."""
+        return cls(roles.teachers, roles.policy, settings, temperature) if roles.teachers else None
+
+    @property
+    def alone(self) -> bool:
+        """See `teacher.alone`."""
+        return self._settings.alone
 
     def fill_in(self, batches: Sequence[Batch], plan: Plan, table: SampleTable) -> None:
         """[all] Set the columns of the teachers in this rank's mini-batches."""

@@ -18,6 +18,8 @@ _COLUMNS = (
     ("demonstrated score", WARMUP_SCORE, "{:.3f}"),
     ("val", "val/score/mean", "{:.3f}"),
     ("greedy", "val/score_greedy/mean", "{:.3f}"),
+    ("loss", "sft/loss", "{:.4f}"),
+    ("val loss", "val/loss", "{:.4f}"),
     ("over", "val/num_prompts", "{:.0f} prompts"),
     ("grad_norm", "actor/grad_norm", "{:.3g}"),
     ("length", "rollout/response_length/mean", "{:.1f}"),

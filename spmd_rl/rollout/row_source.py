@@ -1,0 +1,127 @@
+"""`RowSource`: the written rows of a supervised run as samples that nobody generates, step by step.
+
+    collected = source.collect(step)  # [all]
+
+Which rows a step has is a function of the seed and the step's number, so the place in the data is the number of rows
+that are done. Each rank renders its part of the rows; who trains on them is the plan's affair, as after a rollout.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
+from spmd_rl.data.row_store import Examples, RowStore
+from spmd_rl.distributed import World
+from spmd_rl.errors import UserError
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout.collected import Collected
+from spmd_rl.types import Conversation, Group, Prompt, Sample, Turn, Verdict
+
+Pieces = list[tuple[array, array]]
+"""Token ids ('i') that are given and that are learnt, in turns"""
+
+
+class RowSource:
+    """Rows, rendered. Stateful: a checkpoint knows by its rows which dataset it is of, and how many are done."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        data: RowsConfig,
+        validation: ValidationConfig,
+        tokenizer: Tokenizer,
+        world: World,
+        seed: int,
+        num_rows: int | None = None,
+    ) -> None:
+        """num_rows: at which the run ends, also in the middle of a step. None: at none."""
+        self._examples, self._data, self._validation = examples, data, validation
+        self._tokenizer, self._world, self._seed, self._end = tokenizer, world, seed, num_rows
+        self._done = 0
+
+    def collect(self, step: int) -> Collected:
+        """[all] The rows of a training step; of each group the ticket is its place in the run."""
+        store, size = self._examples.train, self._data.rows_per_step
+        positions = range((step - 1) * size, step * size)[
+            : None if self._end is None else self._end - (step - 1) * size
+        ]
+        self._done = positions.stop
+        return self._collect(step, store, [(place, store.at(place, self._seed)[1]) for place in positions])  # [all]
+
+    def held_out(self, step: int, steps: int) -> Iterator[Collected]:
+        """[all] The held-out rows, as many at a time as a step has; none where no evaluation is due after `step`."""
+        store, size = self._examples.eval, self._data.rows_per_step
+        count = min(len(store), self._validation.rows or len(store)) if self._validation.is_due(step, steps) else 0
+        for begin in range(0, count, size):
+            chosen = range(begin, min(begin + size, count))
+            yield self._collect(step, store, [(number, number) for number in chosen])  # [all]
+
+    def metrics(self, collected: Collected) -> dict[str, float]:
+        """How far the run is in its data, and what the step has of it; equal on all ranks."""
+        table = collected.table
+        empty = len(table) - len(set(table.answers["ticket"].tolist()))
+        tokens = int(table.answers["num_tokens"].sum())
+        return {"data/epoch": self._done / len(self._examples.train), "data/overlong": empty, "tokens": tokens}
+
+    def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
+        return {"digest": self._examples.train.digest, "done": self._done}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError for a checkpoint of other rows."""
+        if state["digest"] != self._examples.train.digest:
+            raise UserError(
+                "data.train: its rows are not those that the checkpoint was trained on; choose another run.dir"
+            )
+        self._done = state["done"]
+
+    def _collect(self, step: int, store: RowStore, tickets: Sequence[tuple[int, int]]) -> Collected:
+        """[all] Rows by ticket and number, dealt over the ranks."""
+        with self._world.phase("data"):
+            mine = tickets[self._world.rank :: self._world.size]
+            groups = [self._group(store, ticket, number) for ticket, number in mine]
+            return Collected.given(step, groups, [ticket for ticket, _ in tickets], self._world)  # [all]
+
+    def _group(self, store: RowStore, ticket: int, number: int) -> Group:
+        """The samples of a row; none of one that is too long."""
+        example = store[number]
+        texts = [self._pieces(conversation, store, number) for conversation in example.conversations]
+        whole = all(texts)  # a pair without one of its sides is none
+        samples = [
+            Sample(ticket, answer, tuple(map(_turn, pieces)), Verdict("ok", example.value), unit=0)
+            for answer, pieces in enumerate(texts if whole else ())
+        ]
+        return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
+
+    def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
+        """A conversation as token ids; nothing if it is too long and `data.overlong` does not cut it."""
+        most, what = self._data.max_tokens, self._data.overlong
+        try:
+            pieces = self._tokenizer.pieces(conversation)
+        except UserError as error:
+            raise UserError(f"{store.where(number)}: {error}") from None
+        length = sum(len(part) for pair in pieces for part in pair)
+        if length > most and what == "error":
+            raise UserError(f"data.max_tokens={most}: {store.where(number)} has {length} tokens")
+        if length > most:
+            pieces = _cut(pieces, most) if what == "cut" else []
+        return pieces
+
+
+def _turn(piece: tuple[array, array]) -> Turn:
+    given, learnt = piece
+    zeros = bytes(4 * len(learnt))
+    return Turn(given, learnt, array("f", zeros), array("i", zeros), "stop")
+
+
+def _cut(pieces: Pieces, most: int) -> Pieces:
+    """The first so many tokens, up to the last one that is learnt."""
+    kept: Pieces = []
+    for given, learnt in pieces:
+        learnt = learnt[: max(0, most - len(given))]
+        if not learnt:
+            break
+        kept.append((given, learnt))
+        most -= len(given) + len(learnt)
+    return kept
