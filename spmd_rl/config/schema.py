@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import ClassVar
 
 from spmd_rl.config.generation import GenerationSettings
-from spmd_rl.config.model_files import newest_model
+from spmd_rl.config.model_files import trained_model
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
@@ -17,6 +17,7 @@ from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
+    EvaluatedModelConfig,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
@@ -265,6 +266,7 @@ class EvaluateConfig(JobConfig):
 
     pipeline = "evaluate"
     borrows = True
+    policy: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -279,7 +281,8 @@ class EvaluateConfig(JobConfig):
         require(not (given and self.env.tags), "env: either rows (data) or environments (env) are evaluated, not both")
         # What is not for a user to say: nothing is trained between two publishes, so that all ranks generate
         self.placement, self.publish = PlacementConfig(), PublishConfig(probe_every=0)
-        self.policy.model = newest_model("policy.model", self.policy.model)
+        if self.policy.checkpoint is None:
+            self.policy.model, self.policy.checkpoint = trained_model("policy.model", self.policy.model)
         if not self.data.eval:
             self.eval.prompts = self.eval.prompts or HELD_OUT
         if self.eval.metrics is None:

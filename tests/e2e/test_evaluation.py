@@ -1,6 +1,7 @@
 """`python -m spmd_rl.evaluate`: all rows that are given, on any number of ranks, killed and continued."""
 
 import json
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -99,12 +100,18 @@ def test_a_run_that_trains_evaluates_the_same_and_its_newest_step_has_its_last_n
     assert len({row["id"] for row in run.samples(1)}) == 40  # an epoch, and none of the three
     assert not {row["id"] for row in run.samples(1)} & asked(run).keys()
 
-    again = bench.run(f"policy.model={run.run_dir}", metrics, ranks=1, name="newest")
+    checkpoint = run.run_dir / "checkpoints" / "step-000001"
+    shutil.rmtree(checkpoint / "hf")  # what training saved is enough
+    again = bench.run(f"policy.model={run.run_dir}", metrics, "train.tp=2", ranks=2, name="newest")
     last, own = run.metrics()[-1], again.metrics()[0]
     assert {key: last[key] for key in last if key.startswith("val/")} == {
         key: own[key] for key in own if key.startswith("val/")
     }
     assert last["val/score/mean"] != run.metrics()[0]["val/score/mean"]
+    (damaged,) = checkpoint.glob("policy/00001.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    torn = bench.start(f"policy.model={checkpoint}", ranks=2, name="torn")
+    assert torn.wait() == 2 and f"error: policy.model: {checkpoint} is torn (policy/00001" in torn.text()
     before = (run.run_dir / "metrics.jsonl").read_bytes()
     refused = bench.start(f"policy.model={run.run_dir}", ranks=1, name="trains")
     assert refused.wait() == 2 and f"{run.run_dir} holds a run of rlvr; choose another run.dir" in refused.text()
@@ -128,8 +135,7 @@ def test_a_killed_evaluation_goes_on_bitwise_and_generates_nothing_twice(bench: 
     while not killed.run_dir.exists() or len(kept(killed)) < 100:
         assert time.time() < deadline, killed.text()[-2000:]
         time.sleep(0.02)
-    for process in killed.processes():
-        process.kill()
+    killed.kill()
     before, judged = kept(killed), Counter(log.read_text().splitlines())
     assert 100 <= len(before) < 4 * ROWS
     with open(next(killed.run_dir.glob("answers/*/rank-1.bin")), "ab") as file:

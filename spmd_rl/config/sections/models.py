@@ -102,6 +102,17 @@ class ServedModelConfig(ModelConfig):
 
 
 @dataclass
+class EvaluatedModelConfig(ServedModelConfig):
+    """The model that is evaluated."""
+
+    model: str = ServedModelConfig.model
+    """A Hugging Face causal LM directory, a model of the hub (`Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION`), a
+    checkpoint, or a run directory, which stands for its newest checkpoint."""
+    checkpoint: str | None = None
+    """A checkpoint that `model` was trained to, whose weights are taken. A run or a checkpoint as `model` sets both."""
+
+
+@dataclass
 class PolicyConfig(ServedModelConfig, TrainedModelConfig):
     """The model that is trained, and its optimizer."""
 
