@@ -6,21 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from spmd_rl.config.sections.data import RewardConfig
+from spmd_rl.config.sections.env import EnvConfig
 from spmd_rl.errors import UserError
 from spmd_rl.plugins.targets import UNPROVIDED, PluginKind, build_target
 from spmd_rl.process import contained
-
-
-class PluginSettings(Protocol):
-    """What the settings of a rewarder and of an environment have in common."""
-
-    target: str
-    args: dict[str, Any]
-    workers: int
-    start_seconds: float
-    packages: list[str]
 
 
 @dataclass(frozen=True)
@@ -28,15 +20,15 @@ class PluginSetting:
     """A plug-in to check: where it is set, what is set there, and what it gets."""
 
     section: str
-    settings: PluginSettings
+    settings: RewardConfig | EnvConfig
     kind: PluginKind
     services: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: UNPROVIDED)
 
     def build(self) -> None:
         """Build it. UserError if that fails."""
         variants = [self.settings.args]
-        if eval_args := getattr(self.settings, "eval_args", None):
-            variants.append({**self.settings.args, **eval_args})
+        if isinstance(self.settings, EnvConfig) and self.settings.eval_args:
+            variants.append({**self.settings.args, **self.settings.eval_args})
         for args in variants:
             build_target(self.section, self.settings.target, args, self.kind, self.services)
 

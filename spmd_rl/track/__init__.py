@@ -2,7 +2,7 @@
 
 `metrics.jsonl` has one object a step, reduced over ranks. `samples/step-000001.jsonl` has every sample of a step.
 `report.html` is one page; `python -m spmd_rl report RUN_DIR` writes it again.
-`python -m spmd_rl curve RUN_DIR... --out curve.svg` draws learning curves for a README.
+`python -m spmd_rl compare RUN_DIR... --out curves.svg` draws learning curves for a README.
 """
 
 import importlib

@@ -152,13 +152,13 @@ def _dot(frame: Frame, x: float, y: float) -> str:
     )
 
 
-def frame_around(all_series: Sequence[Series], width: float, height: float, **margins: float) -> Frame:
+def frame_around(all_series: Sequence[Series], width: float, height: float) -> Frame:
     """Return the frame of a chart that shows all points of some series; none of them is empty."""
     xs = [x for series in all_series for x, _ in series.points]
     ys = [y for series in all_series for _, y in series.points]
     last = max(xs) if max(xs) > min(xs) else min(xs) + 1
     y_range = padded(ys)
-    return Frame(width, height, (min(xs), last), y_range, **({"left": _room(y_range)} | margins))
+    return Frame(width, height, (min(xs), last), y_range, _room(y_range))
 
 
 def _room(y_range: Point) -> float:
