@@ -1,18 +1,15 @@
 """Engines: `build` gives the one that `engine=...` names. Each lives in the folder of its name."""
 
 import importlib
-from typing import TYPE_CHECKING
 
 from spmd_rl.config.sections.models import ENGINES, EngineConfig, PolicyConfig
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
-
-if TYPE_CHECKING:
-    from spmd_rl.distributed import World
 
 __all__ = ["Capacity", "Engine", "build"]
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> Engine:
+def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: World) -> Engine:
     """[all] The engine of this rank, without weights yet: it refuses requests until the first publish.
 
     sleeps: its weights leave the device while it does not generate.

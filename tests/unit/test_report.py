@@ -11,8 +11,9 @@ import pytest
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
 from spmd_rl.tools import report
-from spmd_rl.track import Run, render
+from spmd_rl.track import render
 from spmd_rl.track.metrics import describe
+from spmd_rl.track.run import Run
 from spmd_rl.track.run_reader import best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
 from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans
