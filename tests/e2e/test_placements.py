@@ -53,5 +53,5 @@ def test_an_engine_over_ranks_that_generate_ahead(toys: dict[str, Toy]) -> None:
     trained(toys["vllm"], "overlapped tp", 2, "overlapped", "engine.tp=2 engine=vllm")
 
 
-def test_agents_whose_policy_changes_in_the_middle_of_turns(toys: dict[str, Toy]) -> None:
-    trained(toys["agents"], "split keep", 4, "split", f"placement.swap=keep {CARRIED}")
+def test_agents_with_a_critic_whose_policy_changes_in_the_middle_of_turns(toys: dict[str, Toy]) -> None:
+    trained(toys["agents"], "agents", 4, "split", f"algorithm=turn_gae placement.swap=keep {CARRIED}")
