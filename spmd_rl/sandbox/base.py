@@ -6,25 +6,23 @@ process of their own, in which there is no untrusted code and into which plain v
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import select
 import selectors
 import shutil
 import socket
-import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGXCPU
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.sandbox.packages import module_names
+from spmd_rl.sandbox.served import Forked, ServedSandbox, memory_file
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
@@ -35,36 +33,7 @@ PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
 and sleeps if it used less than this share of a processor since."""
 PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
 PRINTS = ("stdout", "stderr", "capsys", "capfd")  # words of tests that want what the code prints
-_SEALS = 0xF  # no more sealing, shrinking, growing, writing
 _CHUNK = 1 << 16
-
-
-class SandboxProcess(Protocol):
-    """A confined process, as its owner sees it."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable once the process has ended."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process and all that it has started."""
-        ...
-
-    def wait(self) -> tuple[int, float]:
-        """Return the wait status and the seconds of processor time after its end. RuntimeError if it never began."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChildFiles:
-    """The descriptors that a confined process has open. `BaseSandbox.start` passes them on and does not close them."""
-
-    stdin: int
-    stdout: int
-    stderr: int
-    job: int
-    report: int
-    rpc: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +49,7 @@ class Finished:
 class _Run:
     """One process that runs. `readers` holds our ends of its pipes, by name."""
 
-    def __init__(self, process: SandboxProcess, limits: RunLimits, readers: dict[str, int]) -> None:
+    def __init__(self, process: Forked, limits: RunLimits, readers: dict[str, int]) -> None:
         self.process = process
         self.limits = limits
         self.readers = readers
@@ -146,35 +115,20 @@ def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
     return ("signal", -code) if code < 0 else ("exit", code)
 
 
-class BaseSandbox(ABC):
-    """A `Sandbox` without `start`, which the subclasses have. One call runs at a time; calls of other threads wait."""
-
-    own_bytes = 0
-    """Address space that the packages take which code may import, beside its own limit."""
-    python = sys.executable
-    """The interpreter that runs code."""
-    own_processes = 0
-    """The processes of the sandbox itself that the kernel counts beside a job's, for each job."""
+class BaseSandbox(ServedSandbox):
+    """A `Sandbox` without `launch`, which the subclasses have. One call runs at a time; calls of other threads wait."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
-
-    @abstractmethod
-    def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> SandboxProcess:
-        """Start a job in a confined process. `slot` is 0 or 1 and differs for processes that run at once."""
-
-    def owner(self) -> int:
-        """Return the process id below which all that runs is found."""
-        return os.getpid()
 
     def use(self, python: str) -> None:
         """Run code with another interpreter, as `Sandbox.use` says."""
         if (found := shutil.which(os.path.expanduser(python))) is None:
             raise RuntimeError(f"there is no interpreter {python}")
         self.python = os.path.realpath(found)
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release what the sandbox holds."""
+        self.reopen()
+        self.prove()
 
     def prove(self, packages: Sequence[str] = ()) -> None:
         """Run a program, which imports these packages. RuntimeError if the sandbox does not work here."""
@@ -233,20 +187,21 @@ class BaseSandbox(ABC):
         kernel["processes"] = limits.processes + (self.own_processes * len(jobs) if limits.processes > 1 else 0)
         runs = []
         with ExitStack() as theirs:
-            sockets = [theirs.enter_context(end).fileno() for end in socket.socketpair()] if len(jobs) == 2 else [-1]
+            sockets = [theirs.enter_context(end).fileno() for end in socket.socketpair()] if len(jobs) == 2 else []
             for slot, job in enumerate(jobs):
-                files, readers = {}, {}
-                for name in ("stdout", "stderr", "report"):
-                    readers[name], files[name] = os.pipe()
-                    os.set_blocking(readers[name], False)
-                    stack.callback(os.close, readers[name])
-                files["stdin"] = memory_file(stdin.encode(errors="replace"))
                 room = PARSED * limits.message_bytes if job["mode"] in ("test", "beside") else 0
-                files["job"] = memory_file(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}).encode())
-                for fd in files.values():
+                text = json.dumps({**job, "limits": {**kernel, "memory": memory + room}})
+                pipes = {name: os.pipe() for name in ("stdout", "stderr", "report")}
+                for reader, writer in pipes.values():
+                    os.set_blocking(reader, False)
+                    stack.callback(os.close, reader)
+                    theirs.callback(os.close, writer)
+                files = [memory_file(content) for content in (stdin.encode(errors="replace"), text.encode())]
+                for fd in files:
                     theirs.callback(os.close, fd)
-                process = self.start(slot, limits, ChildFiles(**files, rpc=sockets[slot]))
-                runs.append(_Run(process, limits, readers))
+                out, err, report = (writer for _, writer in pipes.values())
+                process = self.start(slot, limits, [files[0], out, err, files[1], report, *sockets[slot : slot + 1]])
+                runs.append(_Run(process, limits, {name: reader for name, (reader, _) in pipes.items()}))
                 stack.callback(_give_up, runs[-1])
         return runs
 
@@ -317,13 +272,3 @@ def _watch(runs: list[_Run], owner: int) -> None:
             used = used_seconds(owner) if late else 0.0
             for run in late:
                 run.look(used)
-
-
-def memory_file(content: bytes) -> int:
-    """Return a descriptor from which the content can be read and nothing else done."""
-    fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd

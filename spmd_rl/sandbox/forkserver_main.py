@@ -8,7 +8,7 @@ its socket closes, not by a parent-death signal, because its children have to go
 Where mounting is allowed, the root is a file system in memory with room for a child's files and `/dev/null`; elsewhere
 it is a directory that has been removed, and a child cannot write any file.
 
-    start(fd, first_uid, mounts)
+    start(fd, packages, UserIdServer, first_uid, mounts)
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from pathlib import Path
 from spmd_rl.process import die_with_parent
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main, serve, suite, testing  # noqa: F401 - loaded before the fork
-from spmd_rl.sandbox.namespaces import NamespaceServer
-from spmd_rl.sandbox.server import Child, Server, confined, do_job, open_streams, take_descriptors
+from spmd_rl.sandbox.namespaces import NamespaceServer  # noqa: F401 - for `start`
+from spmd_rl.sandbox.server import Child, PlainServer, Server, confined, do_job, take_descriptors  # noqa: F401
 from spmd_rl.sandbox.zones import keep_zones
 
 MODULES = """
@@ -47,7 +47,6 @@ warnings weakref zlib
 """These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
-ROOT = "/proc"  # the directory that exists everywhere, at which the root is mounted in a mount namespace of our own
 FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 
 
@@ -136,7 +135,7 @@ def hide_files(mounts: bool) -> bool:
     """Change to an empty root, and return whether children can have files. OSError if that is not allowed."""
     if mounts:
         with contextlib.suppress(OSError):
-            mount_root()
+            confine.mount_root()
             return True
     directory = tempfile.mkdtemp(prefix="spmd-box-")
     os.chmod(directory, 0o755)
@@ -146,30 +145,16 @@ def hide_files(mounts: bool) -> bool:
     return False
 
 
-def mount_root() -> None:
-    """Change to a root in memory that holds `/dev/null` and two empty directories, for mounts. OSError if refused."""
-    confine.call("unshare", confine.NEW_NS | confine.NEW_NET | confine.NEW_IPC | confine.NEW_UTS)
-    confine.call("mount", None, b"/", None, confine.MS_REC | confine.MS_PRIVATE, None)
-    confine.mount_tmpfs(ROOT, 1 << 20, 0o755)
-    for name in ("box0", "box1", "dev"):
-        os.mkdir(f"{ROOT}/{name}")
-    Path(f"{ROOT}/dev/null").touch()
-    confine.call("mount", b"/dev/null", f"{ROOT}/dev/null".encode(), None, confine.MS_BIND, None)
-    read_only = confine.MS_REMOUNT | confine.MS_BIND | confine.MS_RDONLY
-    confine.call("mount", None, ROOT.encode(), None, read_only, None)
-    os.chroot(ROOT)
-    os.chdir("/")
-
-
 class UserIdServer(Server):
     """Gives each child a user id that no other process has: it confines the child and finds what it leaves behind."""
 
-    def __init__(self, orders: socket.socket, proc: int, first_uid: int, files: bool) -> None:
-        """`proc` is a descriptor of the real `/proc`; `files` says whether children can have files."""
+    def __init__(self, orders: socket.socket, first_uid: int, mounts: bool) -> None:
+        """`mounts` says whether to use a mount namespace where that is allowed. OSError where it cannot work."""
         super().__init__(orders)
-        self._proc = proc
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._first_uid = first_uid
-        self._files = files
+        self._files = hide_files(mounts)
         self._sizes: dict[int, int] = {}  # by slot: of the file system that is mounted there
 
     def fork(self, child: Child, fds: list[int]) -> int:
@@ -246,25 +231,18 @@ def _become_child(child: Child, fds: list[int], uid: int, directory: str, parent
     do_job()
 
 
-def start(fd: int, first_uid: int | None, mounts: bool, packages: str) -> None:
-    """Run the fork server on a socket. It sends `ready` and what the packages take of a child's address space, or the
-    reason why it cannot work. Without `first_uid` it is inside bubblewrap and confines children by namespaces.
-    `packages`: a folder with the packages that children may import, pytest among them.
+def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) -> None:
+    """Run a server on a socket. It sends `ready` and what the packages take of a child's address space, or the reason
+    why it cannot work. `packages`: a folder with those that children may import, pytest among them. `kind(orders,
+    *args)` gives up what the server must not have, and returns it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     with socket.socket(fileno=fd) as orders:
         preload()
         own_bytes = load_packages(Path(packages))
         suite.prepare()
-        open_streams()
         try:
-            if first_uid is None:
-                mount_root()
-                server = NamespaceServer(orders)
-            else:
-                proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-                confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-                server = UserIdServer(orders, proc, first_uid, hide_files(mounts))
+            server = kind(orders, *args)
         except OSError as error:
             orders.send(str(error).encode())
             return

@@ -21,6 +21,7 @@ class NamespaceServer(Server):
 
     def __init__(self, orders: socket.socket) -> None:
         super().__init__(orders)
+        confine.mount_root()
         self._me = os.pidfd_open(os.getpid())
 
     def fork(self, child: Child, fds: list[int]) -> int:

@@ -1,6 +1,7 @@
 """The loop of a process that forks a confined child for each order and reports how it ended. Standard library only.
 
-How a child is confined is the subclass's matter: `forkserver_main.py` has user ids for it, `namespaces.py` namespaces.
+How a child is confined is the subclass's matter: `forkserver_main.py` has user ids for it, `namespaces.py` namespaces,
+`PlainServer` nothing.
 
     class Mine(Server): ...
     Mine(orders).run()
@@ -9,13 +10,11 @@ How a child is confined is the subclass's matter: `forkserver_main.py` has user 
 import array
 import contextlib
 import fcntl
-import io
 import json
 import os
 import selectors
 import signal
 import socket
-import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -119,6 +118,29 @@ class Server(ABC):
                 child.control.send(json.dumps(report).encode())
 
 
+class PlainServer(Server):
+    """Confines nothing."""
+
+    def __init__(self, orders: socket.socket, directory: str) -> None:
+        super().__init__(orders)
+        self._directory = directory
+
+    def fork(self, child: Child, fds: list[int]) -> int:
+        """Start a job in the directory, as `Server.fork` says."""
+        if (pid := os.fork()) == 0:
+            confined(self._become_child, fds)
+        return pid
+
+    def end_others(self, child: Child) -> None:
+        """Do nothing: it cannot be known what the job has started."""
+
+    def _become_child(self, fds: list[int]) -> None:
+        take_descriptors(fds)
+        os.setsid()
+        os.chdir(self._directory)
+        do_job()
+
+
 def take_descriptors(fds: list[int]) -> None:
     """Make `fds` the descriptors 0, 1, 2, ... of this process, and close all others."""
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for fd in fds]
@@ -136,27 +158,6 @@ def confined(action: Callable[..., None], *args: object) -> NoReturn:
             os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(1)  # whatever it was, this process must not go on as a second server
-
-
-def open_streams() -> None:
-    """Open the standard streams for all children: as on pipes, whatever the descriptors of this process are."""
-    for fd, name, mode, errors in (
-        (0, "stdin", "r", "surrogateescape"),
-        (1, "stdout", "w", "surrogateescape"),
-        (2, "stderr", "w", "backslashreplace"),
-    ):
-        saved, pipe = os.dup(fd), os.pipe()
-        os.dup2(pipe[fd > 0], fd)
-        raw = io.FileIO(fd, mode, closefd=False)  # learns here that it cannot seek
-        raw.name = f"<{name}>"
-        buffer = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-        stream = io.TextIOWrapper(buffer, "utf-8", errors, newline="\n", line_buffering=fd == 2)
-        stream.mode = mode
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-        os.dup2(saved, fd)
-        for unused in (saved, *pipe):
-            os.close(unused)
 
 
 def do_job() -> None:

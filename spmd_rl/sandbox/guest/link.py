@@ -21,9 +21,9 @@ class Link:
         self._fd, self._most = fd, most
         self._data = bytearray()  # read, and of a later message
 
-    def send(self, build):
-        """Send the JSON of `build(big)`, as `values.dumps` has it. Gone if nobody reads, MemoryError if it is large."""
-        body = dumps(build)
+    def send(self, message):
+        """Send a message. Gone if nobody reads, MemoryError or ValueError if it or a number in it is too long."""
+        body = dumps(message)
         if len(body) > self._most:
             raise MemoryError(f"{len(body)} bytes; a message has at most {self._most}")
         data = memoryview(_LENGTH.pack(len(body)) + body)

@@ -59,12 +59,11 @@ def serve(job, rpc):
             namespace = execute(job, "solution")
             server = CodeServer(link, namespace, job["prints"])
             told = classes_of(namespace, server)
-            link.send(lambda big: ["ready", *values.encode(told, server.node, None, None, big)])
+            link.send(["ready", *values.encode(told, server.node)])
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - untrusted code
-            why = f"{type(error).__name__}: {error}"[:1000]
-            link.send(lambda big: ["failed", why])
+            link.send(["failed", f"{type(error).__name__}: {error}"[:1000]])
             return 1
         while True:
             server.answer(link.receive())
@@ -108,8 +107,7 @@ class CodeServer:
             except Gone:
                 raise
             except BaseException as error:  # noqa: BLE001 - most likely it is too large
-                why = f"{type(error).__name__}: {error}"[:1000]
-                self._link.send(lambda big: ["refused", [], [why], [], []])
+                self._link.send(["refused", [], [f"{type(error).__name__}: {error}"[:1000]], [], []])
             self._open = before
 
     def _call_back(self, number, verb, args, kwargs):
@@ -157,15 +155,12 @@ class CodeServer:
         except Exception as error:  # noqa: BLE001 - untrusted code
             return ("~!", *_described(error))
 
-    def _tell(self, *said):
-        self._link.send(lambda big: self._packed(*said, big))
-        self._shared.sent()
-
-    def _packed(self, sort, objects, texts, printed, big):
+    def _tell(self, sort, objects, texts, printed):
         changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
         roots = [*objects, *(self._objects[number] for number in changed)]
-        refs, nodes = self._shared.pack(roots, self.node, big, self._record)
-        return [sort, refs[: len(objects)], texts, nodes, printed]
+        refs, nodes = self._shared.pack(roots, self.node, self._record)
+        self._link.send([sort, refs[: len(objects)], texts, nodes, printed])
+        self._shared.sent()
 
     def number(self, value):
         """Return the number by which the tests know an object."""

@@ -156,15 +156,12 @@ class Client:
             self._send("ended", [None], [])
 
     def _send(self, verb, targets, names):
-        def build(big):
-            refs, nodes = self._shared.pack(targets, self._packed, big, release=True)
-            return [verb, refs, names, nodes, self._shared.gone]
-
         while True:
             try:
-                self._link.send(build)
+                refs, nodes = self._shared.pack(targets, self._packed, release=True)
+                self._link.send([verb, refs, names, nodes, self._shared.gone])
                 return self._shared.sent()
-            except MemoryError as error:
+            except (MemoryError, ValueError) as error:
                 self.want(f"the tests hand over {error}")
             except Pending as pending:
                 settle(pending.args[0])

@@ -37,14 +37,14 @@ def sent(*roots):
     def no_form(value):
         raise TypeError(type(value))
 
-    body = values.dumps(lambda big: list(values.encode(roots, no_form, big=big)))
+    body = values.dumps(list(values.encode(roots, no_form)))
     return values.decode(*values.loads(body), {})
 
 
 PLAIN = [
     [None, True, 0, -1.5, "é\ud800", [], {}, (), set()],
     {"a": [1, (2, {3: frozenset([4])})], (5, 6): {7, 8}, None: b"9", True: bytearray(b"10")},
-    [3 + 4j, range(1, 9, 2), int, Decimal("1.10"), Fraction(1, 3), 10**20_000, -(2**64), 2**63],
+    [3 + 4j, range(1, 9, 2), int, Decimal("1.10"), Fraction(1, 3), 10**4_000, -(2**64), 2**63],
     [date(2020, 1, 2), datetime(2020, 1, 2, 3, tzinfo=UTC), time(4, 5), timedelta(days=-1, microseconds=7)],
     [deque([1, 2], 5), Counter("aab"), OrderedDict([(2, 1), (1, 2)]), defaultdict(list, a=[1]), Point(1, [2])],
     [math.inf, -math.inf, -0.0, 1e308, 5e-324],
@@ -318,7 +318,7 @@ def test_answers_that_are_none_are_the_codes_failure():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:5]), *(noise(3) for _ in range(4)), ""]
-            Link(theirs.fileno(), MOST).send(lambda big, message=message: message)
+            Link(theirs.fileno(), MOST).send(message)
             client = Client(Link(ours.fileno(), MOST), None)
             client.start()
             try:
