@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGXCPU
 from typing import Any
@@ -34,16 +33,6 @@ and sleeps if it used less than this share of a processor since."""
 PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
 PRINTS = ("stdout", "stderr", "capsys", "capfd")  # words of tests that want what the code prints
 _CHUNK = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What is left of one confined process."""
-
-    result: RunResult
-    report: bytes
-    """What it wrote to its report descriptor after the byte that says it is ready. Trusted code alone wrote it in the
-    mode `test`; in every other mode it is the word of untrusted code."""
 
 
 class _Run:
@@ -138,18 +127,21 @@ class BaseSandbox(ServedSandbox):
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = LIMITS) -> RunResult:
         """Run a program, as `Sandbox.run` says."""
-        (finished,) = self.run_jobs([{"mode": "run", "code": code, "prelude": ""}], limits, stdin)
-        return finished.result
+        ((result, _),) = self.run_jobs([{"mode": "run", "code": code, "prelude": ""}], limits, stdin)
+        return result
 
-    def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[Finished]:
+    def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[tuple[RunResult, bytes]]:
         """Run one job, or two with a socket pair between them, each in a confined process, until the first has ended.
+
+        Returns how each ended, and what it wrote to its report descriptor after the byte that says it is ready: trusted
+        code alone wrote that in the mode `test`; in every other mode it is the word of untrusted code.
 
         Jobs are what `guest/main.py` reads, without their limits. RuntimeError if a process did not start.
         """
         with self._lock, ExitStack() as stack:
             runs = self._open(stack, jobs, limits, stdin)
             _watch(runs, self.owner())
-        return [Finished(run.result, bytes(run.data["report"][1:])) for run in runs]
+        return [(run.result, bytes(run.data["report"][1:])) for run in runs]
 
     def check(
         self,
@@ -168,11 +160,11 @@ class BaseSandbox(ServedSandbox):
         else:
             prints = any(word in source for source in tests for word in PRINTS)
             jobs.append({"mode": "serve", "code": code, "prints": prints, **shared})
-        testing, *tested = self.run_jobs(jobs, limits)
-        end = (tested or [testing])[0].result.end
-        if "wall" in (testing.result.end, end):
+        (testing, report), *_ = ended = self.run_jobs(jobs, limits)
+        end = ended[-1][0].end
+        if "wall" in (testing.end, end):
             return CheckResult("wall", ())
-        sources = _judged(testing, len(tests), beside=unproven)
+        sources = _judged(testing, report, len(tests), beside=unproven)
         passed = tuple(outcome for _, outcomes, _, _ in sources for outcome in outcomes)
         reasons = [why for supported, _, why, _ in sources if not supported]
         if reasons:
@@ -206,10 +198,12 @@ class BaseSandbox(ServedSandbox):
         return runs
 
 
-def _judged(testing: Finished, num_sources: int, beside: bool) -> list[tuple[bool, list[bool], str, str]]:
+def _judged(
+    testing: RunResult, written: bytes, num_sources: int, beside: bool
+) -> list[tuple[bool, list[bool], str, str]]:
     """Return what is said of each source of tests. RuntimeError if the tests are at fault. Whatever ends their process
     once the code has been asked is the code's doing; so is all that code beside its tests makes of the report."""
-    asked, text = testing.report.startswith(b"?") or beside, testing.report.lstrip(b"?")
+    asked, text = written.startswith(b"?") or beside, written.lstrip(b"?")
     try:
         report = json.loads(text)
         sources = [
@@ -218,10 +212,10 @@ def _judged(testing: Finished, num_sources: int, beside: bool) -> list[tuple[boo
         ]
         error = str(report["error"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        told = f"the tests ended by {testing.result.end} {testing.result.code}"
+        told = f"the tests ended by {testing.end} {testing.code}"
         if asked:
             return [(True, [False], f"{told}, after what the code answered", "")] * num_sources
-        raise RuntimeError(f"{told}: {testing.result.stderr.strip()}") from None
+        raise RuntimeError(f"{told}: {testing.stderr.strip()}") from None
     if error or not sources:
         raise RuntimeError(error[:1000] or "there are no tests")
     return sources
@@ -236,16 +230,12 @@ def _give_up(run: _Run) -> None:
 
 def used_seconds(owner: int) -> float:
     """Return the processor time of all processes that descend from one, 0.0 where there is no `/proc` to tell."""
-    parents, used = {}, {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        with contextlib.suppress(OSError):  # it has ended
-            words = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split() if name.isdigit() else ()
-            if words:
-                parents[int(name)], used[int(name)] = int(words[1]), int(words[11]) + int(words[12])
-    below = {owner}
-    while more := {pid for pid, parent in parents.items() if parent in below and pid not in below}:
-        below |= more
-    return sum(used[pid] for pid in below - {owner} if pid in used) / os.sysconf("SC_CLK_TCK")
+    used = 0.0
+    with contextlib.suppress(OSError):  # it has ended
+        for pid in Path(f"/proc/{owner}/task/{owner}/children").read_text().split():
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") + used_seconds(int(pid))
+    return used
 
 
 def _watch(runs: list[_Run], owner: int) -> None:

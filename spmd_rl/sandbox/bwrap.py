@@ -17,13 +17,13 @@ from pathlib import Path
 
 from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.forkserver import reserve_uids
-from spmd_rl.sandbox.packages import ENVIRONMENT, find_pytest
+from spmd_rl.sandbox.packages import ENVIRONMENT, ROOM, find_pytest
 from spmd_rl.sandbox.served import spawn
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 """Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
-PACKAGES, PACKAGES_BYTES = "/packages", 512 << 20
-"""Where code finds the packages that it may import, and the address space that it gets for them."""
+PACKAGES = "/packages"
+"""Where code finds the packages that it may import."""
 
 
 class Bubblewrap(BaseSandbox):
@@ -56,7 +56,7 @@ class Bubblewrap(BaseSandbox):
             self._layout += ["--ro-bind", str(source.resolve()), f"{PACKAGES}/{name}"]
         for name, value in (ENVIRONMENT if packages else {}).items():
             self._layout += ["--setenv", name, value]
-        self.own_bytes = PACKAGES_BYTES if packages else 0
+        self.own_bytes = ROOM if packages else 0
         super().__init__()
 
     def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:

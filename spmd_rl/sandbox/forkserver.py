@@ -15,7 +15,7 @@ from pathlib import Path
 from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
-from spmd_rl.sandbox.packages import find_pytest, link
+from spmd_rl.sandbox.packages import ROOM, find_pytest, link
 from spmd_rl.sandbox.served import spawn
 
 PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8"]
@@ -30,6 +30,7 @@ class HostServer(BaseSandbox):
         """`server`: a class of `forkserver_main` and its arguments. `packages`: the files that code may import, as
         `find_packages` returns them; they are loaded before the first fork."""
         self._server, self._packages = server, find_pytest() | dict(packages or {})
+        self.own_bytes = ROOM if packages else 0
         self._environment = ENVIRONMENT | (packages_environment if packages else {})
         super().__init__()
 

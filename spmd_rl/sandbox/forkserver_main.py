@@ -27,6 +27,7 @@ import sysconfig
 import tempfile
 import time
 import urllib.parse
+import zoneinfo
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,6 @@ from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main, serve, suite, testing  # noqa: F401 - loaded before the fork
 from spmd_rl.sandbox.namespaces import NamespaceServer  # noqa: F401 - for `start`
 from spmd_rl.sandbox.server import Child, PlainServer, Server, confined, do_job, take_descriptors  # noqa: F401
-from spmd_rl.sandbox.zones import keep_zones
 
 MODULES = """
 abc argparse array ast asyncio base64 binascii bisect calendar cmath codecs collections collections.abc contextlib copy
@@ -47,6 +47,7 @@ warnings weakref zlib
 """These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
+READY = b"ready"
 FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 
 
@@ -89,7 +90,8 @@ def preload() -> None:
     sqlite3.connect = sqlite3.dbapi2.connect = functools.partial(connect_without_locks, sqlite3.connect)
     sources = SourceImporter(Path(sysconfig.get_path("stdlib")))
     sys.meta_path[:] = [*sys.meta_path[:2], sources]
-    keep_zones()
+    zones = {name: zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()}  # it finds what is alive
+    zoneinfo.available_timezones = lambda: set(zones)
     sys.path[:] = []
     sys.path_importer_cache.clear()
 
@@ -101,12 +103,12 @@ def connect_without_locks(connect: Callable, database: object, *args: object, **
     return connect(database, *args, **options)
 
 
-def load_packages(folder: Path) -> int:
+def load_packages(folder: Path) -> None:
     """Import the packages in a folder, with all their extension modules: a child cannot load a library from a file.
 
-    Their other modules come from memory. Returns the address space that they take in bytes.
+    Their other modules come from memory.
     """
-    before, finder = _address_space(), importlib.machinery.PathFinder
+    finder = importlib.machinery.PathFinder
     sys.path.append(str(folder))
     sys.meta_path.insert(2, finder)
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
@@ -122,13 +124,6 @@ def load_packages(folder: Path) -> int:
     sys.meta_path[2:] = [*sys.meta_path[3:], SourceImporter(folder)]
     sys.path[:] = []
     sys.path_importer_cache.clear()
-    return _address_space() - before
-
-
-def _address_space() -> int:
-    if not os.path.exists("/proc/self"):  # bubblewrap gives a constant instead
-        return 0
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def hide_files(mounts: bool) -> bool:
@@ -232,14 +227,14 @@ def _become_child(child: Child, fds: list[int], uid: int, directory: str, parent
 
 
 def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) -> None:
-    """Run a server on a socket. It sends `ready` and what the packages take of a child's address space, or the reason
-    why it cannot work. `packages`: a folder with those that children may import, pytest among them. `kind(orders,
-    *args)` gives up what the server must not have, and returns it.
+    """Run a server on a socket. It sends `ready`, or the reason why it cannot work. `packages`: a folder with those
+    that children may import, pytest among them. `kind(orders, *args)` gives up what the server must not have, and
+    returns it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     with socket.socket(fileno=fd) as orders:
         preload()
-        own_bytes = load_packages(Path(packages))
+        load_packages(Path(packages))
         suite.prepare()
         try:
             server = kind(orders, *args)
@@ -247,5 +242,5 @@ def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) ->
             orders.send(str(error).encode())
             return
         gc.freeze()  # keep shared pages shared
-        orders.send(f"ready {own_bytes}".encode())
+        orders.send(READY)
         server.run()

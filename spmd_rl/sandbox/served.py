@@ -17,7 +17,7 @@ from typing import Any
 from spmd_rl.types import RunLimits
 
 START_SECONDS = 120.0  # the time that a server has to load the standard library and the packages, on a cold disk
-GUEST = ["process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server", "zones"))]
+GUEST = ["process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
 """The modules of ours that run in it, beside all of `sandbox/guest`."""
 LAZY = "from __future__ import annotations\n"  # older interpreters cannot evaluate ours
 _SEALS = 0xF  # no more sealing, shrinking, growing, writing
@@ -82,12 +82,11 @@ class ServedSandbox(ABC):
             except TimeoutError:
                 self.process.kill()
                 reply = f"its process was not ready after {START_SECONDS:g} s"
-            if not reply.startswith("ready "):
+            if reply != "ready":
                 self.close()
                 words = self.process.stderr.read().decode(errors="replace").strip()[-300:]
                 raise RuntimeError(reply or words or "its process died at the start")
         self._orders.settimeout(None)
-        self.own_bytes = int(reply.split()[1]) or self.own_bytes
 
 
 def spawn(command: list[str], start: str, fds: list[int], environment: dict[str, str], **user: Any) -> subprocess.Popen:

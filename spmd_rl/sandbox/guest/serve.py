@@ -10,8 +10,9 @@ the numbers of containers that the tests no longer have:
 | set | set that attribute |
 | value | the target, which may have a plain form |
 | type | the class of the target |
+| next, send | the next item of the target; the same of a generator that gets a value |
 | isinstance, issubclass | whether the target is among the classes of the other |
-| len, iter, next, getitem, setitem, delitem, str, repr | that of the target |
+| len, iter, getitem, setitem, delitem, str, repr | that of the target |
 
 An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its
 arguments, its module, name (empty for a builtin), text and builtin bases as texts; `~=` and `~!` the same of a
@@ -47,8 +48,11 @@ from spmd_rl.sandbox.guest.shared import Shared
 
 _Missing = type("_Missing", (Exception,), {})
 MAX_TEXT = 100_000  # characters of what an exception says
-SPECIAL = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
-SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format)})
+VERBS = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
+VERBS.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format, type)})
+VERBS.update(get=getattr, set=setattr, value=lambda it: it, send=lambda it, value: it.send(value))
+VERBS["isinstance"] = lambda kind, thing: kind in type(thing).__mro__
+VERBS["issubclass"] = lambda kind, other: kind in other.__mro__
 
 
 def serve(job, rpc):
@@ -97,7 +101,7 @@ class CodeServer:
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
-            reply = ("end", [], []) if verb == "next" else ("!", *_described(error))
+            reply = ("end", [], []) if verb in ("next", "send") else ("!", *_described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
             reply = ("!", *_described(error))
         with self._lock:
@@ -134,18 +138,8 @@ class CodeServer:
 
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
-        if verb == "get":
-            return "=", [getattr(target, names[0])], []
-        if verb == "set":
-            setattr(target, names[0], given[0])
-            return "=", [None], []
-        if verb in ("isinstance", "issubclass"):
-            kind = type(given[0]) if verb == "isinstance" else given[0]
-            return "=", [any(base is target for base in kind.__mro__)], []
-        if verb in ("value", "type"):
-            return "=", [target if verb == "value" else type(target)], []
-        if verb in SPECIAL:
-            return "=", [SPECIAL[verb](target, *given)], []
+        if verb != "call":
+            return "=", [VERBS[verb](target, *names, *given)], []
         split = len(given) - len(names)
         value = target(*given[:split], **dict(zip(names, given[split:])))  # noqa: B905 - Python 3.8
         if type(value) is not types.CoroutineType:

@@ -19,7 +19,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, Stream, member, node_of, set_record, set_truth, settle
+from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_truth, settle, stream
 from spmd_rl.sandbox.guest.shared import Shared
 from spmd_rl.sandbox.guest.values import Malformed
 
@@ -47,11 +47,12 @@ class Client:
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
+        self._streams = {}  # by id: an iterator that stands for one of the code's, and that as an object
         self._handed, self._depth = Handed(), 0
         self._special = {
             "handle": self._handle,
             "record": self._record,
-            "stream": lambda number, real: Stream(self, self._handle(number), real),
+            "stream": self._stream,
             "member": self._member,
             "name": lambda name: self.name(str(name)),
             "handed": self._handed.thing,
@@ -122,9 +123,9 @@ class Client:
             self.gone = f"an answer that is none: {type(error).__name__}"
         if self.gone or self.refused:
             self.refuse(self.gone or self.refused)
-        for text, stream in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
+        for text, output in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
             if text:
-                stream.write(text)
+                output.write(text)
         return answer()
 
     def _called(self, refs, texts, nodes):
@@ -172,7 +173,7 @@ class Client:
         sort, printed, texts = str(sort), list(map(str, printed)), list(map(str, texts))
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
-        if (sort, verb) == ("end", "next"):
+        if sort == "end" and verb in ("next", "send"):
             return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
         error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None
@@ -213,6 +214,13 @@ class Client:
         set_truth(remote, truth is False)
         return remote
 
+    def _stream(self, number, is_generator):
+        remote = self._handle(number)
+        made = stream(self, remote)
+        made = made if is_generator is True else map(_same, made)
+        self._streams[id(made)] = made, remote
+        return made
+
     def _member(self, number, plain):
         if type(plain) not in (int, str, float):
             raise Malformed
@@ -231,6 +239,7 @@ class Client:
 
     def _packed(self, value):
         """Return the node of an object that has no plain form."""
+        _, value = self._streams.get(id(value), (None, value))
         value = getattr(type(value), "remote_of", lambda value: value)(value)
         if type(value) in _FUNCTIONS:
             owner = getattr(value, "__objclass__", None) or value.__self__
@@ -246,6 +255,10 @@ class Client:
         if node_of(value) is None:
             raise Pending(value)
         return node_of(value)
+
+
+def _same(item):
+    return item
 
 
 def _text_of(error):

@@ -5,7 +5,7 @@ import importlib
 import os
 import types
 
-from spmd_rl.sandbox.guest.remote import Remote, Stream
+from spmd_rl.sandbox.guest.remote import Remote
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
@@ -71,7 +71,7 @@ def _plugin(pytest, module, client, told):
             self.asked = 0, client.asked  # before the test that runs, and before all tests
 
         def pytest_make_parametrize_id(self, val, argname):
-            return argname if type(val) in (Remote, Stream) else None  # nothing is asked of an object of the code's
+            return argname if type(val) is Remote else None  # nothing is asked of an object of the code's
 
         def pytest_collection(self, session):
             found = in_memory.from_parent(session, path=session.config.rootpath / "tests.py", name="tests.py")
