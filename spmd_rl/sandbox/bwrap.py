@@ -54,7 +54,8 @@ class Bubblewrap(BaseSandbox):
                 self._layout += ["--ro-bind", path, path]
         for name, source in (find_pytest() | dict(packages or {})).items():
             self._layout += ["--ro-bind", str(source.resolve()), f"{PACKAGES}/{name}"]
-        for name, value in (ENVIRONMENT if packages else {}).items():
+        environment = {"PYTHONPATH": "/guest.zip", "PYTHONHASHSEED": "0", **(ENVIRONMENT if packages else {})}
+        for name, value in environment.items():
             self._layout += ["--setenv", name, value]
         self.own_bytes = ROOM if packages else 0
         super().__init__()
@@ -67,8 +68,7 @@ class Bubblewrap(BaseSandbox):
         own = [] if prefix.startswith("/usr") else ["--ro-bind", prefix, prefix]
         command = [self._bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
         command += [*self._layout, *own, "--ro-bind-data", str(guest), "/guest.zip"]
-        command += ["--setenv", "PYTHONPATH", "/guest.zip"]
-        command += ["--setenv", "PYTHONHASHSEED", "0", "--uid", "65534", "--gid", "65534", "--hostname", "box"]
+        command += ["--uid", "65534", "--gid", "65534", "--hostname", "box"]
         command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self.python, "-s", "-S", "-B"]
         user = {} if self.first_uid is None else {"user": self.first_uid, "group": self.first_uid, "extra_groups": []}
         start = f"{orders}, {PACKAGES!r}, main.NamespaceServer"

@@ -33,9 +33,9 @@ from pathlib import Path
 
 from spmd_rl.process import die_with_parent
 from spmd_rl.sandbox import confine
-from spmd_rl.sandbox.guest import main, serve, suite, testing  # noqa: F401 - loaded before the fork
+from spmd_rl.sandbox.guest import suite
 from spmd_rl.sandbox.namespaces import NamespaceServer  # noqa: F401 - for `start`
-from spmd_rl.sandbox.server import Child, PlainServer, Server, confined, do_job, take_descriptors  # noqa: F401
+from spmd_rl.sandbox.server import Child, PlainServer, Server, confine_and_work, confined, take_descriptors  # noqa: F401
 
 MODULES = """
 abc argparse array ast asyncio base64 binascii bisect calendar cmath codecs collections collections.abc contextlib copy
@@ -48,7 +48,6 @@ warnings weakref zlib
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
 READY = b"ready"
-FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 
 
 class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -150,7 +149,6 @@ class UserIdServer(Server):
         confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._first_uid = first_uid
         self._files = hide_files(mounts)
-        self._sizes: dict[int, int] = {}  # by slot: of the file system that is mounted there
 
     def fork(self, child: Child, fds: list[int]) -> int:
         """Start a job, as `Server.fork` says."""
@@ -171,14 +169,10 @@ class UserIdServer(Server):
         """Return an empty directory of that size for a child, or an empty string where it can have no files."""
         if not self._files:
             return ""
-        directory, size = f"/box{slot}", max(num_bytes, 4096)
-        used = slot in self._sizes and os.listdir(directory)
-        if used or self._sizes.get(slot, size) != size:
+        directory = f"/box{slot}"
+        with contextlib.suppress(OSError):  # the first of the slot
             confine.call("umount2", directory.encode(), confine.MNT_DETACH)
-            del self._sizes[slot]
-        if slot not in self._sizes:
-            confine.mount_tmpfs(directory, size, 0o777)
-            self._sizes[slot] = size
+        confine.mount_tmpfs(directory, max(num_bytes, 4096), 0o777)
         return directory
 
     def _any_process(self, uid: int) -> bool:
@@ -210,20 +204,16 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _become_child(child: Child, fds: list[int], uid: int, directory: str, parent: int) -> None:
-    """Confine this process, then run the job in it."""
+    """Become another user, confine this process, then run the job in it."""
+
+    def give_up() -> None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        die_with_parent(parent)
+
     take_descriptors(fds)
-    os.setsid()
-    os.chdir(directory or "/")
-    os.umask(0o077)
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    die_with_parent(parent)
-    confine.call("prctl", confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    files = {"/": confine.READ, directory: confine.WRITE, "/dev/null": confine.WRITE} if directory else {}
-    confine.landlock(files)
-    confine.install_seccomp(FILTERS[child.may_fork])
-    do_job()
+    confine_and_work(directory, child.may_fork, give_up)
 
 
 def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) -> None:

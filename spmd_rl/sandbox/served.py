@@ -47,14 +47,10 @@ class ServedSandbox(ABC):
         if self.process.poll() is not None:
             self.reopen()
         ours, theirs = socket.socketpair()
-        order = {"slot": slot, "disk_bytes": limits.disk_bytes, "processes": limits.processes}
+        order = {"slot": slot, "disk_bytes": limits.disk_bytes, "may_fork": limits.processes > 1}
         with theirs:
             socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs.fileno(), *fds])
         return Forked(ours)
-
-    def owner(self) -> int:
-        """Return the process id below which all that runs is found."""
-        return self.process.pid
 
     def close(self) -> None:
         """End the server, which ends its children first."""
@@ -103,8 +99,10 @@ def archive_of_guest() -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         for package in ("spmd_rl", "spmd_rl/sandbox"):  # our own `__init__` files load too much
             archive.writestr(f"{package}/__init__.py", "")
-        for path in [*(here / f"{name}.py" for name in GUEST), *here.glob("sandbox/guest/*.py")]:
-            archive.writestr(str(path.relative_to(here.parent)), LAZY + path.read_text())
+        for path in here.glob("sandbox/guest/*.py"):  # which has no annotations: what it compiles must not be lazy
+            archive.writestr(str(path.relative_to(here.parent)), path.read_text())
+        for name in GUEST:
+            archive.writestr(f"spmd_rl/{name}.py", LAZY + (here / f"{name}.py").read_text())
     return buffer.getvalue()
 
 

@@ -21,8 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main
 
+FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 FIRST_FREE_FD = 64  # descriptors from here on do not collide with those that a child gets
 
 
@@ -32,17 +34,12 @@ class Child:
 
     control: socket.socket
     slot: int
-    processes: int
+    may_fork: bool
     disk_bytes: int
     pid: int = 0
     pidfd: int = -1
     status_fd: int = -1
     """Where the wait status comes from, if not from `pid`."""
-
-    @property
-    def may_fork(self) -> bool:
-        """Whether the job may start processes."""
-        return self.processes > 1
 
 
 class Server(ABC):
@@ -60,8 +57,7 @@ class Server(ABC):
     def fork(self, child: Child, fds: list[int]) -> int:
         """Start the job of a child in a confined process, which gets these descriptors from 0 on. Returns its pid."""
 
-    @abstractmethod
-    def end_others(self, child: Child) -> None:
+    def end_others(self, child: Child) -> None:  # noqa: B027 - none can be known, or the kernel has done it
         """Kill and reap all processes that an ended child has left behind."""
 
     def run(self) -> None:
@@ -131,9 +127,6 @@ class PlainServer(Server):
             confined(self._become_child, fds)
         return pid
 
-    def end_others(self, child: Child) -> None:
-        """Do nothing: it cannot be known what the job has started."""
-
     def _become_child(self, fds: list[int]) -> None:
         take_descriptors(fds)
         os.setsid()
@@ -152,15 +145,29 @@ def take_descriptors(fds: list[int]) -> None:
 def confined(action: Callable[..., None], *args: object) -> NoReturn:
     """Do what a forked process is for; the action ends it. What goes wrong is written to its standard error."""
     try:
-        try:
-            action(*args)
-        finally:
-            os.write(2, traceback.format_exc().encode())
+        action(*args)
+    except BaseException:  # noqa: BLE001 - whatever it was, this process must not go on as a second server
+        os.write(2, traceback.format_exc().encode())
     finally:
-        os._exit(1)  # whatever it was, this process must not go on as a second server
+        os._exit(1)
+
+
+def confine_and_work(directory: str, may_fork: bool, give_up: Callable[[], None]) -> None:
+    """Confine this process, whose descriptors are in place, do its job and end it. `give_up`: gives up its rights."""
+    os.setsid()
+    os.chdir(directory or "/")
+    os.umask(0o077)
+    give_up()
+    confine.call("prctl", confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if confine.landlock_version():
+        files = {"/": confine.READ, directory: confine.WRITE, "/dev/null": confine.WRITE} if directory else {}
+        confine.landlock(files)
+    if confine.seccomp_supported():
+        confine.install_seccomp(FILTERS[may_fork])
+    do_job()
 
 
 def do_job() -> None:
-    """Do the job of a confined process, whose descriptors are in place, and end the process."""
+    """Do the job of a process and end it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main.main(3, 4, 5)

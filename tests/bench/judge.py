@@ -18,7 +18,8 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0", "outside": "0|error", "aliases": "0", "callbacks": "0"}
+ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0", "outside": "0|error"}
+ROWS |= dict.fromkeys(("aliases", "arrays", "callbacks"), "0")
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
 
@@ -42,7 +43,7 @@ def show_right(reward: CodeReward, times: int) -> None:
     sets |= {"table": right_answers()}
     sets |= {
         name: [case for case in rows(name, "0") if case.kind[1] == "right"]
-        for name in ("outside", "aliases", "callbacks")
+        for name in ("outside", "aliases", "arrays", "callbacks")
     }
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():
@@ -76,7 +77,7 @@ def show_speed(reward: CodeReward, times: int) -> None:
 
     def used() -> float:
         """Our processor time, and that of the sandbox's process with all that it has reaped."""
-        words = Path(f"/proc/{sandbox.owner()}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{sandbox.process.pid}/stat").read_text().rpartition(")")[2].split()
         return time.process_time() + sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
     for name, cases in shapes.items():
@@ -91,7 +92,7 @@ def show_speed(reward: CodeReward, times: int) -> None:
 
 if __name__ == "__main__":
     what, times, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    sandbox = open_sandbox(name, "sandbox")
+    sandbox = open_sandbox(name, "sandbox", ["numpy"] if what in ("cheats", "right") else [])
     seconds = 60.0 if what == "right" else 20.0
     globals()[f"show_{what}"](CodeReward(sandbox, seconds=2 if what == "cheats" else 4, total_seconds=seconds), times)
     sandbox.close()

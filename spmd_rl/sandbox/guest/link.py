@@ -3,7 +3,7 @@
 import os
 import struct
 
-from spmd_rl.sandbox.guest.values import Malformed, dumps, loads
+from spmd_rl.sandbox.guest.values import dumps, loads
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
@@ -40,7 +40,7 @@ class Link:
             raise Gone(f"a message of {size} bytes; it has at most {self._most}")
         try:
             return loads(self._read(size))
-        except Malformed:
+        except (ValueError, RecursionError):
             raise Gone("a malformed message") from None
 
     def _read(self, size):

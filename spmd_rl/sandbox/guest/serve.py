@@ -38,12 +38,12 @@ import operator
 import sys
 import threading
 import types
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.handed import FRAMES, Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
-from spmd_rl.sandbox.guest.main import execute
 from spmd_rl.sandbox.guest.shared import Shared
 
 _Missing = type("_Missing", (Exception,), {})
@@ -56,36 +56,36 @@ VERBS["issubclass"] = lambda kind, other: kind in other.__mro__
 
 
 def serve(job, rpc):
-    """Execute the code and answer its tests until they hang up. Return the exit status."""
+    """Execute the code and answer its tests until they hang up."""
     link = Link(rpc, job["message_bytes"])
     with suppress(Gone):
         try:
             namespace = execute(job, "solution")
-            server = CodeServer(link, namespace, job["prints"])
+            server = CodeServer(link, namespace)
             told = classes_of(namespace, server)
             link.send(["ready", *values.encode(told, server.node)])
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - untrusted code
             link.send(["failed", f"{type(error).__name__}: {error}"[:1000]])
-            return 1
+            return
         while True:
             server.answer(link.receive())
-    return 0
 
 
 class CodeServer:
     """Answers questions. It keeps each object that the tests have a number for."""
 
-    def __init__(self, link, namespace, prints):
-        """`prints`: whether the tests want what is printed during a call."""
-        self._link, self._namespace, self._prints = link, namespace, prints
+    def __init__(self, link, namespace):
+        self._link, self._namespace = link, namespace
         self._objects, self._numbers = [], {}
         self._shared, self._records = Shared(-1), {}  # fields of objects by number, as the tests know them
         self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
         self._stubs = Stubs(self._call_back, namespace)
-        self._special = {"handle": self._objects.__getitem__, "name": self._named, "builtin": _builtin}
-        self._special["handed"] = self._stubs.thing
+        self._special = {"handle": self._objects.__getitem__, "name": self._named, "handed": self._stubs.thing}
+        self._special["builtin"] = lambda module, *names: functools.reduce(
+            getattr, names, importlib.import_module(module)
+        )
 
     def answer(self, question):
         """Answer one question. Gone if nobody waits for it."""
@@ -95,9 +95,8 @@ class CodeServer:
             with self._lock:
                 target, *given = self._shared.unpack(refs, nodes, self._special, gone)
                 self._open = True
-            with redirect_stdout(printed[0]) if self._prints else nullcontext():
-                with redirect_stderr(printed[1]) if self._prints else nullcontext():
-                    reply = self._do(verb, target, given, names)
+            with redirect_stdout(printed[0]), redirect_stderr(printed[1]):
+                reply = self._do(verb, target, given, names)
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
@@ -190,10 +189,6 @@ class CodeServer:
         if name not in self._namespace or name.startswith("__"):
             raise _Missing(f"the code defines no {name}")
         return self._namespace[name]
-
-
-def _builtin(module, *names):
-    return functools.reduce(getattr, names, importlib.import_module(module))
 
 
 def has_truth(kind):

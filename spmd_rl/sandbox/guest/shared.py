@@ -44,7 +44,7 @@ class Shared:
         found = values.decode(refs, nodes, {**special, "known": self._things.__getitem__}, self._things)
         told = {node[3] for node in nodes if node[0] in values.NUMBERED and len(node) > 3}
         if any(number * self._sign > 0 for number in told - self._before.keys()):
-            raise values.Malformed
+            raise ValueError(told)
         self._note({number: self._things[number] for number in told})
         return found
 
@@ -64,18 +64,9 @@ class Shared:
         return number
 
     def _release(self):
-        waiting = [number for number in self._things if number not in self._changed]
-        while waiting:
-            number = waiting.pop()
-            if number in self._things and sys.getrefcount(self._things[number]) == _ALONE:
-                del self._numbers[id(self._things[number])], self._things[number]
-                found = self._before.pop(number)
-                inner = (
-                    [self._numbers[id(part)] for part in found if id(part) in self._numbers]
-                    if type(found) is tuple
-                    else []
-                )
-                waiting += [number for number in inner if number not in self._changed]
-                self.gone.append(number)
-                del found
+        """Forget what only we have. What is in that is forgotten the next time."""
+        alone = [n for n in self._things if n not in self._changed and sys.getrefcount(self._things[n]) == _ALONE]
+        for number in alone:
+            del self._numbers[id(self._things.pop(number))], self._before[number]
+        self.gone += alone
         self._kept = len(self._things)

@@ -21,13 +21,23 @@ from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
 from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_truth, settle, stream
 from spmd_rl.sandbox.guest.shared import Shared
-from spmd_rl.sandbox.guest.values import Malformed
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
 STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
 
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a message raises that does not say what a message can say."""
 _FUNCTIONS = type(len), type(str.upper), type(int.__add__), type(dict.fromkeys)
 _OWNERS = {"builtins", "math", "_operator", *values.TYPES} - {"object"}
 
@@ -67,7 +77,7 @@ class Client:
                 return
             for name, sort, *said in values.decode(*rest, self._special):
                 self._names[str(name)] = self._learnt(str(name), sort, *said)
-        except (Gone, Malformed, AttributeError, LookupError, TypeError, ValueError):
+        except (Gone, *MALFORMED):
             self.gone = "the code ended before its tests began"
 
     def _learnt(self, name, sort, *said):
@@ -119,7 +129,7 @@ class Client:
             answer, printed = self._understood(verb, *message)
         except Gone as error:
             self.gone = str(error)
-        except (Malformed, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             self.gone = f"an answer that is none: {type(error).__name__}"
         if self.gone or self.refused:
             self.refuse(self.gone or self.refused)
@@ -209,7 +219,7 @@ class Client:
 
     def _handle(self, number, truth=True):
         if type(number) is not int or number < 0:
-            raise Malformed
+            raise ValueError(number)
         remote = self._remote("handle", number)
         set_truth(remote, truth is False)
         return remote
@@ -217,19 +227,19 @@ class Client:
     def _stream(self, number, is_generator):
         remote = self._handle(number)
         made = stream(self, remote)
-        made = made if is_generator is True else map(_same, made)
+        made = made if is_generator is True else map(lambda item: item, made)  # noqa: C417 - it shall be no generator
         self._streams[id(made)] = made, remote
         return made
 
     def _member(self, number, plain):
         if type(plain) not in (int, str, float):
-            raise Malformed
+            raise ValueError(plain)
         remote = self._handle(number)
         return self._members.setdefault(number, member(remote, plain))
 
     def _record(self, remote, found, kind, names, is_tuple):
         if type(kind) is not int or len(names) != len(found):
-            raise Malformed
+            raise ValueError(kind)
         set_record(remote, (kind, tuple(map(str, names)), tuple(found), bool(is_tuple)))
 
     def _remote(self, *node):
@@ -255,10 +265,6 @@ class Client:
         if node_of(value) is None:
             raise Pending(value)
         return node_of(value)
-
-
-def _same(item):
-    return item
 
 
 def _text_of(error):

@@ -49,10 +49,6 @@ LEAVES = {
 _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
 
 
-class Malformed(Exception):
-    """Raised when a message does not say what a message can say."""
-
-
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -62,11 +58,9 @@ def dumps(message):
 
 
 def loads(body):
-    """Return what JSON bytes hold. Malformed if they are none, or hold an object or an integer that is too long."""
-    try:
-        return _DECODER.decode(body.decode())
-    except (ValueError, RecursionError):
-        raise Malformed from None
+    """Return what JSON bytes hold. ValueError or RecursionError if they are none, or hold an object or an integer that
+    is too long."""
+    return _DECODER.decode(body.decode())
 
 
 def _refuse(pairs):
@@ -96,16 +90,18 @@ def encode(roots, other, known=None, number=None, record=None):
             continue
         memory = memory_of(value)
         is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and plain_factory(value))
-        if known and (is_container or memory is not None) and (place := known(value)):
+        is_frozen = memory is not None or kind in _ITEMS or _is_method(value) or is_named(kind)
+        place = known(value) if known and (is_container or memory is not None) else None
+        held = (parts(value), None) if is_container else record(value) if record and not is_frozen else None
+        if place:
             node = ["known", place]
-        elif is_container:
+        elif held:
             refs[key] = [len(nodes)]
-            items = parts(value)
-            unfilled.append((len(nodes), value, items, None))
+            unfilled.append((len(nodes), value, *held))
             nodes.append(None)
-            stack += [part for part in items if type(part) not in SCALARS and id(part) not in entered]
+            stack += [part for part in held[0] if type(part) not in SCALARS and id(part) not in entered]
             continue
-        elif memory is not None or kind in _ITEMS or _is_method(value) or is_named(kind):
+        elif is_frozen:
             if key not in kept:
                 kept[key] = _items(value, kind)
             items = kept[key]
@@ -120,12 +116,6 @@ def encode(roots, other, known=None, number=None, record=None):
             if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], kind.__name__, list(kind._fields)]
-        elif record and (found := record(value)):
-            refs[key] = [len(nodes)]
-            unfilled.append((len(nodes), value, *found))
-            nodes.append(None)
-            stack += [part for part in found[0] if type(part) not in SCALARS and id(part) not in entered]
-            continue
         else:
             node = _leaf(value) or other(value)
         refs[key] = [len(nodes)]
@@ -273,58 +263,50 @@ def _array(memory, offset, dtype, writeable, *layout):
 
 
 def _known_array(array, node, known):
-    """Return an array that a node describes: the one that is here under its number, changed, or this one."""
+    """Return an array that a node describes: the one that is here under its number, changed to be the same, or this."""
     found = array if known is None or len(node) < 4 else known.setdefault(node[3], array)
     if found is not array:
-        _change(found, array)
+        found.shape = array.shape
+        if array.flags.owndata:
+            found.flags.writeable = True
+            found[...] = array
+        found.flags.writeable = array.flags.writeable
+        if _layout(found) != _layout(array):
+            raise ValueError("another layout")
     return found
-
-
-def _change(array, other):
-    """Give an array the shape and what is in another, if that has memory of its own. ValueError if it cannot be."""
-    array.shape = other.shape
-    if other.flags.owndata:
-        array.flags.writeable = True
-        array[...] = other
-    array.flags.writeable = other.flags.writeable
-    if _layout(array) != _layout(other):
-        raise ValueError("another layout")
 
 
 # -- from JSON ------------------------------------------------------------------------------------------------------
 
 
 def decode(refs, nodes, special, known=None):
-    """Return the values of references. Malformed if they are none.
+    """Return the values of references. An exception of any kind if they are none.
 
     `special`: by a node's first word, a function from the rest of the node to an object. `known`: containers by number;
     a node with such a number changes that container, and a container with another number is added.
     """
-    try:
-        made, unfilled = [None] * len(nodes), []
-        for i, node in enumerate(nodes):
-            if node[0] in MUTABLE:
-                made[i] = _shell(node, known)
-                unfilled.append((i, node))
-            elif node[0] == "ndarray":
-                array = _array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
-                array.flags.writeable = node[2][3]
-                made[i] = _known_array(array, node, known)
-            elif node[0] == "record":
-                made[i] = special["handle"](node[2], node[6])
-        for i, node in enumerate(nodes):
-            if node[0] == "part":
-                made[i] = _known_array(_frozen(node, made), node, known)
-            elif node[0] not in MUTABLE and node[0] not in ("record", "ndarray"):
-                made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
-        for i, node in unfilled:
-            _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
-        for i, node in enumerate(nodes):
-            if node[0] == "record":
-                special["record"](made[i], _resolve(node[1], made), *node[3:6])
-        return _resolve(refs, made)
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError):
-        raise Malformed from None
+    made, unfilled = [None] * len(nodes), []
+    for i, node in enumerate(nodes):
+        if node[0] in MUTABLE:
+            made[i] = _shell(node, known)
+            unfilled.append((i, node))
+        elif node[0] == "ndarray":
+            array = _array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
+            array.flags.writeable = node[2][3]
+            made[i] = _known_array(array, node, known)
+        elif node[0] == "record":
+            made[i] = special["handle"](node[2], node[6])
+    for i, node in enumerate(nodes):
+        if node[0] == "part":
+            made[i] = _known_array(_frozen(node, made), node, known)
+        elif node[0] not in MUTABLE and node[0] not in ("record", "ndarray"):
+            made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
+    for i, node in unfilled:
+        _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
+    for i, node in enumerate(nodes):
+        if node[0] == "record":
+            special["record"](made[i], _resolve(node[1], made), *node[3:6])
+    return _resolve(refs, made)
 
 
 def _resolve(items, made):

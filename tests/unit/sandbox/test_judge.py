@@ -19,7 +19,7 @@ from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.serve import CodeServer
-from spmd_rl.sandbox.guest.stubs import Client, Refused
+from spmd_rl.sandbox.guest.stubs import MALFORMED, Client, Refused
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 from tests.unit.sandbox.conftest import TIGHT
 
@@ -99,7 +99,7 @@ def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
     link = Link(theirs.fileno(), MOST)
-    server = CodeServer(link, names, False)
+    server = CodeServer(link, names)
 
     def serve():
         with theirs, contextlib.suppress(Gone):
@@ -552,7 +552,7 @@ def test_what_tests_hand_over_without_a_plain_form_is_unsupported_whatever_the_c
     "node", [["method", [[0], "__class__"]], ["view", [[0], "clear"]], ["error", ["list"]], ["error", ["exec", "1"]]]
 )
 def test_a_message_calls_nothing_by_name(node):
-    with pytest.raises(values.Malformed):
+    with pytest.raises(MALFORMED):
         values.decode([[1]], [["dict", [], None], node], {})
 
 
