@@ -145,11 +145,12 @@ def take_descriptors(fds: list[int]) -> None:
 def confined(action: Callable[..., None], *args: object) -> NoReturn:
     """Do what a forked process is for; the action ends it. What goes wrong is written to its standard error."""
     try:
-        action(*args)
-    except BaseException:  # noqa: BLE001 - whatever it was, this process must not go on as a second server
-        os.write(2, traceback.format_exc().encode())
+        try:
+            action(*args)
+        finally:
+            os.write(2, traceback.format_exc().encode())
     finally:
-        os._exit(1)
+        os._exit(1)  # whatever it was, this process must not go on as a second server
 
 
 def confine_and_work(directory: str, may_fork: bool, give_up: Callable[[], None]) -> None:

@@ -18,8 +18,8 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0", "outside": "0|error"}
-ROWS |= dict.fromkeys(("aliases", "arrays", "callbacks"), "0")
+ROWS = {"never": "error|0", "outside": "0|error"}
+ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "arrays", "callbacks", "faults"), "0")
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
 

@@ -27,16 +27,7 @@ ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "K
 STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
 
-MALFORMED = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAULTS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 """What a message raises that does not say what a message can say."""
 _FUNCTIONS = type(len), type(str.upper), type(int.__add__), type(dict.fromkeys)
 _OWNERS = {"builtins", "math", "_operator", *values.TYPES} - {"object"}
@@ -77,7 +68,7 @@ class Client:
                 return
             for name, sort, *said in values.decode(*rest, self._special):
                 self._names[str(name)] = self._learnt(str(name), sort, *said)
-        except (Gone, *MALFORMED):
+        except (Gone, *FAULTS):
             self.gone = "the code ended before its tests began"
 
     def _learnt(self, name, sort, *said):
@@ -89,10 +80,6 @@ class Client:
         maker = Maker(number if type(number) is int else -1, tuple(map(str, fields)), tuple(defaults), is_tuple)
         is_named = sort == "named"
         return values.named(name, maker.fields, maker.defaults) if is_named else Remote(self, ["name", name], maker)
-
-    def start(self):
-        """Begin a source of tests."""
-        self.asked, self.refused, self.unsupported = 0, "", ""
 
     def name(self, name):
         """Return what stands for a name of the code's."""
@@ -129,7 +116,7 @@ class Client:
             answer, printed = self._understood(verb, *message)
         except Gone as error:
             self.gone = str(error)
-        except MALFORMED as error:
+        except FAULTS as error:
             self.gone = f"an answer that is none: {type(error).__name__}"
         if self.gone or self.refused:
             self.refuse(self.gone or self.refused)
