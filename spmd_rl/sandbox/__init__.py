@@ -4,7 +4,7 @@
 |---|---|
 | `base` | starts jobs in confined processes, at most two at a time, and reports how they ended |
 | `served`, `server` | owns a process that forks the confined ones; its loop |
-| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp, which needs root; the process |
+| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root; its process |
 | `bwrap`, `namespaces` | the same process inside bubblewrap, confinement by namespaces |
 | `unconfined` | the same process without confinement, for those who ask for it |
 | `confine` | the system calls |

@@ -319,7 +319,7 @@ def test_answers_that_are_none_are_the_codes_failure():
             message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:5]), *(noise(3) for _ in range(4)), ""]
             Link(theirs.fileno(), MOST).send(message)
             client = Client(Link(ours.fileno(), MOST), None)
-                    try:
+            try:
                 client.name("f")([1], {2: 3})
             except (Refused, Exception) as error:  # noqa: BLE001 - which one is the question
                 assert isinstance(error, Refused) or type(error).__module__ in ("builtins", "solution"), error
