@@ -189,8 +189,8 @@ def _extra(value):
     if isinstance(value, bytearray):
         return value.hex()
     if is_array(value):
-        kept = value.copy("K")  # without gaps
-        return [kept.ravel("K").tobytes().hex(), 0, *_layout(kept, value.flags.writeable)]
+        kept = value.copy("K")  # without gaps; what shares memory in an unknown way can only be read over there
+        return [kept.ravel("K").tobytes().hex(), 0, *_layout(kept, value.flags.writeable and value.flags.owndata)]
     return value.maxlen if isinstance(value, deque) else None
 
 
@@ -235,16 +235,13 @@ def is_array(value):
 
 
 def memory_of(value):
-    """Return the array that owns the memory of an array, or itself; None of what is no array, or of one that writes to
-    memory which is no array's."""
+    """Return the array that owns the memory of an array, or itself if that is no such array's; None of what is none."""
     if not is_array(value):
         return None
     owner = value
     while getattr(owner, "base", None) is not None:
         owner = owner.base
-    if is_array(owner) and owner.flags.owndata:
-        return owner
-    return None if value.flags.writeable else value
+    return owner if is_array(owner) and owner.flags.owndata else value
 
 
 def _layout(array, writeable=None):
