@@ -4,6 +4,7 @@ python -m tests.bench.judge cheats 3 forkserver    # every cheat three times; or
 python -m tests.bench.judge right 1 bwrap
 python -m tests.bench.judge flaky 5 forkserver     # a sample beside two busy loops
 python -m tests.bench.judge speed 4 forkserver     # verdicts per second of processor time, by shape
+python -m tests.bench.judge rows 3 forkserver /tmp/mine.txt    # a file of rows of your own, with the packages' numpy
 """
 
 import json
@@ -56,6 +57,15 @@ def show_right(reward: CodeReward, times: int) -> None:
         )
 
 
+def show_rows(reward: CodeReward, times: int) -> None:
+    """Print the table of a file of rows, and each verdict that is not the expected one: 0 or error by default."""
+    found = [(case, *case.judge(reward)) for _ in range(times) for case in rows(sys.argv[4], "0|error")]
+    print(table((case, verdict) for case, verdict, _ in found if case.kind[1] != "right"))
+    for case, verdict, why in found:
+        if verdict not in case.expect:
+            print(f"{case.id}: {verdict}, not {' or '.join(case.expect)} {why}")
+
+
 def show_flaky(reward: CodeReward, times: int) -> None:
     """Print which verdicts of a sample differ between runs beside two busy loops."""
     sample = all_cheats(1)[::9] + right_answers()[::9]
@@ -92,7 +102,7 @@ def show_speed(reward: CodeReward, times: int) -> None:
 
 if __name__ == "__main__":
     what, times, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    sandbox = open_sandbox(name, "sandbox", ["numpy"] if what in ("cheats", "right") else [])
+    sandbox = open_sandbox(name, "sandbox", ["numpy"] if what in ("cheats", "right", "rows") else [])
     seconds = 60.0 if what == "right" else 20.0
     globals()[f"show_{what}"](CodeReward(sandbox, seconds=2 if what == "cheats" else 4, total_seconds=seconds), times)
     sandbox.close()
