@@ -47,7 +47,6 @@ warnings weakref zlib
 """These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
-READY = b"ready"
 
 
 class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -232,5 +231,5 @@ def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) ->
             orders.send(str(error).encode())
             return
         gc.freeze()  # keep shared pages shared
-        orders.send(READY)
+        orders.send(b"ready")
         server.run()

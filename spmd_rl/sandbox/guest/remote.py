@@ -153,12 +153,20 @@ for _name in (*ASKED, *REFUSED.split()):
 
 def stream(client, remote):
     """Yield what an iterator of the code's gives, one plain value after the other."""
-    try:
-        sent = None
-        while True:
-            sent = yield client.ask("next" if sent is None else "send", remote, [] if sent is None else [sent])
-    except StopIteration:
-        return
+    verb, given = "next", []
+    while True:
+        try:
+            item = client.ask(verb, remote, given)
+        except StopIteration:
+            return
+        try:
+            sent = yield item
+            verb, given = ("next", []) if sent is None else ("send", [sent])
+        except GeneratorExit:
+            client.ask("close", remote)
+            raise
+        except Exception as error:  # noqa: BLE001 - of the tests, for the code to handle
+            verb, given = "throw", [error]
 
 
 def member(remote, plain):

@@ -10,7 +10,7 @@ the numbers of containers that the tests no longer have:
 | set | set that attribute |
 | value | the target, which may have a plain form |
 | type | the class of the target |
-| next, send | the next item of the target; the same of a generator that gets a value |
+| next, send, throw, close | the next item of an iterator; what generators have beside |
 | isinstance, issubclass | whether the target is among the classes of the other |
 | len, iter, getitem, setitem, delitem, str, repr | that of the target |
 
@@ -48,11 +48,12 @@ from spmd_rl.sandbox.guest.shared import Shared
 
 _Missing = type("_Missing", (Exception,), {})
 MAX_TEXT = 100_000  # characters of what an exception says
+STREAM = "next", "send", "throw", "close"
 VERBS = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
 VERBS.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format, type)})
-VERBS.update(get=getattr, set=setattr, value=lambda it: it, send=lambda it, value: it.send(value))
-VERBS["isinstance"] = lambda kind, thing: kind in type(thing).__mro__
-VERBS["issubclass"] = lambda kind, other: kind in other.__mro__
+VERBS.update(get=getattr, set=setattr, value=lambda it: it)
+VERBS.update({name: getattr(types.GeneratorType, name) for name in STREAM[1:]})
+VERBS.update(isinstance=lambda kind, it: kind in type(it).__mro__, issubclass=lambda kind, it: kind in it.__mro__)
 
 
 def serve(job, rpc):
@@ -100,7 +101,7 @@ class CodeServer:
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
-            reply = ("end", [], []) if verb in ("next", "send") else ("!", *_described(error))
+            reply = ("end", [], []) if verb in STREAM else ("!", *_described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
             reply = ("!", *_described(error))
         with self._lock:

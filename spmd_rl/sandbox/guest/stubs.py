@@ -170,7 +170,7 @@ class Client:
         sort, printed, texts = str(sort), list(map(str, printed)), list(map(str, texts))
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
-        if sort == "end" and verb in ("next", "send"):
+        if sort == "end" and verb in ("next", "send", "throw"):
             return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
         error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None

@@ -6,7 +6,7 @@ from rewards.code import CodeReward
 from tests.unit.sandbox.cases import Case, cheats, read, rows, table
 
 ROWS = {"never": "error|0", "outside": "0|error"}
-ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "callbacks", "faults"), "0")
+ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "callbacks", "faults", "iterators"), "0")
 PARTS = 8
 SHAPES_EACH = 3
 """So many shapes has each cheat of the table where all is run, three times each."""
