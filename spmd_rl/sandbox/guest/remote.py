@@ -151,24 +151,6 @@ for _name in (*ASKED, *REFUSED.split()):
     setattr(Remote, f"__{_name}__", _special(_name))
 
 
-def stream(client, remote):
-    """Yield what an iterator of the code's gives, one plain value after the other."""
-    verb, given = "next", []
-    while True:
-        try:
-            item = client.ask(verb, remote, given)
-        except StopIteration:
-            return
-        try:
-            sent = yield item
-            verb, given = ("next", []) if sent is None else ("send", [sent])
-        except GeneratorExit:
-            client.ask("close", remote)
-            raise
-        except Exception as error:  # noqa: BLE001 - of the tests, for the code to handle
-            verb, given = "throw", [error]
-
-
 def member(remote, plain):
     """Return what stands for an enum's member that is a number or a text too: the same here, with its attributes."""
 

@@ -19,7 +19,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_truth, settle, stream
+from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_truth, settle
 from spmd_rl.sandbox.guest.shared import Shared
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
@@ -252,6 +252,24 @@ class Client:
         if node_of(value) is None:
             raise Pending(value)
         return node_of(value)
+
+
+def stream(client, remote):
+    """Yield what an iterator of the code's gives, one plain value after the other."""
+    verb, given = "next", []
+    while True:
+        try:
+            item = client.ask(verb, remote, given)
+        except StopIteration:
+            return
+        try:
+            sent = yield item
+            verb, given = ("next", []) if sent is None else ("send", [sent])
+        except GeneratorExit:
+            client.ask("close", remote)
+            raise
+        except Exception as error:  # noqa: BLE001 - of the tests, for the code to handle
+            verb, given = "throw", [error]
 
 
 def _text_of(error):
