@@ -20,13 +20,14 @@ import zmq
 
 from spmd_rl import wire
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.curve_keys import HostKeys, limit_connection
+from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import in_background
 from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.sockets import BACKLOG, claim_directory, received, remove_socket, socket_path
+from spmd_rl.sidecar.gate import Gate
+from spmd_rl.sidecar.sockets import open_router, received, remove_socket, socket_path
 from spmd_rl.split import messages
 from spmd_rl.split.messages import Kind
 from spmd_rl.split.pieces import DAMAGED
@@ -42,8 +43,6 @@ FETCH_SECONDS = 600.0
 """For so long a publish waits for ranks that fetch an older version; where they have a lease, for ten leases."""
 BEAT_SECONDS, BEATS_PER_SECOND = 0.05, 500
 """Between beats of a member, at least; and how many of all members a training rank answers."""
-QUEUED = 8
-"""Messages of one peer that wait to be read here; it sends no more meanwhile."""
 UNREAD = 32
 """Answers that wait for one peer to read; more are dropped. Who reads has `weights.client.AHEAD` at most, but libzmq
 counts what was read only every so often."""
@@ -119,31 +118,19 @@ class TrainerServer:
         self._begun: dict[Place, bytes] = {}
         self._left: set[int] = set()
         self._num_dropped, self._say_at = 0, 0.0
-        self._socket = self._context.socket(zmq.ROUTER)
-        limits = {zmq.LINGER: 0, zmq.MAXMSGSIZE: self._max_bytes, zmq.RCVHWM: QUEUED, zmq.SNDHWM: UNREAD}
-        for option, value in (limits | {zmq.BACKLOG: BACKLOG}).items():
-            self._socket.setsockopt(option, value)
-        limit_connection(self._socket, bind)
         if keys is not None:
             Authenticator(self._context, keys, self._loop)
-            keys.secure(self._socket)
-        self.address = self._listen(bind)
+        router = open_router(self._context, keys, self._max_bytes, UNREAD)
+        address = bind if socket_path(bind) else f"{bind}:0"
+        try:
+            self._gate = Gate(router, address, keys is not None, self._loop, "placement.bind")
+        except UserError:
+            self._context.destroy(linger=0)
+            raise
+        self._socket, self.address = router[0], self._gate.address.replace("*", own_address() if "*" in bind else "*")
         self._loop.watch(self._socket, self._receive)
         self._closing = False
         self._served = in_background("trainer server", self._serve)
-
-    def _listen(self, bind: str) -> str:
-        """Listen; the address at which this rank can be reached."""
-        try:
-            if path := socket_path(bind):
-                claim_directory(path.parent)
-                self._socket.bind(bind)
-                return bind
-            port = self._socket.bind_to_random_port(bind)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise UserError(f"placement.bind: cannot listen on {bind}: {error.strerror}") from None
-        return f"{bind.replace('*', own_address()) if '*' in bind else bind}:{port}"
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
@@ -225,12 +212,15 @@ class TrainerServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._loop.run_once(busy=False)
+                self._loop.run_once(self._gate.busy)
+                self._gate.tick()
         finally:
+            self._gate.close()
             self._context.destroy(linger=0)
 
     def _receive(self) -> None:
         for peer, *frames in received(self._socket, copy=False):
+            self._gate.read([peer, *frames])
             try:
                 header, *payload = frames
                 if len(payload) > 1 or len(header) > wire.MAX_FRAME_BYTES:
