@@ -47,6 +47,9 @@ UNREAD = 32
 """Answers that wait for one peer to read; more are dropped. Who reads has `weights.client.AHEAD` at most, but libzmq
 counts what was read only every so often."""
 MAX_BEGUN = 1 << 16
+"""Slices that were begun, and members that have left, of which this rank knows; the oldest go first."""
+MAX_PROBED = 4096
+"""Answers to a probe that this rank keeps."""
 SAY_SECONDS = 10.0
 """Between two lines about messages that make no sense."""
 
@@ -59,6 +62,13 @@ class Checked(NamedTuple):
     value: Any
     report: bytes
     """What the queue is told of it."""
+
+
+class Kept(NamedTuple):
+    """A piece that lies here."""
+
+    claim: int
+    checked: Checked
 
 
 class Rules(Protocol):
@@ -114,9 +124,10 @@ class TrainerServer:
         self._newest, self._over = b"", False
         self._heard: dict[int, float] = {}
         """When each member with a lease was last heard of here, in the seconds in which this server ran."""
-        self._deposits: dict[tuple[Kind, int], dict[tuple[int, Place], Checked]] = {}
+        self._deposits: dict[tuple[Kind, int], dict[Place, Kept]] = {}
+        """Of each place, what was made by its latest claim: no other can count. Of a probe, by (member,)."""
         self._begun: dict[Place, bytes] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, None] = {}
         self._num_dropped, self._say_at = 0, 0.0
         if keys is not None:
             Authenticator(self._context, keys, self._loop)
@@ -167,10 +178,11 @@ class TrainerServer:
     def collect(self, kind: Kind, pieces: list[Accepted]) -> list[Any]:
         """Return these pieces, which lie here, and forget whatever cannot count any more."""
         with self._lock:
-            found = [self._deposits[kind, piece.number].pop((piece.member, piece.place)).value for piece in pieces]
+            kept = [self._deposits[kind, one.number].pop(one.place or (one.member,)) for one in pieces]
+            assert [one.claim for one in kept] == [one.claim for one in pieces], "a piece lies here that does not count"
             for key in [key for key in self._deposits if self.rules.is_late(*key)]:
                 del self._deposits[key]
-        return found
+        return [one.checked.value for one in kept]
 
     def end(self) -> None:
         """Let members know that the run has ended."""
@@ -196,9 +208,6 @@ class TrainerServer:
             self._served.result()
             raise AssertionError("the server has been closed")
         self._lock.wait(WAIT_SECONDS)
-        now = self._loop.now
-        for member in [member for member, heard in self._heard.items() if now - heard > self._lease]:
-            self._forget(member)
         if self.queue is not None:
             self.queue.expire()
 
@@ -214,6 +223,9 @@ class TrainerServer:
             while not self._closing:
                 self._loop.run_once(self._gate.busy)
                 self._gate.tick()
+                with self._lock:
+                    for member in [one for one, heard in self._heard.items() if self._loop.now - heard > self._lease]:
+                        self._forget(member)
         finally:
             self._gate.close()
             self._context.destroy(linger=0)
@@ -227,7 +239,7 @@ class TrainerServer:
                     raise wire.WireError("a message has one or two frames")
                 message = messages.FROM_MEMBERS.decode(header.bytes)
                 with self._lock:
-                    reply = self._answer(message, payload[0].buffer if payload else memoryview(b""))
+                    reply = self._answer(peer.bytes, message, payload[0].buffer if payload else memoryview(b""))
                     self._lock.notify_all()
             except DAMAGED as error:
                 self._say(f"dropped a message that makes no sense: {error}")
@@ -245,10 +257,10 @@ class TrainerServer:
             self._say_at = self._loop.now + SAY_SECONDS
             tell(f"split: {text} ({self._num_dropped} so far)")
 
-    def _answer(self, message: wire.WireMessage, payload: memoryview) -> list[Any]:
+    def _answer(self, peer: bytes, message: wire.WireMessage, payload: memoryview) -> list[Any]:
         """The frames of the answer, if there is one."""
         if not isinstance(message, FromMember):
-            reply = self._welcome_to(message) if self._welcome else None
+            reply = self._welcome_to(message, peer) if self._welcome else None
             return [wire.encode(reply)] if reply else []
         if not self._seal.admits(message):
             raise wire.WireError(f"{type(message).__name__} of who is no member")
@@ -261,7 +273,7 @@ class TrainerServer:
                 found = self._begun.pop(tuple(message.place), b"")
                 return [wire.encode(messages.Begun(message.place, digest(found))), found]
             case messages.Leave():
-                self._left.add(message.member)
+                _remember(self._left, message.member, None)
                 self._forget(message.member)
                 if self.queue is not None:
                     self.queue.leave(message.member)
@@ -274,10 +286,10 @@ class TrainerServer:
                 return self.weights.answer(message)
         return [wire.encode(self._from_queue(message, payload))] if self.queue is not None else []
 
-    def _welcome_to(self, message: wire.WireMessage) -> wire.WireMessage | None:
+    def _welcome_to(self, message: wire.WireMessage, peer: bytes) -> wire.WireMessage | None:
         if isinstance(message, messages.Hello):
             return self._welcome
-        if self.queue is None or (member := self.queue.join(message.name, message.leads)) is None:
+        if self.queue is None or (member := self.queue.join(message.name, message.leads, peer)) is None:
             return None
         return messages.Joined(*self._seal.membership(member))
 
@@ -287,9 +299,12 @@ class TrainerServer:
         if isinstance(message, messages.ClaimRequest):
             member, _, kind, number, version, room = msgspec.structs.astuple(message)
             known, ended, pieces, begun_by = queue.claim(member, kind, number, version, room)
-            signed = [self._seal.sign("claim", member, kind, one.number, one.place) for one in pieces]
-            claimed = zip((list(one.place) for one in pieces), signed, begun_by, strict=True)
-            return messages.ClaimReply(known, ended, [messages.Claimed(*one) for one in claimed])
+            signed = [self._seal.sign("claim", member, kind, one.number, one.place, one.claim) for one in pieces]
+            claimed = [
+                messages.Claimed(list(one.place), one.claim, signature, by)
+                for one, signature, by in zip(pieces, signed, begun_by, strict=True)
+            ]
+            return messages.ClaimReply(known, ended, claimed)
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
         known = member in queue.members
         if isinstance(message, messages.GiveBack):
@@ -304,9 +319,10 @@ class TrainerServer:
     def _deposited(self, message: messages.Deposit, payload: memoryview) -> list[Any]:
         """Keep a piece once it has been found to be what it should."""
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
-        if (kind == "probe" and place) or (message.begun and self._lease < inf):
+        claim = message.claim
+        if (kind == "probe" and (place or claim)) or (message.begun and self._lease < inf):
             raise wire.WireError("a piece of no work that there is")
-        if kind != "probe" and not self._seal.is_signed(message.signature, "claim", member, kind, number, place):
+        if kind != "probe" and not self._seal.is_signed(message.signature, "claim", member, kind, number, place, claim):
             raise wire.WireError("a piece that the sender has not claimed")
         report, state, why = b"", "kept", ""
         if self.rules is None or self.rules.is_late(kind, number):
@@ -314,15 +330,16 @@ class TrainerServer:
         elif len(payload) > self._max_bytes or digest(payload) != message.digest:
             state, why = "refused", "it arrived damaged"
         elif message.begun:
-            if len(self._begun) >= MAX_BEGUN:
-                self._begun.pop(next(iter(self._begun)))
-            self._begun[place] = bytes(payload)
+            _remember(self._begun, place, bytes(payload))
         else:
-            kept = self._deposits.setdefault((kind, number), {})
+            kept, key = self._deposits.setdefault((kind, number), {}), place or (member,)
             try:
-                if (member, place) not in kept:  # the first counts, whatever comes later
-                    kept[member, place] = self.rules.check(member, kind, number, place, payload)
-                report = kept[member, place].report
+                before = kept.get(key)
+                if before is None and kind == "probe" and len(kept) >= MAX_PROBED:
+                    raise ValueError("too many answer the probe")
+                if before is None or before.claim < claim:  # the first of a claim counts, whatever comes later
+                    kept[key] = Kept(claim, self.rules.check(member, kind, number, place, payload))
+                report, state = kept[key].checked.report, "kept" if kept[key].claim == claim else "late"
             except DAMAGED as error:
                 state, why = "refused", str(error)[:300]
                 self._say(f"refused a piece, {kind} {number} {list(place)}: {why}")
@@ -344,3 +361,10 @@ class TrainerServer:
             over=self._over,
             pause=min(max(BEAT_SECONDS, len(queue.members) / BEATS_PER_SECOND), self._lease / 4),
         )
+
+
+def _remember(kept: dict, key: Any, value: Any) -> None:
+    """Put something into a dict whose oldest entries go first."""
+    if len(kept) >= MAX_BEGUN:
+        kept.pop(next(iter(kept)))
+    kept[key] = value

@@ -333,7 +333,7 @@ def test_a_server_is_told_of_no_more_than_it_keeps(trainer: Trainer) -> None:
         for index in range(100):
             turn = msgspec.structs.replace(samples(0)[0].turns[0], text=text + str(index))
             made = tuple(msgspec.structs.replace(one, turns=(turn,)) for one in samples(task.place[0]))
-            header = messages.Deposit(*member_of(task, trainer.insider), task.signature, digest(pack(made)))
+            header = messages.Deposit(*member_of(task, trainer.insider), task.claim, task.signature, digest(pack(made)))
             client.send(0, header, pack(made))
             assert client.receive(0, messages.Deposited)[0].state == "kept"
         assert trainer.memory - before < GROWTH_BYTES
