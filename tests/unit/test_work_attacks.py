@@ -41,11 +41,13 @@ KINDS += [messages.Hello, messages.Join, messages.Beat, messages.ClaimRequest, m
 KINDS += [messages.GiveBack, messages.TakeBegun, messages.Leave]
 GROWTH_BYTES = 64 << 20
 SECRET_WEIGHTS = b"weights!" * 512
+PROMPTS = FakePrompts(9)
 
 
 def samples(ticket: int) -> tuple[Sample, ...]:
     """What an honest rank makes of a ticket."""
-    turn = Turn(array("i", [1, 2]), array("i", [3, 0]), array("f", [-0.5, -0.25]), array("i", [0, 0]), "stop", "text")
+    prompt_ids = FakeTokenizer().render(PROMPTS.ticket(ticket, 0)[1].messages)
+    turn = Turn(prompt_ids, array("i", [3, 0]), array("f", [-0.5, -0.25]), array("i", [0, 0]), "stop", "text")
     return tuple(Sample(ticket, answer, (turn,), Verdict("ok", float(answer))) for answer in range(2))
 
 
@@ -54,18 +56,15 @@ class Run:
 
     def __init__(self, folder: Path, stack) -> None:
         world = stack.enter_context(solo())
-        self.cfg = RlvrConfig(
-            steps=3, rollout=RolloutConfig(prompts_per_step=2, answers_per_prompt=2, max_prompt_tokens=8)
-        )
+        rollout = RolloutConfig(prompts_per_step=2, answers_per_prompt=2, max_prompt_tokens=9, max_new_tokens=4)
+        self.cfg = RlvrConfig(steps=3, rollout=rollout)
         self.cfg.placement.max_staleness, self.cfg.eval.every = 2, 0
         (self.server,) = serve(folder, lease_seconds=600.0)
         stack.enter_context(closing(self.server))
         self.queue = WorkQueue(self.cfg.rollout, 2, self.server.clock, Limits(600.0, 1.0))
         self.server.open(self.queue, messages.Welcome({}, [self.server.address], 600.0))
         side = TrainSide(world, self.server, is_attached=True)
-        self.remote = RemoteRollouts(
-            self.cfg, FakePrompts(9), FakeTokenizer(), side, PieceRules(self.cfg.rollout, False, 9)
-        )
+        self.remote = RemoteRollouts(self.cfg, PROMPTS, FakeTokenizer(), side, PieceRules(self.cfg.rollout, False, 256))
         payload = memoryview(SECRET_WEIGHTS)
         piece = Staged("weight", "uint8", [len(payload)], payload, digest(payload))
         self.server.weights.stage(0, {0: piece}, None, nullcontext())
@@ -269,7 +268,10 @@ def test_forged_answers_are_refused(run: Run) -> None:
             (*honest, msgspec.structs.replace(honest[0], answer=SEGMENTS, unit=0)),
             (msgspec.structs.replace(honest[0], verdict=Verdict("ok", 1e308)), honest[1]),
             (msgspec.structs.replace(honest[0], turns=()), honest[1]),
-            changed(token_ids=array("i", [9, 0])),
+            changed(token_ids=array("i", [256, 0])),
+            changed(token_ids=array("i", [3] * 5), logprobs=array("f", [-1] * 5), versions=array("i", [0] * 5)),
+            changed(prompt_ids=other[0].turns[0].prompt_ids),
+            (msgspec.structs.replace(honest[0], turns=honest[0].turns * 2), honest[1]),
             changed(prompt_ids=array("i", [-1])),
             changed(versions=array("i", [0, 1])),
             changed(logprobs=array("f", [float("nan"), 0])),
