@@ -64,10 +64,10 @@ def unpack(payload: bytes | memoryview, kind: Any) -> Any:
     return _decoders[kind].decode(payload)
 
 
-def max_piece_bytes(rollout: RolloutConfig, num_answers: int) -> int:
+def max_piece_bytes(rollout: RolloutConfig, has_turns: bool, num_answers: int) -> int:
     """Return how large a piece of so many answers can be by these settings."""
-    one_turn = rollout.max_prompt_tokens + rollout.max_answer_tokens
-    tokens = rollout.max_context_tokens or (DEFAULT_TOKENS if rollout.max_turns != 1 else one_turn)
+    one_turn = rollout.max_prompt_tokens + rollout.max_new_tokens
+    tokens = rollout.max_context_tokens or (DEFAULT_TOKENS if has_turns else one_turn)
     return num_answers * (SAMPLE_BYTES + tokens * (TOKEN_BYTES + 4 * rollout.top_k))
 
 
