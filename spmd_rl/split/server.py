@@ -283,7 +283,7 @@ class TrainerServer:
             case _ if isinstance(message, REQUESTS):
                 if message.member in self._left:
                     raise wire.WireError("weights are for members, and the sender has left")
-                return self.weights.answer(message)
+                return self.weights.answer(message, self._lease == inf or message.member in self._heard)
         return [wire.encode(self._from_queue(message, payload))] if self.queue is not None else []
 
     def _welcome_to(self, message: wire.WireMessage, peer: bytes) -> wire.WireMessage | None:

@@ -315,6 +315,7 @@ def test_what_is_oversized_half_open_or_slow_costs_little(trainer: Trainer) -> N
     with sockets.context() as context, context.socket(zmq.DEALER) as slow:  # asks, and reads nothing
         slow.setsockopt(zmq.RCVHWM, 1)
         slow.connect(trainer.address)
+        slow.send(wire.encode(messages.Beat(*member, 0, True)))
         slow.send(hold)
         for _ in range(2000):
             try:
