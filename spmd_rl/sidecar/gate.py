@@ -85,6 +85,7 @@ class Gate:
         loop: EventLoop,
         owner: str = "sidecar",
         num_files: int = 0,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         """router: see `open_router`. address: `tcp://HOST:0` is at any free port. keyed: only CURVE is let in.
 
@@ -96,7 +97,7 @@ class Gate:
         self._max_bytes = router[0].getsockopt(zmq.MAXMSGSIZE)
         self._inner, self._keyed, self._loop, self._owner = router[1], keyed, loop, owner
         self._max_total = max(TOTAL_BYTES, 2 * self._max_bytes)
-        self._limit = min(connection_limit(num_files), MAX_CONNECTIONS)
+        self._limit = min(connection_limit(num_files), max_connections)
         self._listener, self.address = listen(address, owner)
         self._connections: dict[bytes, Connection] = {}  # by the name of our socket to the ROUTER, in order of arrival
         self._by_file: dict[int, Connection] = {}

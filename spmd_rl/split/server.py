@@ -50,6 +50,8 @@ MAX_BEGUN = 1 << 16
 """Slices that were begun, and members that have left, of which this rank knows; the oldest go first."""
 MAX_PROBED = 4096
 """Answers to a probe that this rank keeps."""
+MAX_CONNECTIONS = 4096
+"""Generating ranks have up to three each."""
 SAY_SECONDS = 10.0
 """Between two lines about messages that make no sense."""
 
@@ -134,7 +136,7 @@ class TrainerServer:
         router = open_router(self._context, keys, self._max_bytes, UNREAD)
         address = bind if socket_path(bind) else f"{bind}:0"
         try:
-            self._gate = Gate(router, address, keys is not None, self._loop, "placement.bind")
+            self._gate = Gate(router, address, keys is not None, self._loop, "placement.bind", 0, MAX_CONNECTIONS)
         except UserError:
             self._context.destroy(linger=0)
             raise

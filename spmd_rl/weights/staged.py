@@ -94,7 +94,7 @@ class StagedWeights:
             self.newest = version
 
     def answer(self, message: messages.FromMember, may_hold: bool = True) -> list[bytes | memoryview]:
-        """Return the frames that answer one of `messages.REQUESTS`. may_hold: whether a version is kept for the sender."""
+        """Return the frames that answer one of `messages.REQUESTS`. may_hold: whether a version is kept for it."""
         match message:
             case messages.FetchTensor(member, _, version, index, wants_delta):
                 piece = self._versions.get(version, {}).get(index)

@@ -1,5 +1,6 @@
 """The work road under attack: whatever strangers and a member send, the run goes on with what honest members made."""
 
+import contextlib
 import os
 import random
 import socket
@@ -35,6 +36,7 @@ from tests.fakes import FakePrompts, FakeTokenizer
 from tests.forked import executor
 from tests.patience import patient
 from tests.servers import SEAL, connect, serve
+from tests.unit.sidecar_storm import GREETING, READY
 
 KINDS = [Hold, FetchTensor, Release]
 KINDS += [messages.Hello, messages.Join, messages.Beat, messages.ClaimRequest, messages.Deposit, messages.Report]
@@ -304,10 +306,13 @@ def test_what_is_oversized_half_open_or_slow_costs_little(trainer: Trainer) -> N
     big = bytes(9 << 20)
     host = trainer.address.removeprefix("ipc://")
     open_ones = []
-    for index in range(50):  # connections that never say what they are, or stop in the middle of it
+    begun = GREETING + READY + b"\3" + (1 << 20).to_bytes(8) + bytes(600_000)
+    for index in range(800):  # connections that never say what they are, or stop in the middle of it
         half = socket.socket(socket.AF_UNIX)
+        half.settimeout(patient(5))
         half.connect(host)
-        half.send(b"\xff\0\0\0\0\0\0\0\1\x7f"[: index % 10])
+        with contextlib.suppress(OSError):  # it is cut off
+            half.sendall(begun if index % 8 == 0 else GREETING[: index % 10])
         open_ones.append(half)
     joins = wire.encode(messages.Join("half open", True))
     hold, fetch = wire.encode(Hold(*member, 0, None)), wire.encode(FetchTensor(*member, 0, 0, False))
@@ -340,6 +345,28 @@ def test_a_server_is_told_of_no_more_than_it_keeps(trainer: Trainer) -> None:
             client.send(0, header, pack(made))
             assert client.receive(0, messages.Deposited)[0].state == "kept"
         assert trainer.memory - before < GROWTH_BYTES
+
+
+def test_what_members_leave_behind_is_bounded(trainer: Trainer) -> None:
+    """One after the other joins, claims, deposits as much as it can, and leaves."""
+    before = trainer.memory
+    with sockets.context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(trainer.address)
+        for index in range(40):
+            dealer.send(wire.encode(messages.Join("evil", True)))
+            member = messages.TO_MEMBERS.decode(dealer.recv()).member
+            dealer.send(wire.encode(messages.Beat(*SEAL.membership(member), 0, True)))
+            dealer.recv()
+            with closing(connect([trainer.address], member)) as client:
+                _, (task, *_) = client.claim("step", 1, 0, 1)
+                turn = msgspec.structs.replace(samples(task.place[0])[0].turns[0], text=str(index) * (2 << 20))
+                made = pack(tuple(msgspec.structs.replace(one, turns=(turn,)) for one in samples(task.place[0])))
+                about = *member_of(task, member), task.claim, task.signature, digest(made)
+                client.send(0, messages.Deposit(*about), made)
+                assert client.receive(0, messages.Deposited)[0].state == "kept"
+                client.send(0, messages.Leave(*SEAL.membership(member)))
+    assert trainer.memory - before < GROWTH_BYTES
+    assert trainer.process.submit(train, 0.1).result(patient(60)) < 10
 
 
 def member_of(task, member: int) -> tuple:
