@@ -25,7 +25,7 @@ MAX_MEMBERS, MAX_SILENT = 4096, 1024
 """Members, and those among them that have joined and have never said anything since, one for each connection: the
 oldest of these goes first."""
 WAIT_SECONDS = 1.0
-"""A member that has asked in vain for something to do and does not ask again in this time waits no more."""
+"""A member that has asked for something to do and does not ask again in this time waits no more."""
 
 
 class Limits(NamedTuple):
@@ -69,11 +69,13 @@ class Member:
     """Whether its engine is built."""
     peer: bytes = b""
     """The connection by which it joined."""
-    proven: bool = False
-    """Whether the last piece that it had was done. Who is not has one at a time, where somebody is."""
+    proven: bool | None = None
+    """Whether the last piece that it had was done; None: it has had none. Only who is proven has more than one at a
+    time, where somebody is; who has failed has no part in the others' shares."""
     asked: float = -inf
-    """When it last asked for something to do that it had room for, and got nothing; -inf: it has got something."""
+    """When it last asked for something to do that it had room for."""
     waits_since: float = inf
+    """Since when it has asked in vain."""
 
 
 @dataclass(slots=True)
@@ -223,9 +225,9 @@ class WorkQueue:
         leaders = [number for number, one in sorted(self.members.items()) if one.leads and one.ready]
         if member not in leaders or (version < self.oldest if kind == "step" else version != number):
             return Given(True, False, [], [])
-        share, now = -(-queue.num_initial // len(leaders)), self._clock()
-        if not known.proven and any(self.members[one].proven for one in leaders):
-            share = 1
+        standing, now = [self.members[one].proven for one in leaders], self._clock()
+        of = sum(one is not False for one in standing) or len(leaders)
+        share = 1 if any(standing) and not known.proven else -(-queue.num_initial // of)
         if self._settings.claim == "store":  # else each gets what it is dealt
             room = max(0, min(room, share - sum(piece.member == member for piece in queue.held.values())))
         place = leaders.index(member), len(leaders)
@@ -233,8 +235,8 @@ class WorkQueue:
         for piece in pieces:
             self._num_claims += 1
             piece.since, piece.claim = now, self._num_claims
-        in_vain = room > 0 and not pieces
-        known.asked, known.waits_since = (now, min(known.waits_since, now)) if in_vain else (-inf, inf)
+        known.asked = now if room > 0 else -inf
+        known.waits_since = min(known.waits_since, now) if room > 0 and not pieces else inf
         begun = [self._begun.pop(piece.place, None) if kind == "step" else None for piece in pieces]
         return Given(True, False, pieces, begun)
 
