@@ -25,7 +25,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Environments, Scorer
 
