@@ -3,13 +3,15 @@
 import json
 import shutil
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from spmd_rl.rollout.kept import read
+from spmd_rl.rollout.kept import HEAD, read
+from spmd_rl.types.encoded import pack
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.e2e.test_agents import SETTINGS as AGENTS
 from tests.e2e.test_agents import AgentToy
@@ -126,6 +128,16 @@ def kept(run: Running) -> dict[tuple[int, int], str]:
     return found
 
 
+def deal_anew(run: Running) -> None:
+    """Deal the answers to each prompt out to the files of both ranks, and end one as a machine that went down may."""
+    folder = next(run.run_dir.glob("answers/*"))
+    answers = [one for rank in (0, 1) for one in read(folder / f"rank-{rank}.bin")[0]]
+    for rank in (0, 1):
+        records = [pack(one) for one in answers if one[0].answer % 2 == rank]
+        whole = b"".join(HEAD.pack(len(record), zlib.crc32(record)) + record for record in records)
+        (folder / f"rank-{rank}.bin").write_bytes(whole + b"\x40\0\0\0half a record" * rank)
+
+
 def test_a_killed_evaluation_goes_on_bitwise_and_generates_nothing_twice(bench: Bench) -> None:
     log = bench.path / "judged.txt"
     settings = (f"policy.model={bench.model}", "eval.answers=3", "engine.max_running=8")
@@ -138,8 +150,7 @@ def test_a_killed_evaluation_goes_on_bitwise_and_generates_nothing_twice(bench: 
     killed.kill()
     before, judged = kept(killed), Counter(log.read_text().splitlines())
     assert 100 <= len(before) < 4 * ROWS
-    with open(next(killed.run_dir.glob("answers/*/rank-1.bin")), "ab") as file:
-        file.write(b"\x40\0\0\0half a record")  # as a machine that went down may leave it
+    deal_anew(killed)
     log.unlink()
     goes_on = bench.run(*settings, f"reward.toy.args.log={log}", "reward.toy.args.sleep=0.002", ranks=3, name="killed")
     assert results(goes_on) == results(whole) and asked(goes_on, 4) == asked(whole, 4)
