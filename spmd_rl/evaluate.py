@@ -33,6 +33,7 @@ def run(cfg: EvaluateConfig) -> None:
     from spmd_rl.track.results import table, write_results
 
     with Job.open(cfg, {"data.eval": source.eval}, source, section.chat_template_kwargs, cfg.envs) as job:  # [all]
+        job.verify("policy.model", cfg.policy.checkpoint)  # [all]
         place, directory = place_ranks(job), Path(cfg.run.dir)  # [all] all ranks generate
         job.begin(place, 0)  # [all] the weights are published, verified and probed
         key = job.world.broadcast("eval: key", answers_key(cfg, place.rollouts.prompts.fingerprint()))  # [all]
@@ -40,8 +41,9 @@ def run(cfg: EvaluateConfig) -> None:
             rollouts = KeptRollouts(place.rollouts, kept)
             found = Evaluation.of(cfg).results(rollouts, job.world, 0, job.track.log_eval)  # [all]
             job.track.add(val_metrics(found))
+        about = {"model": cfg.policy.model, "checkpoint": cfg.policy.checkpoint, "answers": cfg.eval.answers}
         if job.world.rank == 0:
-            write_results(directory, found, {"model": cfg.policy.model, "answers": cfg.eval.answers, "seed": cfg.seed})
+            write_results(directory, found, about)
             tell(table(found), lines=True)
 
 

@@ -15,16 +15,17 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_rl import sidecar
-from spmd_rl.checkpoint import Checkpointer, HfExport, finished
+from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
 from spmd_rl.config.schema import JobConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
+from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Environments, Scorer
 
@@ -134,6 +135,13 @@ class Job:
         start = saver.restore()  # [train]
         self.begin(place, start)  # [all]
         return saver, start
+
+    def verify(self, key: str, checkpoint: str | None) -> None:
+        """[all] UserError, naming the setting `key`, unless every byte of a checkpoint is as its manifest says."""
+        with self.world.phase("restore"):
+            problem = problem_of(Path(checkpoint), self.world) if checkpoint else None  # [all] the setting is agreed on
+        if problem:
+            raise UserError(f"{key}: {checkpoint} is torn ({problem})")
 
     def begin(self, place: Place, start: int) -> None:
         """[all] Let those who generate begin with the weights of step `start`."""

@@ -3,22 +3,24 @@
 import errno
 import json
 import os
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError, one_line
 
-MAX_HEAD_BYTES = 100_000_000
-"""As the safetensors library has it"""
 WRITTEN_BYTES = 2**20
 """A file behind whose first mebibyte nothing was ever written holds no weights, whatever its size"""
 
 
-def newest_model(key: str, name: str) -> str:
-    """Return the model directory that a model, a checkpoint or a run, by the path `name`, stands for; else the name.
+def trained_model(key: str, name: str) -> tuple[str, str | None]:
+    """Return the model and the checkpoint that the path of a checkpoint or a run stands for; else the name and None.
 
-    Of a run it is that of its newest checkpoint. UserError if a checkpoint has none.
+    Of a run it is the newest checkpoint. The model is what was trained. UserError if that is not known.
     """
     folder = Path(name)
     if (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file():
@@ -27,65 +29,50 @@ def newest_model(key: str, name: str) -> str:
             raise UserError(f"{key}: {name} is a run without a checkpoint")
         folder = found[-1].parent
     if not (folder / "manifest.json").is_file():
-        return name
-    if not (folder / "hf").is_dir():
-        way = f"python -m spmd_rl convert to-hf {folder} OUT makes one: {key}=OUT"
-        raise UserError(f"{key}: {folder} has no hf/, the model that is evaluated (checkpoint.export_hf=true); {way}")
-    return str(folder / "hf")
+        return name, None
+    settings = saved_config(folder.parents[1]) if len(folder.parents) > 1 else None
+    if settings is None:
+        way = f"python -m spmd_rl convert to-hf {folder} OUT --model MODEL makes a model of it: {key}=OUT"
+        raise UserError(f"{key}: {folder} lies in no run's directory; {way}")
+    return settings["policy"]["model"], str(folder)
 
 
 def check_weights(key: str, folder: Path) -> None:
     """Raise a `UserError` that names the setting `key` if a safetensors file of a directory is cut off or damaged."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            tensor_table(path)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{key}: {path} is damaged: {one_line(str(error))}; download or copy it again") from None
+            list(shapes(path))
+            fault = "" if _is_written(path) else "nothing was ever written behind its first mebibyte"
+        except (OSError, SafetensorError) as error:
+            fault = one_line(str(error))
+        if fault:
+            raise UserError(f"{key}: {path} is damaged: {fault}; download or copy it again")
 
 
-def tensor_table(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the head of a safetensors file says of each tensor: `dtype`, `shape`, `data_offsets`.
+def shapes(path: Path) -> Iterator[list[int]]:
+    """Yield the shape of each tensor of a safetensors file, from its head.
 
-    ValueError if the file is not as long as its head says, or is no such file; OSError if it cannot be read.
+    SafetensorError if the file is not as long as its head says, or is no such file; OSError if it cannot be read.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, MAX_HEAD_BYTES):
-            raise ValueError(f"no head of {length} bytes in a file of {size}")
-        try:
-            table = json.loads(file.read(length))
-            table.pop("__metadata__", None)
-            ends = {_end(tensor) for tensor in table.values()}
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            raise ValueError("its head is no table of tensors") from None
-        if (data := max(ends, default=0)) != size - 8 - length:
-            raise ValueError(f"its tensors take {data} bytes, of which it has {size - 8 - length}")
-        if size > WRITTEN_BYTES and not _is_written(file.fileno(), size):
-            raise ValueError("nothing was ever written behind its first mebibyte")
-    return table
+    with safe_open(path, "np") as file:
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            yield file.get_slice(name).get_shape()
 
 
-def _end(tensor: dict[str, Any]) -> int:
-    """Where a tensor ends. KeyError, TypeError or ValueError if its entry is not one."""
-    begin, end = tensor["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (begin, end - begin, *tensor["shape"])):
-        raise ValueError
-    return end
-
-
-def _is_written(file: int, size: int) -> bool:
+def _is_written(path: Path) -> bool:
     """Whether anything but a hole lies behind the first mebibyte; True where the file system does not know."""
+    if (size := path.stat().st_size) <= WRITTEN_BYTES:
+        return True
     try:
-        return os.lseek(file, WRITTEN_BYTES, os.SEEK_DATA) < size
+        with open(path, "rb") as file:
+            return os.lseek(file.fileno(), WRITTEN_BYTES, os.SEEK_DATA) < size
     except OSError as error:
         return error.errno != errno.ENXIO
 
 
 def num_weights(folder: Path) -> int:
     """Return the number of weights in the safetensors files of a directory, from their heads; 0 without such files."""
-    return sum(prod(t["shape"]) for path in folder.glob("*.safetensors") for t in tensor_table(path).values())
+    return sum(prod(shape) for path in folder.glob("*.safetensors") for shape in shapes(path))
 
 
 def describe_model(folder: Path) -> str:

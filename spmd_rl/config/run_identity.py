@@ -84,9 +84,7 @@ def fill_run(cfg: T, pipeline: str) -> T:
     """Fill in `pipeline`, and `run.name` and `run.dir` (as an absolute path) where the user gave none; return `cfg`."""
     run, cfg.pipeline = cfg.run, pipeline
     if run.name is None:
-        model = Path(cfg.policy.model)
-        names = [model.parents[2].name, model.parent.name] if model.name == "hf" else [model.name]  # of a checkpoint
-        run.name = "-".join([*names, cfg.kind, identity_hash(cfg)])
+        run.name = "-".join([Path(cfg.policy.model).name, cfg.kind, identity_hash(cfg)])
     folder = run_dir(pipeline, run.name, run.dir)
     run.dir = str(attached_dir(folder) if cfg.attaches else folder)
     return cfg

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import ClassVar
 
 from spmd_rl.config.generation import GenerationSettings
-from spmd_rl.config.model_files import newest_model
+from spmd_rl.config.model_files import trained_model
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
@@ -17,6 +17,7 @@ from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
+    EvaluatedModelConfig,
     ModelConfig,
     PolicyConfig,
     ReferenceConfig,
@@ -179,6 +180,11 @@ class RlConfig(PipelineConfig):
         return 0
 
     @property
+    def has_turns(self) -> bool:
+        """Whether an episode may have several turns: only a user's own, unless there are environments."""
+        return self.rollout.target is not None and self.rollout.max_turns != 1
+
+    @property
     def generation(self) -> GenerationSettings:
         """What generating takes from the settings."""
         return GenerationSettings(
@@ -253,6 +259,11 @@ class AgenticConfig(RlConfig):
     env: EnvsConfig = field(default_factory=EnvsConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
+    @property
+    def has_turns(self) -> bool:
+        """See `RlConfig.has_turns`."""
+        return self.rollout.max_turns != 1
+
     def __post_init__(self) -> None:
         super().__post_init__()
         r = self.rollout
@@ -315,6 +326,7 @@ class EvaluateConfig(JobConfig):
 
     pipeline = "evaluate"
     borrows = True
+    policy: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -329,7 +341,8 @@ class EvaluateConfig(JobConfig):
         require(not (given and self.env.tags), "env: either rows (data) or environments (env) are evaluated, not both")
         # What is not for a user to say: nothing is trained between two publishes, so that all ranks generate
         self.placement, self.publish = PlacementConfig(), PublishConfig(probe_every=0)
-        self.policy.model = newest_model("policy.model", self.policy.model)
+        if self.policy.checkpoint is None:
+            self.policy.model, self.policy.checkpoint = trained_model("policy.model", self.policy.model)
         if not self.data.eval:
             self.eval.prompts = self.eval.prompts or HELD_OUT
         if self.eval.metrics is None:

@@ -5,6 +5,7 @@ In training after every so many steps, and alone (`python -m spmd_rl.evaluate`),
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from spmd_rl.learn.sample_log import held_out
 from spmd_rl.rollout import Sampling, mean_parts, sum_parts
 from spmd_rl.track.metrics import Values
 from spmd_rl.track.samples import SampleRow
-from spmd_rl.types import Group, Prompt
+from spmd_rl.types import Group, Prompt, Sample
 
 Log = Callable[[int, Iterable[SampleRow]], None]
 
@@ -35,35 +36,27 @@ class Answers(Protocol):
 
 
 class Answered(msgspec.Struct, array_like=True):
-    """What the answers to one prompt came to, as ranks report it to each other."""
+    """What an answer came to, as ranks report it to each other: a prompt's may lie on several."""
 
     number: int
     """Of the prompt."""
+    answer: int
     domain: str
-    greedy: list[float]
-    """Scores, of the answers that have one."""
-    sampled: list[tuple[str, float]]
-    """(`Verdict.answer`, score), of the answers that have one."""
-    num_unscored: int
+    greedy: bool
+    score: float | None
+    """None where it has none, for the reason in `detail`."""
+    vote: str
+    """See `Verdict.answer`."""
     detail: str
-    """Why the first of these has none."""
     parts: dict[str, tuple[float, int]]
     """See `sum_parts`."""
 
     @classmethod
-    def of(cls, group: Group) -> "Answered":
-        """Take what counts from a prompt's answers."""
-        verdicts = [(sample.greedy, sample.verdict) for sample in group.samples if sample.last]
-        failed = [verdict.detail for _, verdict in verdicts if not verdict.scored]
-        return cls(
-            group.ticket,
-            group.prompt.domain,
-            [verdict.score for greedy, verdict in verdicts if verdict.scored and greedy],
-            [(verdict.answer, verdict.score) for greedy, verdict in verdicts if verdict.scored and not greedy],
-            len(failed),
-            next(filter(None, failed), ""),
-            sum_parts(group.samples),
-        )
+    def of(cls, sample: Sample, domain: str) -> "Answered":
+        """Take what counts from an answer's last sample."""
+        verdict, score = sample.verdict, sample.verdict.score if sample.verdict.scored else None
+        about = sample.ticket, sample.unit_number, domain, sample.greedy, score, verdict.answer, verdict.detail
+        return cls(*about, sum_parts([sample]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +108,28 @@ class Evaluation:
             groups = rollouts.answer(prompts, samplings)  # [all]
             if log is not None:
                 log(step, held_out(groups))
-            of_ranks = world.gather("eval: scores", [Answered.of(group) for group in groups], list[Answered])  # [all]
-            rows = sorted((row for rows in of_ranks for row in rows), key=lambda row: row.number)
-            found = {"": measure(rows, self.settings)}
+            mine = [Answered.of(one, group.prompt.domain) for group in groups for one in group.samples if one.last]
+            of_ranks = world.gather("eval: scores", mine, list[Answered])  # [all]
+            answers = sorted(chain.from_iterable(of_ranks), key=lambda one: (one.number, one.answer))
+            found = {"": measure(answers, self.settings)}
             for domain in sorted({prompt.domain for prompt in prompts}):
-                own = [row for row in rows if row.domain == domain]
-                found[domain] = measure(own, self.settings) | mean_parts(row.parts for row in own)
+                own = [one for one in answers if one.domain == domain]
+                found[domain] = measure(own, self.settings) | mean_parts(one.parts for one in own)
             if prompts:
-                found[""]["error_share"] = self._error_share(rows, len(prompts) * len(samplings), step, world.rank)
+                found[""]["error_share"] = self._error_share(answers, step, world.rank)
             return found
 
-    def _error_share(self, rows: Sequence[Answered], num_answers: int, step: int, rank: int) -> float:
+    def _error_share(self, answers: Sequence[Answered], step: int, rank: int) -> float:
         """The share of answers without a score. RunFailed: see `results`."""
-        num_unscored = sum(row.num_unscored for row in rows)
-        if num_unscored:
-            line = f"{num_unscored} of {num_answers} held-out answers of step {step} got no score"
-            line += f"; the first: {next((row.detail for row in rows if row.detail), 'no reason is known')}"
-            if not self.steps and num_unscored > self.error_budget * num_answers:  # alike on all ranks
+        failed = [one.detail for one in answers if one.score is None]
+        if failed:
+            line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"
+            line += f"; the first: {next(filter(None, failed), 'no reason is known')}"
+            if not self.steps and len(failed) > self.error_budget * len(answers):  # alike on all ranks
                 raise RunFailed(f"reward.error_budget={self.error_budget:g}: {line}")
             if rank == 0:
                 tell(f"warning: {line}; val/* leave them out")
-        return num_unscored / num_answers
+        return len(failed) / max(1, len(answers))
 
 
 def val_metrics(found: Mapping[str, Values]) -> Values:
@@ -144,27 +138,30 @@ def val_metrics(found: Mapping[str, Values]) -> Values:
     return {f"{sections[domain]}{name}": value for domain in found for name, value in found[domain].items()}
 
 
-def measure(rows: Sequence[Answered], settings: EvaluationConfig) -> Values:
-    """Return the numbers of some prompts: their means, what `eval.metrics` names, and how many have a score.
+def measure(answers: Sequence[Answered], settings: EvaluationConfig) -> Values:
+    """Return the numbers of some prompts' answers, which come in order: their means, what `eval.metrics` names, and
+    how many prompts have a score.
 
     `pass@k` and `maj@k` are over the prompts with k scored sampled answers; `maj@k` over the domains in which some
     answer has a vote (`Verdict.answer`).
     """
     found: Values = {}
-    scores = {"score": [[score for _, score in row.sampled] for row in rows], "score_greedy": [r.greedy for r in rows]}
-    for name, by_prompt in scores.items():
-        by_prompt = [some for some in by_prompt if some]
-        if by_prompt:
-            found[f"{name}/mean"] = fmean(score for some in by_prompt for score in some)
+    scored = [one for one in answers if one.score is not None]
+    sampled, greedy = ([one for one in scored if one.greedy == kind] for kind in (False, True))
+    prompts = [list(some) for _, some in groupby(sampled, key=lambda one: one.number)]
+    for name, some in (("score", sampled), ("score_greedy", greedy)):
+        by_prompt = [[one.score for one in own] for _, own in groupby(some, key=lambda one: one.number)]
+        if some:
+            found[f"{name}/mean"] = fmean(one.score for one in some)
         if "ci95" in (settings.metrics or ()) and (half := half_width([*map(fmean, by_prompt)])) is not None:
             found[f"{name}/ci95"] = half
     for k in settings.numbers("pass"):
-        right = [[score >= settings.pass_score for score in some] for some in scores["score"] if len(some) >= k]
+        right = [[one.score >= settings.pass_score for one in own] for own in prompts if len(own) >= k]
         if right:
-            found[f"pass@{k}"] = fmean(pass_at_k(len(some), sum(some), k) for some in right)
-    voting = {row.domain for row in rows if any(vote for vote, _ in row.sampled)}
+            found[f"pass@{k}"] = fmean(pass_at_k(len(own), sum(own), k) for own in right)
+    voting = {one.domain for one in sampled if one.vote}
     for k in settings.numbers("maj"):
-        votes = [row.sampled for row in rows if row.domain in voting and len(row.sampled) >= k]
+        votes = [[(one.vote, one.score) for one in own] for own in prompts if own[0].domain in voting and len(own) >= k]
         if votes:
-            found[f"maj@{k}"] = fmean(maj_at_k(some, [k])[0] for some in votes)
-    return found | {"num_prompts": float(sum(bool(row.greedy or row.sampled) for row in rows))}
+            found[f"maj@{k}"] = fmean(maj_at_k(own, [k])[0] for own in votes)
+    return found | {"num_prompts": float(len({one.number for one in scored}))}

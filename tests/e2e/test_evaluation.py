@@ -1,14 +1,17 @@
 """`python -m spmd_rl.evaluate`: all rows that are given, on any number of ranks, killed and continued."""
 
 import json
+import shutil
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from spmd_rl.rollout.kept import read
+from spmd_rl.rollout.kept import HEAD, read
+from spmd_rl.types.encoded import pack
 from tests.e2e.runs import EXACT, Running, Toy
 from tests.e2e.test_agents import SETTINGS as AGENTS
 from tests.e2e.test_agents import AgentToy
@@ -99,12 +102,18 @@ def test_a_run_that_trains_evaluates_the_same_and_its_newest_step_has_its_last_n
     assert len({row["id"] for row in run.samples(1)}) == 40  # an epoch, and none of the three
     assert not {row["id"] for row in run.samples(1)} & asked(run).keys()
 
-    again = bench.run(f"policy.model={run.run_dir}", metrics, ranks=1, name="newest")
+    checkpoint = run.run_dir / "checkpoints" / "step-000001"
+    shutil.rmtree(checkpoint / "hf")  # what training saved is enough
+    again = bench.run(f"policy.model={run.run_dir}", metrics, "train.tp=2", ranks=2, name="newest")
     last, own = run.metrics()[-1], again.metrics()[0]
     assert {key: last[key] for key in last if key.startswith("val/")} == {
         key: own[key] for key in own if key.startswith("val/")
     }
     assert last["val/score/mean"] != run.metrics()[0]["val/score/mean"]
+    (damaged,) = checkpoint.glob("policy/00001.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    torn = bench.start(f"policy.model={checkpoint}", ranks=2, name="torn")
+    assert torn.wait() == 2 and f"error: policy.model: {checkpoint} is torn (policy/00001" in torn.text()
     before = (run.run_dir / "metrics.jsonl").read_bytes()
     refused = bench.start(f"policy.model={run.run_dir}", ranks=1, name="trains")
     assert refused.wait() == 2 and f"{run.run_dir} holds a run of rlvr; choose another run.dir" in refused.text()
@@ -119,6 +128,16 @@ def kept(run: Running) -> dict[tuple[int, int], str]:
     return found
 
 
+def deal_anew(run: Running) -> None:
+    """Deal the answers to each prompt out to the files of both ranks, and end one as a machine that went down may."""
+    folder = next(run.run_dir.glob("answers/*"))
+    answers = [one for rank in (0, 1) for one in read(folder / f"rank-{rank}.bin")[0]]
+    for rank in (0, 1):
+        records = [pack(one) for one in answers if one[0].answer % 2 == rank]
+        whole = b"".join(HEAD.pack(len(record), zlib.crc32(record)) + record for record in records)
+        (folder / f"rank-{rank}.bin").write_bytes(whole + b"\x40\0\0\0half a record" * rank)
+
+
 def test_a_killed_evaluation_goes_on_bitwise_and_generates_nothing_twice(bench: Bench) -> None:
     log = bench.path / "judged.txt"
     settings = (f"policy.model={bench.model}", "eval.answers=3", "engine.max_running=8")
@@ -131,8 +150,7 @@ def test_a_killed_evaluation_goes_on_bitwise_and_generates_nothing_twice(bench: 
     killed.kill()
     before, judged = kept(killed), Counter(log.read_text().splitlines())
     assert 100 <= len(before) < 4 * ROWS
-    with open(next(killed.run_dir.glob("answers/*/rank-1.bin")), "ab") as file:
-        file.write(b"\x40\0\0\0half a record")  # as a machine that went down may leave it
+    deal_anew(killed)
     log.unlink()
     goes_on = bench.run(*settings, f"reward.toy.args.log={log}", "reward.toy.args.sleep=0.002", ranks=3, name="killed")
     assert results(goes_on) == results(whole) and asked(goes_on, 4) == asked(whole, 4)

@@ -364,14 +364,17 @@ def test_a_run_and_a_checkpoint_stand_for_their_model(place):
         checkpoint = run / "checkpoints" / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
-    (run / "config.yaml").touch()
-    with pytest.raises(UserError, match=rf"^policy.model: {checkpoint} has no hf/, .*convert to-hf {checkpoint} OUT"):
-        evaluation(place, f"policy.model={run}")
-    (place / "model").rename(checkpoint / "hf")
-    for given in (run, checkpoint, checkpoint / "hf"):
+    with pytest.raises(UserError, match=rf"^policy.model: {checkpoint} lies in no run's directory; .*convert to-hf"):
+        evaluation(place, f"policy.model={checkpoint}")
+    (run / "config.yaml").write_text(f"policy: {{model: {place}/model}}\n")
+    for given in (run, checkpoint):
         cfg = evaluation(place, f"policy.model={given}", f"data.eval={place}/rows.jsonl")
-        assert cfg.policy.model == f"{checkpoint}/hf"
+        assert (cfg.policy.model, cfg.policy.checkpoint) == (f"{place}/model", str(checkpoint))
         check(cfg)
+    assert evaluation(place, f"policy.model={checkpoint}/hf").policy.checkpoint is None
+    (run / "checkpoints").rename(place / "gone")
+    with pytest.raises(UserError, match=rf"^policy.model: {run} is a run without a checkpoint"):
+        evaluation(place, f"policy.model={run}")
 
 
 def test_an_evaluation_takes_of_an_experiment_what_it_has(place):

@@ -15,7 +15,8 @@ BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2"}
 DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "jensen_shannon")
 """See `algo/distillation.py`"""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = ("native", "vllm")
+ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+"""Engines: the modules whose `build` makes them."""
 
 
 @dataclass
@@ -101,6 +102,17 @@ class ServedModelConfig(ModelConfig):
     multiplies it and else float32. Master weights and optimizer state are always float32."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
+
+
+@dataclass
+class EvaluatedModelConfig(ServedModelConfig):
+    """The model that is evaluated."""
+
+    model: str = ServedModelConfig.model
+    """A Hugging Face causal LM directory, a model of the hub (`Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION`), a
+    checkpoint, or a run directory, which stands for its newest checkpoint."""
+    checkpoint: str | None = None
+    """A checkpoint that `model` was trained to, whose weights are taken. A run or a checkpoint as `model` sets both."""
 
 
 @dataclass
