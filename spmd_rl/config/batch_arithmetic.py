@@ -46,9 +46,9 @@ def describe_rows(
         ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
         (
             "step",
-            f"{size} rows of up to {data.max_tokens} tokens in {_number(train.updates_per_step, 'optimizer step')}",
+            f"{size} rows of up to {data.max_tokens} tokens in {plural(train.updates_per_step, 'optimizer step')}",
         ),
-        ("training", f"{_number(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
+        ("training", f"{plural(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
         ("evaluation", evaluation),
     ]
 
