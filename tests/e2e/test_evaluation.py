@@ -157,7 +157,7 @@ def test_a_killed_evaluation_goes_on_bitwise_and_generates_nothing_twice(bench: 
     assert before.items() <= kept(goes_on).items() and len(kept(goes_on)) == 4 * ROWS
     again = Counter(log.read_text().splitlines())
     assert sum(again.values()) == 4 * ROWS - len(before)  # none of those that were written
-    assert 0 <= sum(judged.values()) - len(before) <= 2 * 8  # what was under way when it was killed
+    assert sum(judged.values()) >= len(before)  # what was judged and not yet written is judged again
     over = bench.run(*settings, f"reward.toy.args.log={log}", "reward.toy.args.sleep=0.002", ranks=2, name="killed")
     assert results(over) == results(whole) and Counter(log.read_text().splitlines()) == again
 
