@@ -40,7 +40,7 @@ def walk(number: int, draw: random.Random) -> str:
 
 
 def rows(path: Path, pairs: list[tuple[str, str]]) -> Path:
-    path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))
+    path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs if c))
     return path
 
 
@@ -49,7 +49,8 @@ def run(door: str, folder: Path, *settings: str) -> Path:
     common = [f"run.dir={folder}", "policy.dtype=float32", "eval.every=0", "checkpoint.every=0", "data.holdout=0"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(f"{folder}.out", "w") as out:
-        subprocess.run([sys.executable, "-m", f"spmd_rl.{door}", *common, *settings], env=env, stderr=out, check=True)
+        ended = subprocess.run([sys.executable, "-m", f"spmd_rl.{door}", *common, *settings], env=env, stderr=out)
+    assert not ended.returncode, Path(f"{folder}.out").read_text()[-2000:]
     return max(folder.glob("checkpoints/step-*/hf"))
 
 
