@@ -17,7 +17,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.load import local
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.train.fsdp2.backend import with_value_head
+from spmd_rl.model.value_head import with_value_head
 from tests.dist.harness import run_ranks
 from tests.models import EXPERTS, tiny
 from tests.training import (
