@@ -181,13 +181,12 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`."""
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
     module, load, num_bytes = source(role.model, held, role.trust_remote_code, layout.world.progress)
-    fresh: set[str] = set()
-    if role.name == "critic":
-        head = with_value_head(module).get_output_embeddings()
-        fresh = {key for key, p in module.named_parameters() if any(p is value for value in head.parameters())}
     if load is not None:
         materialize(module, torch.device("cpu"))
-        load(module, fresh=fresh)
+        module.tie_weights()  # which that undoes
+        load(module)
+    if role.name == "critic":
+        with_value_head(module)
     built = role_of(module, layout, role)
     layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())
     return built
