@@ -167,7 +167,9 @@ def all_gradients(world: World, name: str, paths: dict[str, str], axes: dict[str
     }
 
 
-def each_zero(world: World, test: str, paths: dict[str, str], zeros: list[dict[str, int]]) -> dict[str, dict[str, float]]:
+def each_zero(
+    world: World, test: str, paths: dict[str, str], zeros: list[dict[str, int]]
+) -> dict[str, dict[str, float]]:
     """What `all_gradients` or `all_updates` finds, by case and settings of DeepSpeed."""
     run = {"gradients": all_gradients, "updates": all_updates}[test]
     return {f"{case} {zero}": found for zero in zeros for case, found in run(world, "deepspeed", paths, zero).items()}

@@ -21,7 +21,7 @@ from spmd_rl.train.accumulate import Critic, Policy, alone, walk
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
 from spmd_rl.train.deepspeed.partition import Partition, boxes
-from spmd_rl.train.deepspeed.start import DataParallel, settings, start
+from spmd_rl.train.deepspeed.start import DataParallel, meeting_in, settings, start
 from spmd_rl.train.dither import dither
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.recompute import recompute
@@ -58,15 +58,16 @@ class DeepSpeedModel:
             p.data = p.data.to(self._dtype)
         self._engine = module
         if own is not None or train.stage == 3:
-            self._engine, *_ = self._deepspeed.initialize(  # [all]
-                model=module,
-                optimizer=self._optimizer,
-                config=settings(train, self._dtype, layout.world.device.type != "cpu"),
-                mpu=DataParallel(group),
-                dist_init_required=False,
-            )
+            with self._world.collective(f"{role.name}: DeepSpeed"), meeting_in(self._deepspeed, group):
+                self._engine, *_ = self._deepspeed.initialize(  # [all]
+                    model=module,
+                    optimizer=self._optimizer,
+                    config=settings(train, self._dtype, on_device=self._device.type != "cpu"),
+                    mpu=DataParallel(group),
+                    dist_init_required=False,
+                )
         module.to(self._device)
-        self._partition = Partition(self._deepspeed.utils, self._engine, module, group) if own is not None else None
+        self._partition = None if own is None else Partition(self._deepspeed.utils, self._engine, module, group)
         self._steps = torch.zeros(())
         if own is not None:
             self._optimizer.begin(self._partition.flats)

@@ -53,7 +53,11 @@ class Partition:
             kept = self._optimizer.state[self.flats[0]][moment] if moment else self.flats[0]
             address = p._hp_mapping.get_hp_fragment_address()
             return kept.detach().narrow(0, address.start, address.numel)
-        found = self._utils.safe_get_local_optimizer_state(p, moment) if moment else self._utils.safe_get_local_fp32_param(p)
+        found = (
+            self._utils.safe_get_local_optimizer_state(p, moment)
+            if moment
+            else self._utils.safe_get_local_fp32_param(p)
+        )
         found = found.detach()
         self._copies.append((p, moment, found))  # on a device it is a copy of what lies on the host
         return found[: own.stop - own.start]

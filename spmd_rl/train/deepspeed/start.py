@@ -1,10 +1,12 @@
 """DeepSpeed itself: imported late and quietly, on this program's process groups, compiling nothing.
 
-What `partition.py` and this file lean on beyond DeepSpeed's documentation is held by `tests/unit/test_deepspeed_contract.py`.
+What this folder leans on beyond DeepSpeed's documentation is held by `tests/unit/test_deepspeed_contract.py`.
 """
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -55,12 +57,26 @@ def start(world: World) -> ModuleType:
     os.environ.setdefault("DS_ACCELERATOR", kind(world.device))  # or it looks for devices itself, and warns
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # a run of one rank has no launcher
     import deepspeed
+    from deepspeed.runtime.zero import partitioned_param_coordinator
 
+    # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
     if not deepspeed.comm.is_initialized():
         deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce in shared memory, for a minute
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
     return deepspeed
+
+
+@contextmanager
+def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None]:
+    """Where stage 3, as it is set up, waits for all ranks of the job, let it wait for those of `group` alone."""
+    barrier = deepspeed.comm.barrier
+    deepspeed.comm.barrier = lambda *_, **__: dist.barrier(group)
+    try:
+        yield
+    finally:
+        deepspeed.comm.barrier = barrier
 
 
 def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[str, Any]:
