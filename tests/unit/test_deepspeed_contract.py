@@ -26,7 +26,6 @@ NAMES = {
     "deepspeed.utils:safe_get_local_optimizer_state": ["param", "optim_state_key"],
     "deepspeed.utils:safe_set_local_fp32_param": ["param", "value"],
     "deepspeed.utils:safe_set_local_optimizer_state": ["param", "value", "optim_state_key"],
-    "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks": ["ints"],
     "deepspeed.runtime.engine:DeepSpeedEngine.set_gradient_accumulation_boundary": ["self", "is_boundary"],
 }
 SAID = {
@@ -42,6 +41,7 @@ SAID = {
         "self.fp32_partitioned_groups_flat",
         "dist.barrier()",
     ],
+    "deepspeed.runtime.zero.partitioned_param_coordinator": ["assert_ints_same_as_other_ranks("],
     "deepspeed.runtime.zero.partition_parameters": ["param.ds_tensor", "param.ds_numel", "param.ds_id"],
     "deepspeed.comm.torch:build_shm_op": ["__compatible_ops__.get(builder.NAME, False)"],
     "deepspeed.utils.groups": ["mpu.get_data_parallel_group()", "mpu.get_data_parallel_world_size()"],

@@ -5,6 +5,7 @@ What this folder leans on beyond DeepSpeed's documentation is held by `tests/uni
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -62,6 +63,7 @@ def start(world: World) -> ModuleType:
     # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
+    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)  # names that it calls
     if not deepspeed.comm.is_initialized():
         deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce in shared memory, for a minute
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
@@ -72,7 +74,7 @@ def start(world: World) -> ModuleType:
 def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None]:
     """Where stage 3, as it is set up, waits for all ranks of the job, let it wait for those of `group` alone."""
     barrier = deepspeed.comm.barrier
-    deepspeed.comm.barrier = lambda *_, **__: dist.barrier(group)
+    deepspeed.comm.barrier = lambda *_, **__: dist.barrier(group)  # [all]
     try:
         yield
     finally:
