@@ -13,7 +13,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2", "deepspeed": "spmd_rl.train.deepspeed"}
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = ("native", "vllm")
+ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+"""Engines: the modules whose `build` makes them."""
 
 
 @dataclass
