@@ -5,7 +5,7 @@ micro-batch budget. Gradients are read off the exported weights: with an epsilon
 step is lr / eps times the gradient.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -17,13 +17,14 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.load import local
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.train.fsdp2.backend import with_value_head
+from spmd_rl.model.value_head import with_value_head
 from tests.dist.harness import run_ranks
 from tests.models import EXPERTS, tiny
 from tests.training import (
     SETTINGS,
     TEMPERATURE,
     backend,
+    built,
     fsdp2_critic,
     fsdp2_policy,
     global_batch,
@@ -35,7 +36,7 @@ from tests.training import (
 )
 from tests.unit.test_sharing import exact
 
-BACKENDS = {"fsdp2": backend}
+BACKENDS = {"fsdp2": backend, "deepspeed": partial(built, "deepspeed")}
 TP2, TP3, CP2, PP2 = {"tp": 2}, {"tp": 3}, {"cp": 2}, {"pp": 2}
 EP1, EP2 = {"ep": 1}, {"ep": 2}
 MIXED = [(1, EP1, 1), (2, EP1, 1), (2, EP2, 1), (4, EP2, 1), (2, TP2 | EP2, 1), (4, TP2 | EP2, 2)]
@@ -81,6 +82,15 @@ UPDATES = [pytest.param(*layout, marks=pytest.mark.slow) for layout in [*LAYOUTS
 CHOSEN = {1: ("llama", "qwen2", "smollm2"), 2: ("llama", "qwen2", "qwen3"), 3: ("smollm2", "qwen2")}
 """By tensor-parallel size. Qwen3's norms of each head have gradients that are summed over the ranks; SmolLM2's heads do
 not divide by 2, so that context parallelism gathers keys where it exchanges heads of the others."""
+ON_HOST = {"offload_optimizer": True}
+ZEROS = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **ON_HOST, "offload_param": True}]
+OTHER_ZEROS = [*ZEROS, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage": 3, **ON_HOST}]
+"""Settings of DeepSpeed; the ranks of a test go through all of them."""
+ZERO_RANKS = [(2, ZEROS, ("llama", "qwen3_moe"))]
+ZERO_RANKS += [
+    pytest.param(size, OTHER_ZEROS, ("llama", "qwen2", "qwen3_moe", "mixtral"), marks=pytest.mark.slow)
+    for size in (1, 2, 3)
+]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {
@@ -153,10 +163,19 @@ def all_gradients(world: World, name: str, paths: dict[str, str], axes: dict[str
         if ("truncated" not in case or model == "llama")
         # where some gradients are so small that float32 weights round them away
         and (dtype == "float64" or model not in ("deepseek_v3", "granite"))
+        and (dtype == "float32" or name == "fsdp2")  # alone takes masters of another dtype
     }
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+def each_zero(
+    world: World, test: str, paths: dict[str, str], zeros: list[dict[str, int]]
+) -> dict[str, dict[str, float]]:
+    """What `all_gradients` or `all_updates` finds, by case and settings of DeepSpeed."""
+    run = {"gradients": all_gradients, "updates": all_updates}[test]
+    return {f"{case} {zero}": found for zero in zeros for case, found in run(world, "deepspeed", paths, zero).items()}
+
+
+@pytest.mark.parametrize("name", ["fsdp2"])
 @pytest.mark.parametrize(
     ("size", "axes", "count"),
     [*LAYOUTS, *MIXED, *LARGE],
@@ -170,6 +189,16 @@ def test_the_gradient_is_the_same_in_every_layout(
         for case, found in errors.items():
             worst = max(found, key=found.get)
             assert found[worst] < LIMITS[case.split()[1]], (case, worst, found[worst])
+
+
+@pytest.mark.parametrize(("size", "zeros", "kinds"), ZERO_RANKS, ids=str)
+def test_the_gradient_is_the_same_under_zero(size: int, zeros, kinds, models) -> None:
+    paths = {kind: models[kind] for kind in kinds}
+    for errors in run_ranks(size, each_zero, "gradients", paths, zeros, timeout=280):
+        assert len(errors) == len(zeros) * len(kinds) * len(CASES["float32"])
+        for case, found in errors.items():
+            worst = max(found, key=found.get)
+            assert found[worst] < LIMITS["float32"], (case, worst, found[worst])
 
 
 SCALED = {
@@ -226,7 +255,7 @@ def all_updates(world: World, name: str, paths: dict[str, str], axes: dict[str, 
     return {model: three_updates(world, name, path, axes) for model, path in paths.items()}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["fsdp2"])
 @pytest.mark.parametrize(
     ("size", "axes", "count"),
     [(2, {}, 1), (2, TP2, 1), (2, CP2, 1), (2, EP2, 1), (2, PP2, 1), (4, TP2, 1), (4, TP2 | COPIES, 1), *UPDATES],
@@ -238,6 +267,15 @@ def test_three_updates_follow_plain_torch(name: str, size: int, axes: dict[str, 
         for model, (drift, logprobs, entropy) in found.items():
             assert drift < 1e-5, (model, drift)
             assert max(logprobs, entropy) < 1e-4, (model, logprobs, entropy)
+
+
+@pytest.mark.parametrize(("size", "zeros", "kinds"), ZERO_RANKS, ids=str)
+def test_three_updates_under_zero_follow_plain_torch(size: int, zeros, kinds, models) -> None:
+    paths = {kind: models[kind] for kind in kinds}
+    for found in run_ranks(size, each_zero, "updates", paths, zeros, timeout=280):
+        for case, (drift, logprobs, entropy) in found.items():
+            assert drift < 1e-5, (case, drift)
+            assert max(logprobs, entropy) < 1e-4, (case, logprobs, entropy)
 
 
 def value_loss(values, batch):
