@@ -10,7 +10,7 @@ DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
-BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2"}
+BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2", "megatron": "spmd_rl.train.megatron"}
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
 ENGINES = ("native", "vllm")

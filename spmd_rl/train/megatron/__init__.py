@@ -1,0 +1,64 @@
+"""The backend `megatron`: Megatron-core, with weights and states under Hugging Face names. Torch-free until it builds."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from spmd_rl.config.backends import Backend
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.distributed.device_files import device_file
+from spmd_rl.errors import UserError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
+NOT_YET = {"router_replay": False, "router_aux_coef": 0.0, "router_bias_update_speed": 0.0}
+"""Settings of a policy that it lacks, and what they must be"""
+
+
+def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
+    """See `Backend.refuse`."""
+    train, kind = role.train, model.get("model_type")
+    if find_spec("megatron") is None:
+        raise UserError(f"{role.key}.name: megatron is not installed: pip install 'spmd-rl[megatron]'")
+    if role.name == "critic":
+        raise UserError(f"{role.key}.name: train=megatron has no value head yet; critic.train.name=fsdp2 has")
+    if kind is not None and kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")
+    if train.activation_checkpointing == "selective":
+        raise UserError(f"{role.key}.activation_checkpointing: train=megatron has `full` and `none`")
+    for key, default in NOT_YET.items():
+        if getattr(role.own, key, default) != default:
+            raise UserError(f"{role.name}.{key}: train=megatron has it not yet; must be {default}")
+    if train.pp == 2 and train.vpp > 1 and device_file() is None:
+        # the stage before and the stage after are one rank, and gloo pairs what it is sent by order alone
+        raise UserError(f"{role.key}.vpp: with two stages on CPU Megatron's gradients are wrong; must be 1")
+    _check_sizes(role, model)
+
+
+def _check_sizes(role: RoleConfig, model: dict[str, Any]) -> None:
+    """Raise a UserError where ranks cannot share a layer out in equal parts, as Megatron does."""
+    heads = model.get("num_attention_heads")
+    sizes = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads", heads)}
+    sizes["columns of the MLP"] = model.get("intermediate_size")
+    for what, size in sizes.items():
+        if size and size % role.train.tp:
+            raise UserError(f"{role.key}.tp: Megatron cannot share {size} {what} out over {role.train.tp} ranks")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type") or rope.get("type")) in ("yarn", "longrope"):
+        raise UserError(f"{role.key}.name: train=megatron has no rotary positions of the type {kind} yet")
+
+
+def build(role: RoleConfig, layout: Any, source: Any) -> Any:
+    """[all] See `Backend.build`; `source` is not asked, since no module of transformers is trained."""
+    from spmd_rl.train.megatron.backend import build
+
+    return build(role, layout)
+
+
+BACKEND = Backend(
+    build=build,
+    axes=("tp", "cp", "pp", "vpp"),
+    settings=("activation_checkpointing", "offload"),
+    optimizers=("adamw",),
+    refuse=refuse,
+)

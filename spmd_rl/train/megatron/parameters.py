@@ -1,0 +1,95 @@
+"""The parameters of a model as Megatron has them, each with its rule; and parts of tensors under Hugging Face names."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from spmd_rl.errors import UserError
+from spmd_rl.model.load import Region, WeightFiles, overlap, within
+from spmd_rl.train.megatron.mapping import Piece, Rule
+
+LAYERS = "decoder.layers."
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+IGNORED = ("rotary_emb.inv_freq",)
+"""Ends of names of stored tensors that nobody reads"""
+
+
+class Parameter(NamedTuple):
+    """A parameter of the whole model, of which the ranks of its stage have parts."""
+
+    name: str
+    """Megatron's, with the number of its layer in the whole model"""
+    rule: Rule
+    stage: int
+    is_copy: bool = False
+    """It is the input embedding again, which the last of several stages has too where output and input are tied."""
+
+
+class Part(NamedTuple):
+    """A part of a stored tensor that is here."""
+
+    name: str
+    shape: tuple[int, ...]
+    """of the whole"""
+    stored: Region
+    tensor: Tensor
+    """live"""
+
+
+def parameters_of(names: Mapping[str, Rule], dealt: Sequence[range], num_stages: int, is_tied: bool) -> list[Parameter]:
+    """All parameters of the model, in order. dealt: the layers of each chunk, of which stages have every n-th."""
+    found = [Parameter(EMBEDDING, names[EMBEDDING], 0)]
+    for number, layers in enumerate(dealt):
+        for layer in layers:
+            own = {name: rule for name, rule in names.items() if name.startswith(LAYERS)}
+            found += [Parameter(name.format(layer), rule.named(layer), number % num_stages) for name, rule in own.items()]
+    last = num_stages - 1
+    found += [Parameter(name, rule, last) for name, rule in names.items() if name.startswith("decoder.final")]
+    if not is_tied:
+        found.append(Parameter(OUTPUT, names[OUTPUT], last))
+    elif num_stages > 1:
+        found.append(Parameter(OUTPUT, names[EMBEDDING], last, is_copy=True))
+    return found
+
+
+def local_parameters(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
+    """The parameters that are here, by the names of `Parameter`."""
+    found = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.startswith(LAYERS):
+                number, rest = name.removeprefix(LAYERS).split(".", 1)
+                name = f"{LAYERS}{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
+            found[name] = parameter
+    return found
+
+
+def check_files(parameters: Sequence[Parameter], files: WeightFiles, is_tied: bool) -> None:
+    """Raise a UserError unless each stored tensor has a place in the model, and each place a stored tensor."""
+    wanted = {name for parameter in parameters for name in parameter.rule.names}
+    if missing := sorted(wanted - set(files.names)):
+        raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
+    tied = {"lm_head.weight"} if is_tied else set()
+    if unknown := sorted(name for name in set(files.names) - wanted - tied if not name.endswith(IGNORED)):
+        raise UserError(f"policy.model: {files.file_of(unknown[0])} holds {unknown[0]}, for which Megatron has no place")
+
+
+def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[Part]:
+    """What the region `own` of a parameter, which is `tensor`, is under the names of stored tensors."""
+    for piece in pieces:
+        common = overlap(own, piece.region)
+        if common is not None:
+            offsets = zip(within(common, piece.region), piece.stored, strict=True)
+            stored = tuple(slice(a.start + b.start, a.stop + b.start) for a, b in offsets)
+            yield Part(piece.name, piece.shape, stored, tensor[within(common, own)])
+
+
+@torch.no_grad()
+def fill(parts: Sequence[Part], files: WeightFiles, on_progress: Callable[[], object]) -> None:
+    """Read what the parts hold, converted to the dtype that they have."""
+    for part in parts:
+        part.tensor.copy_(files.read(part.name, part.stored))
+        on_progress()

@@ -1,0 +1,208 @@
+"""A model of Megatron-core made from a configuration of transformers: its `GPTModel`, with five parts of our own.
+
+Megatron's local layers (no Transformer Engine), in which attention is `packed_attention`, so that packing, prefix trees
+and context parallelism are what they are elsewhere; rotary positions are those of the row; norms round as transformers
+does; and the output embedding gives logprob and entropy of the targets, not logits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from spmd_rl.config.ranks import deal_layers
+from spmd_rl.config.sections.models import TrainConfig
+from spmd_rl.distributed import Layout
+from spmd_rl.errors import UserError
+from spmd_rl.model.attention import Packing, packed_attention
+from spmd_rl.model.differentiable import gather_rows
+from spmd_rl.model.logprobs import Pairs, VocabularyShare, token_logprobs
+from spmd_rl.model.size import head_dim, num_kv_heads
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """What all layers need of a row; Megatron hands it down where its own packing would go."""
+
+    positions: Tensor
+    """int64 [t], on the device"""
+    packing: Packing
+    qkv_format: str = "row"
+    """Megatron asks whether it is its own"""
+    cp_group: None = None
+
+
+class Norm(nn.Module):
+    """RMSNorm, which rounds to the dtype of its input before it multiplies by its weight, as transformers does."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden size] -> the same."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class PackedAttention(nn.Module):
+    """In place of Megatron's `DotProductAttention`."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedRow, **__: Any) -> Tensor:
+        """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out."""
+        q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))
+        out, _ = packed_attention(self, q, k, v, None, self.scale, packed_seq_params.packing)  # [all]
+        return out[0].flatten(1)[:, None]
+
+
+class Rotary(nn.Module):
+    """In place of Megatron's rotary embedding: angles of the row's own positions, with transformers' frequencies."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def get_rotary_seq_len(self, *args: Any) -> Tensor:
+        """What Megatron calls `forward` with, where it would be a length."""
+        return args[-1].positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """int64 [t] -> float32 [t, 1, 1, rotated dimensions]."""
+        angles = positions[:, None].float() * self.frequencies
+        return torch.cat([angles, angles], -1)[:, None, None]
+
+
+class Head(nn.Module):
+    """In place of the output embedding: logprob and entropy of `targets`, from the hidden states at `keep`."""
+
+    def __init__(self, weight: nn.Parameter | None, vocab_size: int, groups: ProcessGroupCollection) -> None:
+        """`weight`: this rank's rows; None where the input embedding's are handed to `forward`."""
+        super().__init__()
+        self.weight, self._vocab_size, self._group = weight, vocab_size, groups.tp
+        self.keep: Tensor | None = None
+        """int64 [n], to be set before each forward: which tokens of the row predict a target"""
+        self.targets: Tensor | None = None
+        """int64 [n], likewise"""
+        self.temperature = 1.0
+        self.candidate_ids: Pairs | None = None
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """[all] of the ranks that share the vocabulary out: [t / tp, 1, h] -> float32 [n, 1, 2]."""
+        weight, share, first = self.weight if weight is None else weight, None, 0
+        hidden = hidden[:, 0]
+        if self._group.size() > 1:
+            hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
+            share = VocabularyShare(first, self._group)
+        own = weight[: self._vocab_size - first]  # the rest is filling
+        found = token_logprobs(hidden[self.keep], own, self.targets, self.temperature, self.candidate_ids, share)  # [all]
+        return torch.stack(found, -1)[:, None], None
+
+
+def config_of(
+    config: PreTrainedConfig, layout: Layout, train: TrainConfig, dtype: torch.dtype, options: dict[str, Any]
+) -> TransformerConfig:
+    """Megatron's configuration of the model. UserError if stages cannot share its layers out."""
+    tp, pp, vpp = layout.size("tp"), layout.size("pp"), train.vpp
+    stages: dict[str, Any] = {}
+    dealt = deal_layers(layout.key, config.num_hidden_layers, pp, vpp)
+    if vpp > 1:
+        if config.num_hidden_layers % len(dealt):
+            raise UserError(f"{layout.key}.vpp: {config.num_hidden_layers} layers do not divide into {len(dealt)} chunks")
+        stages = {"virtual_pipeline_model_parallel_size": vpp}
+    elif pp > 1:
+        chunks = [["decoder"] * len(chunk) for chunk in dealt]
+        chunks[0].insert(0, "embedding")
+        chunks[-1].append("loss")
+        stages = {"pipeline_model_parallel_layout": chunks}
+    if pp > 1:  # micro-batches are of different lengths
+        stages |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
+    if train.activation_checkpointing == "full":
+        stages |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    fields = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": num_kv_heads(config),
+        "kv_channels": head_dim(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": layout.size("cp"),
+        "use_cpu_initialization": layout.world.device.type == "cpu",
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,  # before gradients have their buffers, or these divide by the data shards
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**(fields | stages | options))
+
+
+def chunks_of(
+    config: TransformerConfig, layout: Layout, groups: ProcessGroupCollection, vocab_size: int, is_tied: bool
+) -> list[GPTModel]:
+    """This rank's chunks of the model, in order, with parameters that hold anything yet."""
+    num_chunks, made = config.virtual_pipeline_model_parallel_size or 1, []
+    stage, num_stages, tp = layout.rank("pp"), layout.size("pp"), layout.size("tp")
+    for number in range(num_chunks):
+        is_last = stage == num_stages - 1 and number == num_chunks - 1
+        model = GPTModel(
+            config,
+            _layers(config, stage, number if num_chunks > 1 else None),
+            -(-vocab_size // tp) * tp,
+            max_sequence_length=0,
+            pre_process=stage == 0 and number == 0,
+            post_process=is_last,
+            share_embeddings_and_output_weights=is_tied,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            vp_stage=number if num_chunks > 1 else None,
+        )
+        if is_last:
+            model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
+        made.append(model)
+    return made
+
+
+def _layers(config: TransformerConfig, stage: int, chunk: int | None) -> TransformerBlockSubmodules:
+    """What the layers of a chunk are made of."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    own = spec.submodules
+    own.input_layernorm = own.pre_mlp_layernorm = Norm
+    attention = own.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
