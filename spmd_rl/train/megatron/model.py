@@ -55,11 +55,12 @@ class MegatronModel:
         with on_cpu(self.device):
             options = architecture.options(config)
             self._config = transformer.config_of(config, layout, role.train, self._dtype, options)
-            self._chunks = transformer.chunks_of(self._config, layout, self._groups, config.vocab_size, is_tied)
+            chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied)
+            self._chunks = list(chunks)
             for chunk in self._chunks:
                 chunk.requires_grad_(role.optimizer is not None)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
-            local = local_parameters(self._chunks)
+            local = local_parameters(chunks)
             for tensor in local.values():
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
             self._optimizer = None

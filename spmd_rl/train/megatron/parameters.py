@@ -55,14 +55,14 @@ def parameters_of(names: Mapping[str, Rule], dealt: Sequence[range], num_stages:
     return found
 
 
-def local_parameters(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
-    """The parameters that are here, by the names of `Parameter`."""
+def local_parameters(chunks: Mapping[GPTModel, range]) -> dict[str, nn.Parameter]:
+    """The parameters of the chunks that are here, with their layers, by the names of `Parameter`."""
     found = {}
-    for chunk in chunks:
+    for chunk, layers in chunks.items():
         for name, parameter in chunk.named_parameters():
             if name.startswith(LAYERS):
                 number, rest = name.removeprefix(LAYERS).split(".", 1)
-                name = f"{LAYERS}{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
+                name = f"{LAYERS}{layers[int(number)]}.{rest}"
             found[name] = parameter
     return found
 

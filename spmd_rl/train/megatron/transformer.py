@@ -5,28 +5,32 @@ and context parallelism are what they are elsewhere; rotary positions are those 
 does; and the output embedding gives logprob and entropy of the targets, not logits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from spmd_rl.config.ranks import deal_layers
 from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.distributed import Layout
-from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.differentiable import gather_rows
 from spmd_rl.model.logprobs import Pairs, VocabularyShare, token_logprobs
 from spmd_rl.model.size import head_dim, num_kv_heads
+
+RANDOM = "model-parallel-rng"
+"""Megatron's name of a state of random numbers"""
 
 
 @dataclass(frozen=True)
@@ -117,19 +121,11 @@ class Head(nn.Module):
 def config_of(
     config: PreTrainedConfig, layout: Layout, train: TrainConfig, dtype: torch.dtype, options: dict[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of the model. UserError if stages cannot share its layers out."""
+    """Megatron's configuration of the model."""
     tp, pp, vpp = layout.size("tp"), layout.size("pp"), train.vpp
     stages: dict[str, Any] = {}
-    dealt = deal_layers(layout.key, config.num_hidden_layers, pp, vpp)
     if vpp > 1:
-        if config.num_hidden_layers % len(dealt):
-            raise UserError(f"{layout.key}.vpp: {config.num_hidden_layers} layers do not divide into {len(dealt)} chunks")
         stages = {"virtual_pipeline_model_parallel_size": vpp}
-    elif pp > 1:
-        chunks = [["decoder"] * len(chunk) for chunk in dealt]
-        chunks[0].insert(0, "embedding")
-        chunks[-1].append("loss")
-        stages = {"pipeline_model_parallel_layout": chunks}
     if pp > 1:  # micro-batches are of different lengths
         stages |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
     if train.activation_checkpointing == "full":
@@ -163,40 +159,53 @@ def config_of(
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
+        "moe_token_dispatcher_type": "alltoall",
     }
     return TransformerConfig(**(fields | stages | options))
 
 
 def chunks_of(
-    config: TransformerConfig, layout: Layout, groups: ProcessGroupCollection, vocab_size: int, is_tied: bool
-) -> list[GPTModel]:
-    """This rank's chunks of the model, in order, with parameters that hold anything yet."""
-    num_chunks, made = config.virtual_pipeline_model_parallel_size or 1, []
-    stage, num_stages, tp = layout.rank("pp"), layout.size("pp"), layout.size("tp")
-    for number in range(num_chunks):
-        is_last = stage == num_stages - 1 and number == num_chunks - 1
+    config: TransformerConfig, dealt: Sequence[range], groups: ProcessGroupCollection, vocab_size: int, is_tied: bool
+) -> dict[GPTModel, range]:
+    """This rank's chunks of the model, in order, with their layers; parameters may hold anything yet.
+
+    dealt: the layers of all chunks, of which a stage has every n-th.
+    """
+    made = {}
+    _prepare_process()
+    stage, num_stages, tp = groups.pp.rank(), groups.pp.size(), groups.tp.size()
+    for place in range(stage, len(dealt), num_stages):
+        is_last = place == len(dealt) - 1
+        chunk = place // num_stages if len(dealt) > num_stages else None
         model = GPTModel(
             config,
-            _layers(config, stage, number if num_chunks > 1 else None),
+            TransformerBlockSubmodules(layer_specs=[_layer(config)] * len(dealt[place]), layer_norm=Norm),
             -(-vocab_size // tp) * tp,
             max_sequence_length=0,
-            pre_process=stage == 0 and number == 0,
+            pre_process=place == 0,
             post_process=is_last,
             share_embeddings_and_output_weights=is_tied,
             position_embedding_type="rope",
             pg_collection=groups,
-            vp_stage=number if num_chunks > 1 else None,
+            vp_stage=chunk,
         )
         if is_last:
             model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
-        made.append(model)
+        made[model] = dealt[place]
     return made
 
 
-def _layers(config: TransformerConfig, stage: int, chunk: int | None) -> TransformerBlockSubmodules:
-    """What the layers of a chunk are made of."""
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+def _prepare_process() -> None:
+    """Make what Megatron has once a process: layers that share out their tokens ask for it."""
+    tracker = get_cuda_rng_tracker()
+    if RANDOM not in tracker.get_states():
+        tracker.add(RANDOM, 0)  # nothing random is drawn
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
 
+
+def _layer(config: TransformerConfig) -> ModuleSpec:
+    """What a layer is made of."""
     spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
@@ -204,5 +213,4 @@ def _layers(config: TransformerConfig, stage: int, chunk: int | None) -> Transfo
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
+    return spec
