@@ -8,10 +8,13 @@ from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed.device_files import device_file
 from spmd_rl.errors import UserError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
 NOT_YET = {"router_replay": False, "router_aux_coef": 0.0, "router_bias_update_speed": 0.0}
 """Settings of a policy that it lacks, and what they must be"""
+
+IMPORT_SECONDS = 600.0
+"""What importing Megatron may take without any progress: it is large, and all ranks of a machine read it at once."""
 
 
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
@@ -50,14 +53,15 @@ def _check_sizes(role: RoleConfig, model: dict[str, Any]) -> None:
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
     """[all] See `Backend.build`; `source` is not asked, since no module of transformers is trained."""
-    from spmd_rl.train.megatron.backend import build
+    with layout.world.journal.extend_timeout(IMPORT_SECONDS):
+        from spmd_rl.train.megatron.backend import build
 
     return build(role, layout)
 
 
 BACKEND = Backend(
     build=build,
-    axes=("tp", "cp", "pp", "vpp"),
+    axes=("tp", "cp", "ep", "pp", "vpp"),
     settings=("activation_checkpointing", "offload"),
     optimizers=("adamw",),
     refuse=refuse,

@@ -10,20 +10,21 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
-from spmd_rl.config.ranks import deal_layers
+from spmd_rl.config.ranks import check_experts, deal_layers
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import WeightFiles
+from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize, head_dim, num_kv_heads
 from spmd_rl.train.base import Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither_region
 from spmd_rl.train.megatron import transformer
 from spmd_rl.train.megatron.groups import groups_of
 from spmd_rl.train.megatron.optimizer import MOMENTS, Optimizer
-from spmd_rl.train.megatron.parameters import Part, check_files, fill, local_parameters, parameters_of
+from spmd_rl.train.megatron.parameters import Experts, Part, check_files, fill, local_parameters, parameters_of
 from spmd_rl.train.megatron.shim import on_cpu
 from spmd_rl.train.megatron.tensors import Tensors
 from spmd_rl.train.offload import Offload
@@ -45,7 +46,9 @@ class MegatronModel:
         self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
         is_tied, num_stages = config.tie_word_embeddings, layout.size("pp")
         dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)
-        parameters = parameters_of(architecture.NAMES, dealt, num_stages, is_tied)
+        experts = Experts(num_experts(config), layout.size("ep"))
+        check_experts(layout.key, experts.count, config.name_or_path, experts.size)
+        parameters = parameters_of(architecture.NAMES, dealt, num_stages, is_tied, experts)
         check_files(parameters, files, is_tied)
         self._context = None
         if (group := layout.group("cp")) is not None:
@@ -60,7 +63,7 @@ class MegatronModel:
             for chunk in self._chunks:
                 chunk.requires_grad_(role.optimizer is not None)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
-            local = local_parameters(chunks)
+            local = local_parameters(chunks, experts, layout.rank("ep"))
             for tensor in local.values():
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
             self._optimizer = None

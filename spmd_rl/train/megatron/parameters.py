@@ -1,6 +1,7 @@
 """The parameters of a model as Megatron has them, each with its rule; and parts of tensors under Hugging Face names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles, overlap, within
 from spmd_rl.train.megatron.mapping import Piece, Rule
 
-LAYERS = "decoder.layers."
+LAYERS, EXPERTS = "decoder.layers.", ".local_experts."
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 IGNORED = ("rotary_emb.inv_freq",)
 """Ends of names of stored tensors that nobody reads"""
@@ -26,6 +27,8 @@ class Parameter(NamedTuple):
     stage: int
     is_copy: bool = False
     """It is the input embedding again, which the last of several stages has too where output and input are tied."""
+    owner: int | None = None
+    """Of an expert's, which has it whole: the place along `ep` of the ranks that have it."""
 
 
 class Part(NamedTuple):
@@ -39,13 +42,32 @@ class Part(NamedTuple):
     """live"""
 
 
-def parameters_of(names: Mapping[str, Rule], dealt: Sequence[range], num_stages: int, is_tied: bool) -> list[Parameter]:
-    """All parameters of the model, in order. dealt: the layers of each chunk, of which stages have every n-th."""
+class Experts(NamedTuple):
+    """How many experts a layer has, and how many ranks share them out."""
+
+    count: int
+    size: int
+
+
+def parameters_of(
+    names: Mapping[str, Rule], dealt: Sequence[range], num_stages: int, is_tied: bool, experts: Experts
+) -> list[Parameter]:
+    """All parameters of the model, in order; experts that are at one place on their ranks are neighbours.
+
+    dealt: the layers of each chunk, of which stages have every n-th.
+    """
     found = [Parameter(EMBEDDING, names[EMBEDDING], 0)]
+    own = {name: rule for name, rule in names.items() if name.startswith(LAYERS)}
+    each = experts.count // experts.size
     for number, layers in enumerate(dealt):
-        for layer in layers:
-            own = {name: rule for name, rule in names.items() if name.startswith(LAYERS)}
-            found += [Parameter(name.format(layer), rule.named(layer), number % num_stages) for name, rule in own.items()]
+        for layer, (name, rule) in product(layers, own.items()):
+            stage = number % num_stages
+            if EXPERTS not in name:
+                found.append(Parameter(name.format(layer), rule.named(layer), stage))
+                continue
+            for place, owner in product(range(each), range(experts.size)):
+                of = layer, owner * each + place
+                found.append(Parameter(name.format(*of), rule.named(*of), stage, owner=owner))
     last = num_stages - 1
     found += [Parameter(name, rule, last) for name, rule in names.items() if name.startswith("decoder.final")]
     if not is_tied:
@@ -55,14 +77,23 @@ def parameters_of(names: Mapping[str, Rule], dealt: Sequence[range], num_stages:
     return found
 
 
-def local_parameters(chunks: Mapping[GPTModel, range]) -> dict[str, nn.Parameter]:
-    """The parameters of the chunks that are here, with their layers, by the names of `Parameter`."""
+def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: int) -> dict[str, nn.Parameter]:
+    """The parameters of the chunks that are here, with their layers, by the names of `Parameter`.
+
+    owner: this rank's place among those that share experts out.
+    """
     found = {}
+    first = owner * (experts.count // experts.size)
     for chunk, layers in chunks.items():
         for name, parameter in chunk.named_parameters():
             if name.startswith(LAYERS):
                 number, rest = name.removeprefix(LAYERS).split(".", 1)
                 name = f"{LAYERS}{layers[int(number)]}.{rest}"
+            if EXPERTS in name:
+                before, after = name.split(EXPERTS)
+                place, rest = after.split(".", 1)
+                name = f"{before}{EXPERTS}{first + int(place)}.{rest}"
+                parameter.allreduce = False  # its gradients are summed over the ranks that have it, tensor-parallel or not
             found[name] = parameter
     return found
 

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class _NoStream:
-    """In place of a stream of a device."""
+    """In place of a stream of a device, and of its events."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: self
 
 
 _REPLACED = {

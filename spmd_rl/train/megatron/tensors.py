@@ -28,17 +28,22 @@ class Tensors:
     ) -> None:
         """parameters: of the whole model, of which `local` are here. shapes: of what the checkpoint stores."""
         self._all, self._layout, self._groups, self._shapes = parameters, layout, groups, shapes
-        self._shares = [Share(rank, layout.size("tp"), head_dim) for rank in range(layout.size("tp"))]
-        self._share = self._shares[layout.rank("tp")]
-        here = [one for one in parameters if one.stage == layout.rank("pp")]
+        self._head_dim = head_dim
+        here = [one for one in parameters if one.stage == layout.rank("pp") and one.owner in (None, layout.rank("ep"))]
         assert {one.name for one in here} == local.keys(), {one.name for one in here} ^ local.keys()
         for one in here:
             found = tuple(local[one.name].shape)
-            assert one.rule.shape(shapes, self._share) == found, (one.name, found)
+            assert one.rule.shape(shapes, self._share_of(one)) == found, (one.name, found)
         self._here = {local[one.name]: one for one in here}
 
-    def _pieces(self, parameter: Parameter, share: Share | None = None) -> list[Piece]:
-        return list(parameter.rule.pieces(self._shapes, share or self._share))
+    def _share_of(self, one: Parameter, rank: int | None = None) -> Share:
+        """Which part of a parameter a rank along `tp` has; by default this one."""
+        if one.owner is not None:
+            return Share(0, 1, self._head_dim)
+        return Share(self._layout.rank("tp") if rank is None else rank, self._layout.size("tp"), self._head_dim)
+
+    def _pieces(self, one: Parameter, rank: int | None = None) -> list[Piece]:
+        return list(one.rule.pieces(self._shapes, self._share_of(one, rank)))
 
     def parts(self) -> Iterator[Part]:
         """All that is here."""
@@ -57,7 +62,7 @@ class Tensors:
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter counts here in sums over all ranks, of those that have the same of it."""
         one = self._here[parameter]
-        return not one.is_copy and (one.rule.is_cut or self._share.rank == 0)
+        return not one.is_copy and (one.rule.is_cut or self._layout.rank("tp") == 0)
 
     def shards(self, optimizer: Optimizer) -> Iterator[Shard]:
         """See `ShardedModel.state`."""
@@ -80,23 +85,31 @@ class Tensors:
         """[all] Each stored tensor once, from its stage; valid until the next one."""
         local = {one.name: tensor.detach() for tensor, one in self._here.items()}
         dtype, device = next(iter(local.values())).dtype, self._layout.world.device
-        for one in (one for one in self._all if not one.is_copy):
+        experts: list[Tensor] = []
+        neighbours = [one for one in self._all if not one.is_copy]
+        for place, one in enumerate(neighbours):
             self._layout.world.progress()
             found = {name: torch.empty(self._shapes(name), dtype=dtype, device=device) for name in one.rule.names}
             if one.stage == self._layout.rank("pp"):
-                for share, part in zip(self._shares, self._gathered(local[one.name], one), strict=False):  # [stage]
-                    for piece in self._pieces(one, share):
+                if one.owner is None:
+                    parts = self._gathered(local[one.name], "tp") if one.rule.is_cut else [local[one.name]]  # [stage]
+                else:  # those at the same place of all ranks, once
+                    experts = experts or self._gathered(local[neighbours[place + self._layout.rank("ep")].name], "ep")  # [stage]
+                    parts = [experts.pop(0)]
+                for rank, part in enumerate(parts):
+                    for piece in self._pieces(one, rank):
                         found[piece.name][piece.stored] = part[piece.region]
             for name, tensor in found.items():
                 yield name, self._of_stage(tensor, one.stage)  # [all]
 
-    def _gathered(self, tensor: Tensor, one: Parameter) -> list[Tensor]:
-        """[stage] The parts of all ranks that share a layer out; of what each of them has whole, this rank's alone."""
-        if not one.rule.is_cut or len(self._shares) == 1:
+    def _gathered(self, tensor: Tensor, axis: str) -> list[Tensor]:
+        """[stage] The parts of all ranks along an axis."""
+        size, group = self._layout.size(axis), getattr(self._groups, axis)
+        if size == 1:
             return [tensor]
-        parts = [torch.empty_like(tensor) for _ in self._shares]
+        parts = [torch.empty_like(tensor) for _ in range(size)]
         with self._layout.collective("weights: gather", kind="copy"):  # [stage]
-            dist.all_gather(parts, tensor.contiguous(), group=self._groups.tp)
+            dist.all_gather(parts, tensor.contiguous(), group=group)
         return parts
 
     def _of_stage(self, tensor: Tensor, stage: int) -> Tensor:

@@ -159,7 +159,11 @@ def config_of(
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
+        "expert_model_parallel_size": layout.size("ep"),
+        "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
     }
     return TransformerConfig(**(fields | stages | options))
 
@@ -206,7 +210,9 @@ def _prepare_process() -> None:
 
 def _layer(config: TransformerConfig) -> ModuleSpec:
     """What a layer is made of."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     attention = own.self_attention.submodules
