@@ -167,6 +167,14 @@ def published(world: World, path: str, architecture: str, spoil=None) -> str:
         module.NAMES.update(sound)
 
 
+def interleaved_over_two(world: World, path: str) -> str:
+    try:
+        built("megatron", world, path, axes={"pp": 2, "vpp": 2})
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def everything(world: World, paths: dict[str, str], folder: str) -> dict:
     return {
         "goes on": {case: goes_on(world, paths, folder, case) for case in PAIRS},
@@ -176,6 +184,7 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
         "sound": published(world, paths["plain 0"], "llama"),
         "swapped": published(world, paths["plain 0"], "llama", swapped_queries),
         "joined": published(world, paths["plain 0"], "llama", joined_wrongly),
+        "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
 
@@ -217,3 +226,8 @@ def test_a_wrong_mapping_ends_the_run_by_name(found) -> None:
         for wrong in ("swapped", "joined"):
             assert "the engine's logprobs are" in of_rank[wrong] and "from the trainer's" in of_rank[wrong], of_rank
         assert "mlp.experts.1.down_proj.weight, for which Megatron has no place" in of_rank["lost"], of_rank["lost"]
+
+
+def test_what_gloo_would_mix_up_is_refused(found) -> None:
+    says = "train.vpp: with two stages on CPU Megatron's gradients are wrong; must be 1"
+    assert [of_rank["interleaved"] for of_rank in found] == [says] * 2

@@ -5,7 +5,7 @@ micro-batch budget. Gradients are read off the exported weights: with an epsilon
 step is lr / eps times the gradient.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -24,6 +24,7 @@ from tests.training import (
     SETTINGS,
     TEMPERATURE,
     backend,
+    built,
     fsdp2_critic,
     fsdp2_policy,
     global_batch,
@@ -35,7 +36,7 @@ from tests.training import (
 )
 from tests.unit.test_sharing import exact
 
-BACKENDS = {"fsdp2": backend}
+BACKENDS = {"fsdp2": backend, "megatron": partial(built, "megatron")}
 TP2, TP3, CP2, PP2 = {"tp": 2}, {"tp": 3}, {"cp": 2}, {"pp": 2}
 EP1, EP2 = {"ep": 1}, {"ep": 2}
 MIXED = [(1, EP1, 1), (2, EP1, 1), (2, EP2, 1), (4, EP2, 1), (2, TP2 | EP2, 1), (4, TP2 | EP2, 2)]
@@ -55,6 +56,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", {**SIZES, **FEW_HEADS, **EXPERTS["qwen3_moe"], "num_experts": 6}),
     "mixtral": ("mixtral", {**SIZES, **FEW_HEADS, **EXPERTS["mixtral"], "intermediate_size": 96}),
     "deepseek_v3": ("deepseek_v3", {**SIZES, **EXPERTS["deepseek_v3"]}),
+    "deep": ("llama", {"num_hidden_layers": 8, **SIZES, **FEW_HEADS}),
 }
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 WITH_DATA = [(PP2, 1), (COPIES, 1)]
@@ -81,6 +83,21 @@ UPDATES = [pytest.param(*layout, marks=pytest.mark.slow) for layout in [*LAYOUTS
 CHOSEN = {1: ("llama", "qwen2", "smollm2"), 2: ("llama", "qwen2", "qwen3"), 3: ("smollm2", "qwen2")}
 """By tensor-parallel size. Qwen3's norms of each head have gradients that are summed over the ranks; SmolLM2's heads do
 not divide by 2, so that context parallelism gathers keys where it exchanges heads of the others."""
+MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {})]
+MEGATRON_ALONE = [(name, {}) for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")]
+MEGATRON_MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
+MEGATRON_LARGE = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
+MEGATRON_LARGE += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
+MEGATRON_LARGE += [("deep", {"pp": 4, "vpp": 2})]
+MEGATRON_RANKS = [(2, MEGATRON)]
+"""The ranks of a test go through all of its models and layouts, since they import Megatron once."""
+MEGATRON_RANKS += [
+    pytest.param(size, cases, marks=pytest.mark.slow)
+    for size, cases in ((1, MEGATRON_ALONE), (2, MEGATRON_MORE), (3, [("smollm2", TP3), ("qwen2", TP3)]))
+]
+MEGATRON_RANKS += [
+    pytest.param(4, MEGATRON_LARGE[at::2], marks=pytest.mark.slow) for at in (0, 1)
+]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {
@@ -156,7 +173,27 @@ def all_gradients(world: World, name: str, paths: dict[str, str], axes: dict[str
     }
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+def under_megatron(world: World, paths: dict[str, str], cases) -> dict[str, tuple[dict[str, float], list[float]]]:
+    """Errors of gradients and of three updates, by model and layout; masters and their state are float32."""
+    case = ("dealt", 50, "full")
+    args = {f"{model} {axes}": (paths[model], axes) for model, axes in cases}
+    return {
+        name: (gradients(world, BACKENDS["megatron"], *of, "float32", case), three_updates(world, "megatron", *of))
+        for name, of in args.items()
+    }
+
+
+@pytest.mark.parametrize(("size", "cases"), MEGATRON_RANKS, ids=str)
+def test_megatron_follows_plain_torch(size: int, cases, models) -> None:
+    for found in run_ranks(size, under_megatron, models, cases, timeout=280):
+        assert len(found) == len(cases)
+        for case, (errors, (drift, logprobs, entropy)) in found.items():
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
+            assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
+
+
+@pytest.mark.parametrize("name", ["fsdp2"])
 @pytest.mark.parametrize(
     ("size", "axes", "count"),
     [*LAYOUTS, *MIXED, *LARGE],
@@ -226,7 +263,7 @@ def all_updates(world: World, name: str, paths: dict[str, str], axes: dict[str, 
     return {model: three_updates(world, name, path, axes) for model, path in paths.items()}
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ["fsdp2"])
 @pytest.mark.parametrize(
     ("size", "axes", "count"),
     [(2, {}, 1), (2, TP2, 1), (2, CP2, 1), (2, EP2, 1), (2, PP2, 1), (4, TP2, 1), (4, TP2 | COPIES, 1), *UPDATES],

@@ -5,7 +5,6 @@ from typing import Any
 
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.sections.models import RoleConfig
-from spmd_rl.distributed.device_files import device_file
 from spmd_rl.errors import UserError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -13,6 +12,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 NOT_YET = {"router_replay": False, "router_aux_coef": 0.0, "router_bias_update_speed": 0.0}
 """Settings of a policy that it lacks, and what they must be"""
 
+BIASES = ("attention_bias", "mlp_bias")
+"""Keys of `config.json` under which a model has biases that the mapping lacks"""
 IMPORT_SECONDS = 600.0
 """What importing Megatron may take without any progress: it is large, and all ranks of a machine read it at once."""
 
@@ -32,14 +33,15 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     for key, default in NOT_YET.items():
         if getattr(role.own, key, default) != default:
             raise UserError(f"{role.name}.{key}: train=megatron has it not yet; must be {default}")
-    if train.pp == 2 and train.vpp > 1 and device_file() is None:
-        # the stage before and the stage after are one rank, and gloo pairs what it is sent by order alone
-        raise UserError(f"{role.key}.vpp: with two stages on CPU Megatron's gradients are wrong; must be 1")
-    _check_sizes(role, model)
+    _check_model(role, model)
 
 
-def _check_sizes(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError where ranks cannot share a layer out in equal parts, as Megatron does."""
+def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
+    """Raise a UserError where a layer is none of Megatron's, or ranks cannot share it out in equal parts, as it does."""
+    if (act := model.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"{role.key}.name: train=megatron has not the activation {act} of this model")
+    if biased := next((key for key in BIASES if model.get(key)), ""):
+        raise UserError(f"{role.key}.name: train=megatron has no place for the biases of this model: {biased}")
     heads = model.get("num_attention_heads")
     sizes = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads", heads)}
     sizes["columns of the MLP"] = model.get("intermediate_size")
