@@ -160,7 +160,15 @@ def relative(got, want) -> float:
 
 
 def built(
-    name: str, world: World, path, dtype="float32", budget=4096, checkpointing="none", master="float32", axes=None, **own
+    name: str,
+    world: World,
+    path,
+    dtype="float32",
+    budget=4096,
+    checkpointing="none",
+    master="float32",
+    axes=None,
+    **own,
 ) -> Policy:
     """[all] The same by the name of any backend, from a model directory, as a pipeline builds it."""
     train = TrainConfig(name=name, tokens_per_microbatch=budget, activation_checkpointing=checkpointing, **axes or {})

@@ -44,7 +44,7 @@ def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region,
 
 
 def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:
-    """A function from a region's elements, as (begin, count), to `offset` and their flat indices in the whole tensor."""
+    """A function from a region's elements, as (begin, count), to `offset` and their flat indices in the whole."""
     sizes = [part.stop - part.start for part in region]
 
     def places(begin: int, count: int) -> Tensor:

@@ -95,9 +95,7 @@ MEGATRON_RANKS += [
     pytest.param(size, cases, marks=pytest.mark.slow)
     for size, cases in ((1, MEGATRON_ALONE), (2, MEGATRON_MORE), (3, [("smollm2", TP3), ("qwen2", TP3)]))
 ]
-MEGATRON_RANKS += [
-    pytest.param(4, MEGATRON_LARGE[at::2], marks=pytest.mark.slow) for at in (0, 1)
-]
+MEGATRON_RANKS += [pytest.param(4, MEGATRON_LARGE[at::2], marks=pytest.mark.slow) for at in (0, 1)]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {

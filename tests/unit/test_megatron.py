@@ -31,9 +31,19 @@ REFUSED = [
     ("llama", {"tp": 4}, {}, r"train\.tp: Megatron cannot share 2 key-value heads out over 4 ranks"),
     ("llama", {"dp_replicate": 2}, {}, r"train\.dp_replicate: train=megatron has it not; must be 1"),
     ("llama", {"compile": True}, {}, r"train\.compile: train=megatron has it not; must be False"),
-    ("llama", {"activation_checkpointing": "selective"}, {}, r"activation_checkpointing: train=megatron has `full` and"),
+    (
+        "llama",
+        {"activation_checkpointing": "selective"},
+        {},
+        r"activation_checkpointing: train=megatron has `full` and",
+    ),
     ("llama", {}, {"optimizer": "muon"}, r"policy\.optimizer: muon is unknown to train=megatron; known: adamw"),
-    ("qwen3_moe", {}, {"router_aux_coef": 0.1}, r"policy\.router_aux_coef: train=megatron has it not yet; must be 0\.0"),
+    (
+        "qwen3_moe",
+        {},
+        {"router_aux_coef": 0.1},
+        r"policy\.router_aux_coef: train=megatron has it not yet; must be 0\.0",
+    ),
     ("qwen3_moe", {}, {"router_replay": True}, r"policy\.router_replay: train=megatron has it not yet; must be False"),
     ("granite", {}, {}, r"train\.name: train=megatron does not know granite, but llama, qwen2, "),
 ]
@@ -93,7 +103,7 @@ def test_rectangles_cover_a_run_in_order(shape) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_mapping_has_each_number_of_a_checkpoint_once(kind: str, tp: int, tmp_path) -> None:
     """Of all ranks together; and in both directions the same."""
-    from spmd_rl.train.megatron.mapping import Share
+    from spmd_rl.train.megatron.mapping import TensorShare
 
     stored = load_file(tiny(kind, tmp_path, **SIZES | EXPERTS.get(kind, {})) / "model.safetensors")
     rules = import_module(f"{MODULES}.architectures.{kind}").NAMES
@@ -103,14 +113,16 @@ def test_a_mapping_has_each_number_of_a_checkpoint_once(kind: str, tp: int, tmp_
         layers, experts = (range(2) if "layers.{}" in name else (0,)), (range(4) if "experts" in name else (0,))
         for one in (rule.named(layer, expert) for layer in layers for expert in experts):
             for rank in range(tp if one.is_cut and "experts" not in name else 1):
-                share = Share(rank, 1 if "experts" in name else tp, 8)
+                share = TensorShare(rank, 1 if "experts" in name else tp, 8)
                 parameter = torch.zeros(one.shape(shapes, share), dtype=torch.int64)
                 for piece in one.pieces(shapes, share):
                     assert parameter[piece.region].shape == seen[piece.name][piece.stored].shape
                     seen[piece.name][piece.stored] += 1
                     parameter[piece.region] += 1
                 assert parameter.max() == 1 and (parameter.min() == 1 or "word" in name or "output" in name)
-    assert all((count == 1).all() for count in seen.values()), [n for n, count in seen.items() if not (count == 1).all()]
+    assert all((count == 1).all() for count in seen.values()), [
+        n for n, count in seen.items() if not (count == 1).all()
+    ]
 
 
 CONTRACT = {
@@ -131,8 +143,8 @@ CONTRACT = {
     "optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "",
     "optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map": "param",
     "pipeline_parallel.schedules:get_forward_backward_func": "pp_size vp_size",
-    "pipeline_parallel.schedules:forward_backward_no_pipelining": "forward_step_func data_iterator model num_microbatches "
-    "seq_length micro_batch_size forward_only pg_collection",
+    "pipeline_parallel.schedules:forward_backward_no_pipelining": "forward_step_func data_iterator model "
+    "num_microbatches seq_length micro_batch_size forward_only pg_collection",
     "pipeline_parallel.p2p_communication:P2PCommunicator": "pp_group config",
     "parallel_state:_set_global_memory_buffer": "",
     "tensor_parallel:get_cuda_rng_tracker": "",

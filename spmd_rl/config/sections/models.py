@@ -107,7 +107,7 @@ class TrainConfig:
     """The training backend: group `train`."""
 
     name: str = "fsdp2"
-    """Training backend: `fsdp2`."""
+    """Training backend: `fsdp2` or `megatron`."""
     tp: int = 1
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int = 1
@@ -178,7 +178,7 @@ class TrainOverrides:
     """Settings of a role's training backend that differ from `train`; where one is null, the policy's is used."""
 
     name: str | None = None
-    """Training backend: `fsdp2`."""
+    """Training backend: `fsdp2` or `megatron`."""
     tp: int | None = None
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int | None = None

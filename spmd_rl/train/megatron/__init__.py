@@ -1,4 +1,4 @@
-"""The backend `megatron`: Megatron-core, with weights and states under Hugging Face names. Torch-free until it builds."""
+"""The backend `megatron`: Megatron-core, with Hugging Face names on the outside. Torch-free until it builds."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -37,7 +37,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
-    """Raise a UserError where a layer is none of Megatron's, or ranks cannot share it out in equal parts, as it does."""
+    """Raise a UserError where a layer is none of Megatron's, or ranks cannot share it out in equal parts."""
     if (act := model.get("hidden_act", "silu")) != "silu":
         raise UserError(f"{role.key}.name: train=megatron has not the activation {act} of this model")
     if biased := next((key for key in BIASES if model.get(key)), ""):

@@ -1,4 +1,4 @@
-"""The process groups of a layout, as Megatron takes them: handed over, so that it keeps no state of its own about ranks."""
+"""The process groups of a layout, handed over to Megatron, which then keeps no state of its own about ranks."""
 
 from collections.abc import Sequence
 

@@ -1,10 +1,11 @@
 """Where each weight of a Hugging Face checkpoint lies in Megatron's parameters: said once, read in both directions.
 
     NAMES = {"decoder.layers.{}.mlp.linear_fc1.weight": Stacked("...gate_proj.weight", "...up_proj.weight"), ...}
-    for piece in rule.pieces(shapes, Share(tp_rank, tp_size)): ...
+    for piece in rule.pieces(shapes, TensorShare(tp_rank, tp_size)): ...
 
-An architecture (`architectures/`) gives each parameter a rule. A rule says which pieces of which stored tensors a rank's
-part of the parameter consists of. Reading a checkpoint, publishing, and saving or loading a state are loops over pieces.
+An architecture (`architectures/`) gives each parameter a rule. A rule says which pieces of which stored tensors a
+rank's part of the parameter consists of. Reading a checkpoint, publishing, and saving or loading a state are loops over
+pieces.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ Shapes = Callable[[str], tuple[int, ...]]
 """The shape of a stored tensor, whole, by its name."""
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """Which of the ranks that share a layer out."""
 
     rank: int
@@ -44,11 +45,11 @@ class Rule(Protocol):
         """The rule of one layer, or of one expert of a layer, by their numbers."""
         ...
 
-    def shape(self, shapes: Shapes, share: Share) -> tuple[int, ...]:
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
         """The shape of a rank's parameter."""
         ...
 
-    def pieces(self, shapes: Shapes, share: Share) -> Iterator[Piece]:
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
         """What a rank's parameter consists of; what lies in no piece is filling."""
         ...
 
@@ -71,11 +72,11 @@ class Whole(_Named):
 
     is_cut = False
 
-    def shape(self, shapes: Shapes, share: Share) -> tuple[int, ...]:
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
         """See `Rule`."""
         return shapes(self.names[0])
 
-    def pieces(self, shapes: Shapes, share: Share) -> Iterator[Piece]:
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
         """See `Rule`."""
         everything = _all(shapes(self.names[0]))
         yield Piece(self.names[0], shapes(self.names[0]), everything, everything)
@@ -84,12 +85,12 @@ class Whole(_Named):
 class Stacked(_Named):
     """A run of the rows of each stored tensor, one below the other; the last rank may have fewer, and filling."""
 
-    def shape(self, shapes: Shapes, share: Share) -> tuple[int, ...]:
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
         """See `Rule`."""
         rows = sum(-(-shapes(name)[0] // share.size) for name in self.names)
         return (rows, *shapes(self.names[0])[1:])
 
-    def pieces(self, shapes: Shapes, share: Share) -> Iterator[Piece]:
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
         """See `Rule`."""
         place = 0
         for name in self.names:
@@ -98,19 +99,21 @@ class Stacked(_Named):
             begin, end = share.rank * count, min(num_rows, (share.rank + 1) * count)
             if end > begin:
                 others = _all(tuple(rest))
-                yield Piece(name, shapes(name), (slice(begin, end), *others), (slice(place, place + end - begin), *others))
+                yield Piece(
+                    name, shapes(name), (slice(begin, end), *others), (slice(place, place + end - begin), *others)
+                )
             place += count
 
 
 class Columns(_Named):
     """A run of the columns of a stored tensor."""
 
-    def shape(self, shapes: Shapes, share: Share) -> tuple[int, ...]:
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
         """See `Rule`."""
         num_rows, num_columns = shapes(self.names[0])
         return num_rows, num_columns // share.size
 
-    def pieces(self, shapes: Shapes, share: Share) -> Iterator[Piece]:
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
         """See `Rule`."""
         num_rows, width = self.shape(shapes, share)
         here = slice(share.rank * width, (share.rank + 1) * width)
@@ -121,11 +124,11 @@ class Columns(_Named):
 class Heads(_Named):
     """Queries, keys and values: for each key-value head those of its queries, then its key, then its value."""
 
-    def shape(self, shapes: Shapes, share: Share) -> tuple[int, ...]:
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
         """See `Rule`."""
         return (sum(shapes(name)[0] for name in self.names) // share.size, *shapes(self.names[0])[1:])
 
-    def pieces(self, shapes: Shapes, share: Share) -> Iterator[Piece]:
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
         """See `Rule`."""
         num_groups = shapes(self.names[1])[0] // share.head_dim
         counts = [shapes(name)[0] // num_groups for name in self.names]  # rows of a key-value head

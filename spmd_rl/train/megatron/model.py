@@ -23,8 +23,8 @@ from spmd_rl.train.base import Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither_region
 from spmd_rl.train.megatron import transformer
 from spmd_rl.train.megatron.groups import groups_of
-from spmd_rl.train.megatron.optimizer import MOMENTS, Optimizer
-from spmd_rl.train.megatron.parameters import Experts, Part, check_files, fill, local_parameters, parameters_of
+from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
+from spmd_rl.train.megatron.parameters import Experts, StoredPart, check_files, fill, local_parameters, parameters_of
 from spmd_rl.train.megatron.shim import on_cpu
 from spmd_rl.train.megatron.tensors import Tensors
 from spmd_rl.train.offload import Offload
@@ -35,7 +35,9 @@ from spmd_rl.train.state import Shard
 class MegatronModel:
     """See `train.base.ShardedModel`."""
 
-    def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig, files: WeightFiles, architecture: Any) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, role: RoleConfig, files: WeightFiles, architecture: Any
+    ) -> None:
         """[all] module: of transformers, on the meta device: its sizes alone are read. The weights come from `files`.
 
         architecture: a module of `architectures`. UserError if the weights do not fit it, or the layout.
@@ -68,7 +70,7 @@ class MegatronModel:
                 tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
             self._optimizer = None
             if role.optimizer is not None:
-                self._optimizer = Optimizer(self._chunks, self._config, role.optimizer, self._groups)
+                self._optimizer = DistributedAdamW(self._chunks, self._config, role.optimizer, self._groups)
             shapes = {name: tuple(files.shape(name)) for name in files.names}
             self._tensors = Tensors(parameters, local, shapes.__getitem__, layout, self._groups, head_dim(config))
             self._load(files, role)  # [all]
@@ -86,7 +88,7 @@ class MegatronModel:
                 dither_region(part.tensor, part.name, part.shape, part.stored, self._dtype)
         self._optimizer.publish_masters()  # [all]
 
-    def _parts_of(self, master: Any) -> Iterator[Part]:
+    def _parts_of(self, master: Any) -> Iterator[StoredPart]:
         return self._tensors.parts_of(master, master.weights.detach())
 
     def _make_offload(self, role: RoleConfig, local: dict[str, nn.Parameter]) -> None:
@@ -97,7 +99,7 @@ class MegatronModel:
         self.sleep()
 
     def run(self, loop: MicrobatchLoop) -> None:
-        """See `ShardedModel`: Megatron's own schedules, 1F1B where there are stages, interleaved where they have chunks."""
+        """See `ShardedModel`. By Megatron's schedules: 1F1B over stages, interleaved where they have chunks."""
         num_stages, num_chunks = self._layout.size("pp"), len(self._chunks)
         count = loop.count
         if num_chunks > 1:  # its interleaved schedule wants whole rounds; what is more is without weight

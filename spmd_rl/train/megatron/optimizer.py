@@ -35,11 +35,15 @@ class Master(NamedTuple):
     """`step` and `MOMENTS`"""
 
 
-class Optimizer:
+class DistributedAdamW:
     """What trains the chunks of a model that are here."""
 
     def __init__(
-        self, chunks: Sequence[GPTModel], config: TransformerConfig, settings: TrainedModelConfig, groups: ProcessGroupCollection
+        self,
+        chunks: Sequence[GPTModel],
+        config: TransformerConfig,
+        settings: TrainedModelConfig,
+        groups: ProcessGroupCollection,
     ) -> None:
         self._settings = settings
         # float32 sums: those of bfloat16 would lose what micro-batches and ranks add
@@ -52,7 +56,9 @@ class Optimizer:
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = None
         of_experts = [{i: own for i, chunk in enumerate(self.wrapped) if (own := chunk.expert_parallel_buffers)}]
-        self._optimizers = [self._over({i: chunk.buffers for i, chunk in enumerate(self.wrapped)}, config, groups.dp_cp)]
+        self._optimizers = [
+            self._over({i: chunk.buffers for i, chunk in enumerate(self.wrapped)}, config, groups.dp_cp)
+        ]
         self._optimizers += [self._over(own, config, groups.expt_dp) for own in of_experts if own]
         self.masters = [master for optimizer in self._optimizers for master in _masters(optimizer)]
         self.steps = torch.zeros(())
@@ -134,7 +140,9 @@ def _masters(optimizer: DistributedOptimizer) -> list[Master]:
     found = []
     for parameter, shard in zip(parameters, weights, strict=True):
         place = optimizer._get_model_param_range_map(parameter)["param"]
-        state = {"step": torch.zeros((), device=shard.device)} | {name: torch.zeros_like(shard.detach()) for name in MOMENTS}
+        state = {"step": torch.zeros((), device=shard.device)} | {
+            name: torch.zeros_like(shard.detach()) for name in MOMENTS
+        }
         optimizer.optimizer.state[shard] = state
         found.append(Master(parameter, place.start, place.end, shard, state))
     return found

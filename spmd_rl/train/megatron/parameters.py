@@ -31,7 +31,7 @@ class Parameter(NamedTuple):
     """Of an expert's, which has it whole: the place along `ep` of the ranks that have it."""
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A part of a stored tensor that is here."""
 
     name: str
@@ -93,7 +93,9 @@ def local_parameters(chunks: Mapping[GPTModel, range], experts: Experts, owner: 
                 before, after = name.split(EXPERTS)
                 place, rest = after.split(".", 1)
                 name = f"{before}{EXPERTS}{first + int(place)}.{rest}"
-                parameter.allreduce = False  # its gradients are summed over the ranks that have it, tensor-parallel or not
+                parameter.allreduce = (
+                    False  # its gradients are summed over the ranks that have it, tensor-parallel or not
+                )
             found[name] = parameter
     return found
 
@@ -105,21 +107,23 @@ def check_files(parameters: Sequence[Parameter], files: WeightFiles, is_tied: bo
         raise UserError(f"policy.model: {files.folder} lacks {len(missing)} weights, among them {missing[0]}")
     tied = {"lm_head.weight"} if is_tied else set()
     if unknown := sorted(name for name in set(files.names) - wanted - tied if not name.endswith(IGNORED)):
-        raise UserError(f"policy.model: {files.file_of(unknown[0])} holds {unknown[0]}, for which Megatron has no place")
+        raise UserError(
+            f"policy.model: {files.file_of(unknown[0])} holds {unknown[0]}, for which Megatron has no place"
+        )
 
 
-def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[Part]:
+def parts_of(tensor: Tensor, own: Region, pieces: Sequence[Piece]) -> Iterator[StoredPart]:
     """What the region `own` of a parameter, which is `tensor`, is under the names of stored tensors."""
     for piece in pieces:
         common = overlap(own, piece.region)
         if common is not None:
             offsets = zip(within(common, piece.region), piece.stored, strict=True)
             stored = tuple(slice(a.start + b.start, a.stop + b.start) for a, b in offsets)
-            yield Part(piece.name, piece.shape, stored, tensor[within(common, own)])
+            yield StoredPart(piece.name, piece.shape, stored, tensor[within(common, own)])
 
 
 @torch.no_grad()
-def fill(parts: Sequence[Part], files: WeightFiles, on_progress: Callable[[], object]) -> None:
+def fill(parts: Sequence[StoredPart], files: WeightFiles, on_progress: Callable[[], object]) -> None:
     """Read what the parts hold, converted to the dtype that they have."""
     for part in parts:
         part.tensor.copy_(files.read(part.name, part.stored))

@@ -1,4 +1,4 @@
-"""What Megatron-core needs on ranks without CUDA: it asks for the current CUDA device in many places, whatever it runs on.
+"""What Megatron-core needs on ranks without CUDA: it asks for a CUDA device in many places, whatever it runs on.
 
     with on_cpu(world.device): ...Megatron's code...
 

@@ -1,4 +1,4 @@
-"""`Tensors`: the parameters that are here by the names of the checkpoint, whole for a publish and in shards for a state."""
+"""`Tensors`: parameters by the names of the checkpoint, whole for a publish and in shards for a state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,14 +8,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from spmd_rl.distributed import Layout
-from spmd_rl.train.megatron.mapping import Piece, Shapes, Share, rectangles
-from spmd_rl.train.megatron.optimizer import MOMENTS, Master, Optimizer
-from spmd_rl.train.megatron.parameters import Parameter, Part, parts_of
+from spmd_rl.train.megatron.mapping import Piece, Shapes, TensorShare, rectangles
+from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW, Master
+from spmd_rl.train.megatron.parameters import Parameter, StoredPart, parts_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard
 
 
 class Tensors:
-    """What this rank has of a model. A parameter's pieces follow from the layout alone, so each rank knows all of them."""
+    """What this rank has of a model. Pieces follow from the layout alone, so each rank knows those of all."""
 
     def __init__(
         self,
@@ -36,21 +36,21 @@ class Tensors:
             assert one.rule.shape(shapes, self._share_of(one)) == found, (one.name, found)
         self._here = {local[one.name]: one for one in here}
 
-    def _share_of(self, one: Parameter, rank: int | None = None) -> Share:
+    def _share_of(self, one: Parameter, rank: int | None = None) -> TensorShare:
         """Which part of a parameter a rank along `tp` has; by default this one."""
         if one.owner is not None:
-            return Share(0, 1, self._head_dim)
-        return Share(self._layout.rank("tp") if rank is None else rank, self._layout.size("tp"), self._head_dim)
+            return TensorShare(0, 1, self._head_dim)
+        return TensorShare(self._layout.rank("tp") if rank is None else rank, self._layout.size("tp"), self._head_dim)
 
     def _pieces(self, one: Parameter, rank: int | None = None) -> list[Piece]:
         return list(one.rule.pieces(self._shapes, self._share_of(one, rank)))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[StoredPart]:
         """All that is here."""
         for tensor, one in self._here.items():
             yield from parts_of(tensor.detach(), tuple(slice(0, n) for n in tensor.shape), self._pieces(one))
 
-    def parts_of(self, master: Master, tensor: Tensor) -> Iterator[Part]:
+    def parts_of(self, master: Master, tensor: Tensor) -> Iterator[StoredPart]:
         """The same of a master's weights or of one of its moments, [end - begin]."""
         pieces, place = self._pieces(self._here[master.parameter]), 0
         for region in rectangles(tuple(master.parameter.shape), master.begin, master.end):
@@ -64,7 +64,7 @@ class Tensors:
         one = self._here[parameter]
         return not one.is_copy and (one.rule.is_cut or self._layout.rank("tp") == 0)
 
-    def shards(self, optimizer: Optimizer) -> Iterator[Shard]:
+    def shards(self, optimizer: DistributedAdamW) -> Iterator[Shard]:
         """See `ShardedModel.state`."""
         yield Shard(f"{OPTIMIZER}step", (), (), optimizer.steps, self._layout.world.rank == 0)
         given: set[str] = set()
@@ -94,7 +94,9 @@ class Tensors:
                 if one.owner is None:
                     parts = self._gathered(local[one.name], "tp") if one.rule.is_cut else [local[one.name]]  # [stage]
                 else:  # those at the same place of all ranks, once
-                    experts = experts or self._gathered(local[neighbours[place + self._layout.rank("ep")].name], "ep")  # [stage]
+                    experts = experts or self._gathered(
+                        local[neighbours[place + self._layout.rank("ep")].name], "ep"
+                    )  # [stage]
                     parts = [experts.pop(0)]
                 for rank, part in enumerate(parts):
                     for piece in self._pieces(one, rank):
@@ -108,12 +110,12 @@ class Tensors:
         if size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(size)]
-        with self._layout.collective("weights: gather", kind="copy"):  # [stage]
+        with self._layout.collective("weights: gather", kind="copy"):  # [all] of the stage
             dist.all_gather(parts, tensor.contiguous(), group=group)
         return parts
 
     def _of_stage(self, tensor: Tensor, stage: int) -> Tensor:
         if self._layout.size("pp") > 1:
-            with self._layout.world.collective("weights: from their stage", "copy", written=False):
+            with self._layout.world.collective("weights: from their stage", "copy", written=False):  # [all]
                 dist.broadcast(tensor, group=self._groups.pp, group_src=stage)  # [all] of the line
         return tensor

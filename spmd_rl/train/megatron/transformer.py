@@ -68,7 +68,9 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedRow, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedRow, **__: Any
+    ) -> Tensor:
         """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out."""
         q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))
         out, _ = packed_attention(self, q, k, v, None, self.scale, packed_seq_params.packing)  # [all]
@@ -114,7 +116,9 @@ class Head(nn.Module):
             hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
             share = VocabularyShare(first, self._group)
         own = weight[: self._vocab_size - first]  # the rest is filling
-        found = token_logprobs(hidden[self.keep], own, self.targets, self.temperature, self.candidate_ids, share)  # [all]
+        found = token_logprobs(
+            hidden[self.keep], own, self.targets, self.temperature, self.candidate_ids, share
+        )  # [all]
         return torch.stack(found, -1)[:, None], None
 
 
