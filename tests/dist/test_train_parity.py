@@ -17,7 +17,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.build import build_model, weights_of
 from spmd_rl.model.load import local
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.train.fsdp2.backend import with_value_head
+from spmd_rl.model.value_head import with_value_head
 from tests.dist.harness import run_ranks
 from tests.models import EXPERTS, tiny
 from tests.training import (
@@ -36,7 +36,7 @@ from tests.training import (
 )
 from tests.unit.test_sharing import exact
 
-BACKENDS = {"fsdp2": backend, "megatron": partial(built, "megatron")}
+BACKENDS = {"fsdp2": backend} | {name: partial(built, name) for name in ("deepspeed", "megatron")}
 TP2, TP3, CP2, PP2 = {"tp": 2}, {"tp": 3}, {"cp": 2}, {"pp": 2}
 EP1, EP2 = {"ep": 1}, {"ep": 2}
 MIXED = [(1, EP1, 1), (2, EP1, 1), (2, EP2, 1), (4, EP2, 1), (2, TP2 | EP2, 1), (4, TP2 | EP2, 2)]
@@ -83,19 +83,29 @@ UPDATES = [pytest.param(*layout, marks=pytest.mark.slow) for layout in [*LAYOUTS
 CHOSEN = {1: ("llama", "qwen2", "smollm2"), 2: ("llama", "qwen2", "qwen3"), 3: ("smollm2", "qwen2")}
 """By tensor-parallel size. Qwen3's norms of each head have gradients that are summed over the ranks; SmolLM2's heads do
 not divide by 2, so that context parallelism gathers keys where it exchanges heads of the others."""
+ON_HOST = {"offload_optimizer": True}
+ZEROS = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **ON_HOST, "offload_param": True}]
+OTHER_ZEROS = [*ZEROS, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage": 3, **ON_HOST}]
+"""Settings of DeepSpeed"""
 MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {})]
-MEGATRON_ALONE = [(name, {}) for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")]
-MEGATRON_MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
-MEGATRON_LARGE = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
-MEGATRON_LARGE += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
-MEGATRON_LARGE += [("deep", {"pp": 4, "vpp": 2})]
-MEGATRON_RANKS = [(2, MEGATRON)]
-"""The ranks of a test go through all of its models and layouts, since they import Megatron once."""
-MEGATRON_RANKS += [
-    pytest.param(size, cases, marks=pytest.mark.slow)
-    for size, cases in ((1, MEGATRON_ALONE), (2, MEGATRON_MORE), (3, [("smollm2", TP3), ("qwen2", TP3)]))
+MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
+OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
+OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
+OF_FOUR += [("deep", {"pp": 4, "vpp": 2})]
+"""Models and layouts of Megatron"""
+OTHERS = [
+    (2, "deepspeed", [(model, zero) for model in ("llama", "qwen3_moe") for zero in ZEROS]),
+    (2, "megatron", MEGATRON),
 ]
-MEGATRON_RANKS += [pytest.param(4, MEGATRON_LARGE[at::2], marks=pytest.mark.slow) for at in (0, 1)]
+"""Ranks, backend, and the models and settings that these ranks go through: they import the backend once."""
+SLOW = [
+    (size, "deepspeed", [(model, zero) for model in ("llama", "qwen2", "qwen3_moe", "mixtral") for zero in OTHER_ZEROS])
+    for size in (1, 2, 3)
+]
+SLOW += [(1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")])]
+SLOW += [(2, "megatron", MORE), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
+SLOW += [(4, "megatron", OF_FOUR[at::2]) for at in (0, 1)]
+OTHERS += [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {
@@ -168,27 +178,19 @@ def all_gradients(world: World, name: str, paths: dict[str, str], axes: dict[str
         if ("truncated" not in case or model == "llama")
         # where some gradients are so small that float32 weights round them away
         and (dtype == "float64" or model not in ("deepseek_v3", "granite"))
+        and (dtype == "float32" or name == "fsdp2")  # alone takes masters of another dtype
     }
 
 
-def under_megatron(world: World, paths: dict[str, str], cases) -> dict[str, tuple[dict[str, float], list[float]]]:
-    """Errors of gradients and of three updates, by model and layout; masters and their state are float32."""
-    case = ("dealt", 50, "full")
-    args = {f"{model} {axes}": (paths[model], axes) for model, axes in cases}
+def errors_of(world: World, name: str, paths: dict[str, str], cases) -> dict[str, list]:
+    """Errors of gradients, and of three updates, by model and settings."""
     return {
-        name: (gradients(world, BACKENDS["megatron"], *of, "float32", case), three_updates(world, "megatron", *of))
-        for name, of in args.items()
+        f"{model} {own}": [
+            all_gradients(world, name, {model: paths[model]}, own),
+            three_updates(world, name, paths[model], own),
+        ]
+        for model, own in cases
     }
-
-
-@pytest.mark.parametrize(("size", "cases"), MEGATRON_RANKS, ids=str)
-def test_megatron_follows_plain_torch(size: int, cases, models) -> None:
-    for found in run_ranks(size, under_megatron, models, cases, timeout=280):
-        assert len(found) == len(cases)
-        for case, (errors, (drift, logprobs, entropy)) in found.items():
-            worst = max(errors, key=errors.get)
-            assert errors[worst] < LIMITS["float32"], (case, worst, errors[worst])
-            assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
 
 
 @pytest.mark.parametrize("name", ["fsdp2"])
@@ -205,6 +207,17 @@ def test_the_gradient_is_the_same_in_every_layout(
         for case, found in errors.items():
             worst = max(found, key=found.get)
             assert found[worst] < LIMITS[case.split()[1]], (case, worst, found[worst])
+
+
+@pytest.mark.parametrize(("size", "name", "cases"), OTHERS, ids=str)
+def test_other_backends_follow_plain_torch(size: int, name: str, cases, models) -> None:
+    for found in run_ranks(size, errors_of, name, models, cases, timeout=560):
+        assert len(found) == len(cases)
+        for case, (gradients_of, (drift, logprobs, entropy)) in found.items():
+            for share, errors in gradients_of.items():
+                worst = max(errors, key=errors.get)
+                assert errors[worst] < LIMITS["float32"], (case, share, worst, errors[worst])
+            assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
 
 
 SCALED = {

@@ -23,7 +23,9 @@ CASES = {
     "split dppo": (3, "split", "algorithm=dppo"),
     "split corrected": (3, "split", "algorithm.correction.level=sequence algorithm.correction.upper=2"),
     "split keep": (3, "split", f"placement.swap=keep {CARRIED}"),
+    "split zero": (3, "split", "train=deepspeed placement.train=1,2"),
     "lent": (2, "lent", ""),
+    "lent zero": (3, "lent", f"train=deepspeed train.stage=1 algorithm=ppo {CARRIED}"),
     "lent delta": (3, "lent", f"publish.delta=true {CARRIED}"),
     "lent tp": (4, "lent", f"train.tp=2 {CARRIED}"),
     "lent ppo": (3, "lent", f"algorithm=ppo {CARRIED}"),
@@ -43,6 +45,7 @@ VLLM = {
     "lent": (3, "lent", CARRIED),
     "lent tp": (4, "lent", f"engine.tp=2 {CARRIED}"),
     "overlapped": (2, "overlapped", ""),
+    "overlapped zero": (2, "overlapped", "train=deepspeed train.stage=2"),
     "overlapped tp": (2, "overlapped", "engine.tp=2"),
 }
 AGENTS = {
@@ -52,6 +55,7 @@ AGENTS = {
     "lent slow": (3, "lent", f"env.echo.args.delay=0.2 env.echo.workers=4 {CARRIED}"),
     "lent turn_gae": (3, "lent", f"algorithm=turn_gae {CARRIED}"),
     "overlapped": (2, "overlapped", ""),
+    "overlapped zero": (2, "overlapped", "train=deepspeed algorithm.kl_coef=0.1"),
 }
 AGENTS_VLLM = {
     "split tp swapped": (3, "split", f"placement.train=0 engine.tp=2 {SWAPPED}"),

@@ -28,6 +28,7 @@ class Check:
 
 
 VLLM = "pip install 'spmd-rl[vllm]' for a GPU, make setup for the CPU; or run with engine=native"
+DEEPSPEED = "pip install 'spmd-rl[deepspeed]'; or run with train=fsdp2"
 
 CHECKS = (
     Check("versions", "machine:versions", "node", cure=INSTALL),
@@ -46,6 +47,14 @@ CHECKS = (
     Check("collectives: host", "devices:host_collectives", "ranks", limit=60, needs="process group"),
     Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60, needs="process group"),
     Check("training step", "roles:training_step", "ranks", limit=60, needs="process group"),
+    Check(
+        "deepspeed: training step",
+        "roles:deepspeed_step",
+        "deepspeed",
+        limit=120,
+        needs="training step",
+        cure=DEEPSPEED,
+    ),
     Check("offload", "roles:offload", "ranks", needs="training step"),
     Check("checkpoint", "roles:checkpoint", "ranks", needs="shared directory"),
     Check("native: start", "engines:start_native", "ranks", needs="training step"),
