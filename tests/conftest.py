@@ -38,5 +38,7 @@ def pytest_unconfigure() -> None:
 
 
 def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if report.skipped:
+        return report.longrepr[2].removeprefix("Skipped: ")[:160] if isinstance(report.longrepr, tuple) else ""
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message.partition("\n")[0][:160] if report.failed and crash else ""

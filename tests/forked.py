@@ -11,6 +11,9 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +26,8 @@ class Forked:
 
     def __init__(self, log: Path, environment: Mapping[str, str], function: Callable[..., None], *args: Any) -> None:
         """Run `function(*args)` with these variables on top of ours; all that it prints is appended to `log`."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the server has one thread, or forking it is not safe
-            self._process = context.Process(target=_child, args=(str(log), dict(environment), function, args))
-            self._process.start()
+        self._process = _context().Process(target=_child, args=(str(log), dict(environment), function, args))
+        self._process.start()
         self.pid: int = self._process.pid
 
     @property
@@ -43,6 +43,19 @@ class Forked:
         """The exit code, or None after so many seconds."""
         self._process.join(timeout)
         return self.returncode
+
+
+def executor() -> ProcessPoolExecutor:
+    """One such process, which does what is submitted to it, in turn, until it is shut down."""
+    return ProcessPoolExecutor(1, _context())
+
+
+def _context() -> BaseContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the server has one thread, or forking it is not safe
+        forkserver.ensure_running()
+    return context
 
 
 def _child(log: str, environment: dict[str, str], function: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -79,8 +79,8 @@ def _show_stacks(process: psutil.Process) -> None:
 
 
 def total(names: list[str]) -> int:
-    """Print what failed in these parts, and how many tests did what; 1 unless all is well."""
-    counts: Counter[str] = Counter()
+    """Print what failed in these parts, and how many tests did what, skipped ones by reason; 1 unless all is well."""
+    counts, skipped = Counter[str](), Counter[str]()
     bad = []
     for name in names:
         path, failed, last, ended = RESULTS / name, [], "", "did not run"
@@ -91,6 +91,8 @@ def total(names: list[str]) -> int:
                 last = words[0]
             elif kind == "failed":
                 failed.append(" ".join(words))
+            elif kind == "skipped":
+                skipped[words[1]] += 1
             elif kind == "ended":
                 ended = words[0]
         if ended != "exit code 0" and not (ended == "exit code 1" and failed):
@@ -98,7 +100,10 @@ def total(names: list[str]) -> int:
         bad += [f"  {name}: {what}" for what in failed]
     if bad:
         print("\nWhat failed:", *bad, sep="\n")
-    print(f"\n{counts['skipped']} skipped\n{counts['passed']} passed, {len(bad)} failed", flush=True)
+    print(f"\n{counts['skipped']} skipped")
+    for reason, count in skipped.most_common():
+        print(f"  {count}: {reason}")
+    print(f"{counts['passed']} passed, {len(bad)} failed", flush=True)
     return int(bool(bad))
 
 

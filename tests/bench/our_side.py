@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from spmd_rl import weights
 from spmd_rl.config import RlvrConfig, main
 from spmd_rl.rlvr import run
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from spmd_rl.train.base import PolicyRole
 from tests.bench.gate import Gate
 

@@ -22,7 +22,9 @@ from spmd_rl.split.messages import News, Reported, Stats
 from spmd_rl.split.pieces import pack
 from spmd_rl.split.server import Checked
 from spmd_rl.split.work_queue import WorkQueue
-from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
+from spmd_rl.tools.simulate.engine import Speed
+from spmd_rl.tools.simulate.lengths import Lengths, long_tail
+from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.types import Verdict
 from spmd_rl.weights import in_flight
 from spmd_rl.weights.messages import Announcement, MemberId

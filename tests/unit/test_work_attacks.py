@@ -1,13 +1,16 @@
 """The work road under attack: whatever strangers and a member send, the run goes on with what honest members made."""
 
+import os
 import random
 import socket
 import threading
 import time
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -19,7 +22,6 @@ from spmd_rl.config.schema import RlvrConfig, RolloutConfig
 from spmd_rl.distributed import solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import SEGMENTS
-from spmd_rl.rollout.step_plan import Cursor
 from spmd_rl.split import PieceRules, RemoteRollouts, TrainSide, messages
 from spmd_rl.split.messages import Stats
 from spmd_rl.split.pieces import pack
@@ -30,6 +32,7 @@ from spmd_rl.weights.messages import FetchTensor, Hold, Release, digest
 from spmd_rl.weights.staged import Staged
 from tests import sockets
 from tests.fakes import FakePrompts, FakeTokenizer
+from tests.forked import executor
 from tests.patience import patient
 from tests.servers import SEAL, connect, serve
 
@@ -69,8 +72,22 @@ class Run:
         self.honest, self.insider = (self.server.with_queue(lambda queue: queue.join(name, True)) for name in "hi")
         for member in (self.honest, self.insider):
             self.server.with_queue(lambda queue, member=member: queue.beat(member, 0, True))
+        self.remote.begin(0)
 
-    def work(self, pause: float) -> None:
+    def train(self, pause: float) -> int:
+        """Collect three steps, of nothing but what the honest member made; the number of members then."""
+        work = threading.Thread(target=self._work, args=(pause,), daemon=True)
+        work.start()
+        for step in range(1, 4):
+            collected = self.remote.collect(step)
+            assert [group.ticket for group in collected.groups] == [2 * step - 2, 2 * step - 1]
+            assert all(group.samples == samples(group.ticket) for group in collected.groups), "a group is forged"
+        work.join(patient(10))
+        members = self.server.with_queue(lambda queue: set(queue.members))
+        assert self.honest in members, "an honest member is evicted"
+        return len(members)
+
+    def _work(self, pause: float) -> None:
         """Do all steps, as an honest member."""
         with closing(connect([self.server.address], self.honest)) as client:
             for step in range(1, 4):
@@ -149,60 +166,89 @@ def run(tmp_path: Path):
         yield Run(tmp_path, stack)
 
 
-def under_attack(run: Run, attacks: list[Callable[[], list[bytes]]], pause: float = 0.1) -> list[bytes]:
-    """Let the run make its three steps meanwhile, of nothing but what its honest member made; what attackers got."""
+class Trainer(NamedTuple):
+    """A `Run` that has a process to itself: what that grows by is what the server keeps, whatever attackers hold."""
+
+    process: ProcessPoolExecutor
+    pid: int
+    address: str
+    honest: int
+    insider: int
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of its process."""
+        return psutil.Process(self.pid).memory_info().rss
+
+
+RUNS: list[Run] = []
+
+
+def begin(folder: Path) -> tuple[int, str, int, int]:
+    """Begin a run in this process, which ends with it."""
+    RUNS.append(run := Run(folder, ExitStack()))
+    return os.getpid(), run.server.address, run.honest, run.insider
+
+
+def train(pause: float) -> int:
+    """See `Run`."""
+    return RUNS[0].train(pause)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path):
+    with executor() as process:
+        yield Trainer(process, *process.submit(begin, tmp_path).result(patient(60)))
+
+
+def under_attack(trainer: Trainer, attacks: list[Callable[[], list[bytes]]], pause: float = 0.1) -> list[bytes]:
+    """Let the run make its three steps meanwhile; what attackers got."""
     until, received = threading.Event(), []
-    parts = [(run.server.address, until, make, received) for make in attacks]
+    parts = [(trainer.address, until, make, received) for make in attacks]
     threads = [threading.Thread(target=flood, args=part, daemon=True) for part in parts]
-    work = threading.Thread(target=run.work, args=(pause,), daemon=True)
-    before = psutil.Process().memory_info().rss
-    run.remote.begin(0)
-    for thread in (*threads, work):
+    before = trainer.memory
+    for thread in threads:
         thread.start()
     try:
-        for step in range(1, 4):
-            collected = run.remote.collect(step)
-            assert [group.ticket for group in collected.groups] == [2 * step - 2, 2 * step - 1]
-            assert all(group.samples == samples(group.ticket) for group in collected.groups), "a group is forged"
+        num_members = trainer.process.submit(train, pause).result(patient(60))
     finally:
         until.set()
-        for thread in (*threads, work):
+        for thread in threads:
             thread.join(patient(10))
-    assert psutil.Process().memory_info().rss - before < GROWTH_BYTES
-    assert run.honest in run.server.with_queue(lambda queue: dict(queue.members)), "an honest member is evicted"
+    assert trainer.memory - before < GROWTH_BYTES
+    assert num_members < 100
     return received
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_strangers_get_nothing_and_spoil_nothing(run: Run, seed: int) -> None:
+def test_strangers_get_nothing_and_spoil_nothing(trainer: Trainer, seed: int) -> None:
     draw = random.Random(seed)
 
     def make() -> list[bytes]:
-        return frames(draw, draw.choice([run.honest, run.insider, 0, 5]), draw.randbytes(16))
+        return frames(draw, draw.choice([trainer.honest, trainer.insider, 0, 5]), draw.randbytes(16))
 
-    received = under_attack(run, [make])
+    received = under_attack(trainer, [make])
     assert not any(b"weights!" in frame for frame in received), "weights for a stranger"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_member_spoils_its_own_pieces_alone(run: Run, seed: int) -> None:
+def test_a_member_spoils_its_own_pieces_alone(trainer: Trainer, seed: int) -> None:
     """It claims, and hands in damaged, other and forged ones; what it keeps in hand is done by others."""
-    draw, secret = random.Random(seed), SEAL.membership(run.insider).secret
+    draw, secret = random.Random(seed), SEAL.membership(trainer.insider).secret
     leave = messages.Leave.__struct_config__.tag
 
     def make() -> list[bytes]:
         while True:
-            made = frames(draw, run.insider, secret)
+            made = frames(draw, trainer.insider, secret)
             if made[0][2:3] != bytes([leave]):
                 return made
 
-    under_attack(run, [make])
+    under_attack(trainer, [make])
 
 
 def test_forged_answers_are_refused(run: Run) -> None:
     """Of a member that claims honestly: other tickets, counts, ids, versions, logprobs, columns and verdicts."""
     with closing(connect([run.server.address], run.insider)) as client:
-        run.server.with_queue(lambda queue: queue.begin(0, 1, 3, Cursor()))
         _, (task, *_) = client.claim("step", 1, 0, 1)
         honest, other = samples(task.place[0]), samples(task.place[0] + 1)
 
@@ -242,7 +288,6 @@ def test_a_replayed_deposit_changes_nothing(run: Run) -> None:
     """The frames of an honest member, sent again with other bytes by who has read them."""
     run.server.with_queue(lambda queue: queue.leave(run.insider))
     with closing(connect([run.server.address], run.honest)) as client:
-        run.server.with_queue(lambda queue: queue.begin(0, 1, 3, Cursor()))
         _, tasks = client.claim("step", 1, 0, 2)
         for task in tasks:
             assert client.hand_in(task, samples(task.place[0])).accepted
@@ -252,10 +297,10 @@ def test_a_replayed_deposit_changes_nothing(run: Run) -> None:
     assert all(group.samples == samples(group.ticket) for group in collected.groups)
 
 
-def test_what_is_oversized_half_open_or_slow_costs_little(run: Run) -> None:
-    member = SEAL.membership(run.insider)
+def test_what_is_oversized_half_open_or_slow_costs_little(trainer: Trainer) -> None:
+    member = SEAL.membership(trainer.insider)
     big = bytes(9 << 20)
-    host = run.server.address.removeprefix("ipc://")
+    host = trainer.address.removeprefix("ipc://")
     open_ones = []
     for index in range(50):  # connections that never say what they are, or stop in the middle of it
         half = socket.socket(socket.AF_UNIX)
@@ -267,33 +312,31 @@ def test_what_is_oversized_half_open_or_slow_costs_little(run: Run) -> None:
     over = bytes(12 << 20)
     with sockets.context() as context, context.socket(zmq.DEALER) as slow:  # asks, and reads nothing
         slow.setsockopt(zmq.RCVHWM, 1)
-        slow.connect(run.server.address)
+        slow.connect(trainer.address)
         slow.send(hold)
         for _ in range(2000):
             try:
                 slow.send(fetch, zmq.NOBLOCK)
             except zmq.Again:
                 break
-        under_attack(run, [lambda: [joins, big], lambda: [over], lambda: [joins]], pause=0.3)
-    assert len(run.server.with_queue(lambda queue: dict(queue.members))) < 100
+        under_attack(trainer, [lambda: [joins, big], lambda: [over], lambda: [joins]], pause=0.3)
     for half in open_ones:
         half.close()
 
 
-def test_a_server_is_told_of_no_more_than_it_keeps(run: Run) -> None:
+def test_a_server_is_told_of_no_more_than_it_keeps(trainer: Trainer) -> None:
     """Deposits that never count: of one piece claimed, sent as often as can be."""
-    with closing(connect([run.server.address], run.insider)) as client:
-        run.server.with_queue(lambda queue: queue.begin(0, 1, 3, Cursor()))
+    with closing(connect([trainer.address], trainer.insider)) as client:
         _, (task, *_) = client.claim("step", 1, 0, 1)
-        before = psutil.Process().memory_info().rss
+        before = trainer.memory
         text = "x" * (1 << 20)
         for index in range(100):
             turn = msgspec.structs.replace(samples(0)[0].turns[0], text=text + str(index))
             made = tuple(msgspec.structs.replace(one, turns=(turn,)) for one in samples(task.place[0]))
-            header = messages.Deposit(*member_of(task, run.insider), task.signature, digest(pack(made)))
+            header = messages.Deposit(*member_of(task, trainer.insider), task.signature, digest(pack(made)))
             client.send(0, header, pack(made))
             assert client.receive(0, messages.Deposited)[0].state == "kept"
-        assert psutil.Process().memory_info().rss - before < GROWTH_BYTES
+        assert trainer.memory - before < GROWTH_BYTES
 
 
 def member_of(task, member: int) -> tuple:
@@ -302,7 +345,6 @@ def member_of(task, member: int) -> tuple:
 
 
 def test_nobody_goes_on_with_what_a_stranger_has_begun(run: Run) -> None:
-    run.server.with_queue(lambda queue: queue.begin(0, 1, 3, Cursor()))
     with closing(connect([run.server.address], run.insider)) as client:
         _, tasks = client.claim("step", 1, 0, 9)
         for task in tasks:

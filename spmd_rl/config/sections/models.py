@@ -17,7 +17,8 @@ BACKENDS = {
 }
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = ("native", "vllm")
+ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+"""Engines: the modules whose `build` makes them."""
 
 
 @dataclass
