@@ -1,13 +1,16 @@
 """Megatron without ranks: what is refused before torch is imported, the mapping's arithmetic, and what we lean on."""
 
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from spmd_rl.config.backends import backend
 from spmd_rl.config.packages import installed, requirements
@@ -123,6 +126,66 @@ def test_a_mapping_has_each_number_of_a_checkpoint_once(kind: str, tp: int, tmp_
     assert all((count == 1).all() for count in seen.values()), [
         n for n, count in seen.items() if not (count == 1).all()
     ]
+
+
+BRIDGES = {"llama": "llama:LLaMABridge", "qwen2": "qwen2:Qwen2Bridge", "qwen3": "qwen3:Qwen3Bridge"}
+BRIDGES |= {"qwen3_moe": "qwen3moe:Qwen3MoEBridge", "mixtral": "mixtral:MixtralBridge"}
+OTHER_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Ours of Megatron's local layers -> those of Transformer Engine's, which the other library knows"""
+
+
+def other_mapping(kind: str, path):
+    """The other library's bridge, without the model that it would build on a device."""
+    module, name = BRIDGES[kind].split(":")
+    made = object.__new__(getattr(import_module(f"mbridge.models.{module}"), name))
+    made.hf_config, made.dtype = AutoConfig.from_pretrained(path), torch.float32
+    made.make_vocab_size_divisible_by, made.config = None, SimpleNamespace(gated_linear_unit=True)
+    return made
+
+
+def their_name(kind: str, name: str) -> str:
+    mixture = kind in EXPERTS
+    for ours, theirs in OTHER_NAMES.items():
+        if name.endswith(ours) and not (mixture and "mlp" in ours):
+            return name.replace(ours, theirs)
+    if ".local_experts." in name:
+        before, expert, rest = re.fullmatch(r"(.*)\.local_experts\.(\d+)\.(.*)", name).groups()
+        return f"{before}.{rest}{expert}"
+    return name
+
+
+@needs_megatron
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", BRIDGES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_another_library_cuts_checkpoints_the_same_way(kind: str, tp: int, tmp_path) -> None:
+    pytest.importorskip("mbridge")
+    from spmd_rl.train.megatron.mapping import TensorShare
+
+    path = tiny(kind, tmp_path, **SIZES | {"vocab_size": 264} | EXPERTS.get(kind, {}))
+    stored, bridge, compared = load_file(path / "model.safetensors"), other_mapping(kind, path), 0
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}.__getitem__
+    for name, rule in import_module(f"{MODULES}.architectures.{kind}").NAMES.items():
+        experts = range(4) if "experts" in name else (0,)
+        for of in [(layer, expert) for layer in (range(2) if "layers.{}" in name else (0,)) for expert in experts]:
+            one, theirs, is_expert = rule.named(*of), their_name(kind, name.format(*of)), "experts" in name
+            names = bridge._weight_name_mapping_mcore_to_hf(theirs)
+            assert list(one.names) == names, (name, one.names, names)
+            whole = bridge._weight_to_mcore_format(theirs, [stored[key] for key in names])
+            size = 1 if is_expert else tp
+            mine = []
+            for share in (TensorShare(rank, size, 8) for rank in range(size)):
+                mine.append(torch.full(one.shape(shapes, share), torch.nan))
+                for piece in one.pieces(shapes, share):
+                    mine[-1][piece.region] = stored[piece.name][piece.stored]
+            wanted = bridge._weight_split_across_tp(theirs, whole, mine[0], size)
+            assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)), theirs
+            compared += 1
+    assert compared > 15
 
 
 CONTRACT = {

@@ -1,9 +1,9 @@
 """The backend `megatron`: Megatron-core, with Hugging Face names on the outside. Torch-free until it builds."""
 
-from importlib.util import find_spec
 from typing import Any
 
 from spmd_rl.config.backends import Backend
+from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.errors import UserError
 
@@ -21,8 +21,10 @@ IMPORT_SECONDS = 600.0
 def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     """See `Backend.refuse`."""
     train, kind = role.train, model.get("model_type")
-    if find_spec("megatron") is None:
-        raise UserError(f"{role.key}.name: megatron is not installed: pip install 'spmd-rl[megatron]'")
+    out = unsupported("megatron-core")
+    if out or installed("megatron-core") is None:
+        found = f"megatron-core {out[0]} is not {out[1]}" if out else "megatron-core is not installed here"
+        raise UserError(f"{role.key}.name=megatron: {found}; pip install 'spmd-rl[megatron]', or say train=fsdp2")
     if role.name == "critic":
         raise UserError(f"{role.key}.name: train=megatron has no value head yet; critic.train.name=fsdp2 has")
     if kind is not None and kind not in ARCHITECTURES:
