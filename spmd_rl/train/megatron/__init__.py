@@ -1,6 +1,7 @@
 """The backend `megatron`: Megatron-core, with Hugging Face names on the outside. Torch-free until it builds."""
 
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from spmd_rl.config.backends import Backend
 from spmd_rl.config.packages import installed, unsupported
@@ -57,7 +58,8 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
     """[all] See `Backend.build`; `source` is not asked, since no module of transformers is trained."""
-    with layout.world.journal.extend_timeout(IMPORT_SECONDS):
+    with layout.world.journal.extend_timeout(IMPORT_SECONDS), catch_warnings():
+        simplefilter("ignore")  # Megatron names all that it could use and does not find
         from spmd_rl.train.megatron.backend import build
 
     return build(role, layout)

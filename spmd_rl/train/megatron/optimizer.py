@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
+from warnings import filterwarnings
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 from spmd_rl.config.sections.models import TrainedModelConfig
 
+# Megatron calls collectives by names that torch has replaced since
+filterwarnings("ignore", r".*is deprecated. Please use `torch.distributed", FutureWarning, "torch.distributed")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
