@@ -4,6 +4,7 @@ The ranks of this file do all of it in one go, since they import Megatron once.
 """
 
 import math
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train.state import SavedState
 from tests.dist.harness import run_ranks
+from tests.dist.test_router_replay import replayed
 from tests.dist.test_train_parity import as_stored
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
@@ -184,6 +186,10 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
         "sound": published(world, paths["plain 0"], "llama"),
         "swapped": published(world, paths["plain 0"], "llama", swapped_queries),
         "joined": published(world, paths["plain 0"], "llama", joined_wrongly),
+        "replayed": [
+            replayed(world, paths["qwen3_moe 0"], axes, "forced", partial(built, "megatron"))
+            for axes in ({"ep": 2}, {"tp": 2}, {"pp": 2})
+        ],
         "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
@@ -226,6 +232,11 @@ def test_a_wrong_mapping_ends_the_run_by_name(found) -> None:
         for wrong in ("swapped", "joined"):
             assert "the engine's logprobs are" in of_rank[wrong] and "from the trainer's" in of_rank[wrong], of_rank
         assert "mlp.experts.1.down_proj.weight, for which Megatron has no place" in of_rank["lost"], of_rank["lost"]
+
+
+def test_the_experts_that_the_engine_chose_are_used(found) -> None:
+    for errors in (errors for of_rank in found for errors in of_rank["replayed"]):
+        assert max(errors.values()) < 1e-4 and len(errors) > 20, errors
 
 
 def test_what_gloo_would_mix_up_is_refused(found) -> None:

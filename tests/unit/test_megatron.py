@@ -47,7 +47,6 @@ REFUSED = [
         {"router_aux_coef": 0.1},
         r"policy\.router_aux_coef: train=megatron has it not yet; must be 0\.0",
     ),
-    ("qwen3_moe", {}, {"router_replay": True}, r"policy\.router_replay: train=megatron has it not yet; must be False"),
     ("granite", {}, {}, r"train\.name: train=megatron does not know granite, but llama, qwen2, "),
 ]
 

@@ -10,7 +10,7 @@ from spmd_rl.errors import UserError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
-NOT_YET = {"router_replay": False, "router_aux_coef": 0.0, "router_bias_update_speed": 0.0}
+NOT_YET = {"router_aux_coef": 0.0, "router_bias_update_speed": 0.0}
 """Settings of a policy that it lacks, and what they must be"""
 
 BIASES = ("attention_bias", "mlp_bias")

@@ -28,6 +28,7 @@ from spmd_rl.train.megatron.parameters import Experts, StoredPart, check_files, 
 from spmd_rl.train.megatron.shim import on_cpu
 from spmd_rl.train.megatron.tensors import Tensors
 from spmd_rl.train.offload import Offload
+from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, aim, filled_up, row_of
 from spmd_rl.train.state import Shard
 
@@ -62,6 +63,8 @@ class MegatronModel:
             self._config = transformer.config_of(config, layout, role.train, self._dtype, options)
             chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied)
             self._chunks = list(chunks)
+            self._replay = Replay(module, layout, getattr(role.own, "router_replay", False))
+            transformer.replay_routers(chunks, self._replay)
             for chunk in self._chunks:
                 chunk.requires_grad_(role.optimizer is not None)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
@@ -127,13 +130,14 @@ class MegatronModel:
         """[stage] What a chunk makes of the next micro-batch, and what is to be called with it if that is the end."""
         number = next(numbers)
         micro, device = loop.select(number), self.device
-        row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context)
+        row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
         head = getattr(getattr(chunk, "module", chunk), "output_layer", None)
         if head is not None:
             aim(head, micro, row, loop.args.temperature, device)
             head.keep = to_device(filled_up(row.keep), device)
         positions = to_device(row.position_ids, device)
-        packed = transformer.PackedRow(positions, row.packing)
+        chosen = None if row.chosen is None else to_device(row.chosen, device)
+        packed = transformer.PackedRow(positions, row.packing, chosen)
         out = chunk(to_device(row.token_ids[None], device), positions[None], None, packed_seq_params=packed)
         self._world.progress()
         return out, partial(self._finish, loop, number, micro, row)
@@ -170,7 +174,7 @@ class MegatronModel:
 
     def metrics(self) -> Metrics:
         """See `ShardedModel`."""
-        return {}
+        return self._replay.metrics()  # [all]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `ShardedModel`: bitwise what the forward pass computes with."""

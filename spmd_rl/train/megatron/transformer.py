@@ -5,8 +5,9 @@ and context parallelism are what they are elsewhere; rotary positions are those 
 does; and the output embedding gives logprob and entropy of the targets, not logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.differentiable import gather_rows
 from spmd_rl.model.logprobs import Pairs, VocabularyShare, token_logprobs
 from spmd_rl.model.size import head_dim, num_kv_heads
+from spmd_rl.train.replay import Replay
 
 RANDOM = "model-parallel-rng"
 """Megatron's name of a state of random numbers"""
@@ -40,6 +42,8 @@ class PackedRow:
     positions: Tensor
     """int64 [t], on the device"""
     packing: Packing
+    chosen: Tensor | None = None
+    """int64 [t, layers, k], on the device: the experts that the engine chose, see `train/replay.py`"""
     qkv_format: str = "row"
     """Megatron asks whether it is its own"""
     cp_group: None = None
@@ -120,6 +124,33 @@ class Head(nn.Module):
             hidden[self.keep], own, self.targets, self.temperature, self.candidate_ids, share
         )  # [all]
         return torch.stack(found, -1)[:, None], None
+
+
+class ReplayedChoice:
+    """In place of Megatron's own replay of routers, of one layer."""
+
+    def __init__(self, replay: Replay, place: int) -> None:
+        """`place`: of the layer among the mixtures of the whole model."""
+        self._replay, self._place = replay, place
+
+    def get_replay_topk(self, scores: Tensor, top_k: int, *groups: Any) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the chosen experts, [T, k] each, where a router would take those with the highest."""
+        *limits, highest = groups
+        values, own = highest(scores, top_k, *limits)
+        found = self._replay.choose(self._place, own)
+        return (values, own) if found is None else (scores.gather(1, found[0]), found[0])
+
+
+def replay_routers(chunks: Mapping[GPTModel, range], replay: Replay) -> None:
+    """Let each router that is here ask `replay`; all layers are mixtures."""
+    for chunk, layers in chunks.items() if replay.places else ():
+        for number, layer in zip(layers, chunk.decoder.layers, strict=True):
+            layer.register_forward_pre_hook(partial(_take, replay), with_kwargs=True)
+            layer.mlp.router.router_replay = ReplayedChoice(replay, number)
+
+
+def _take(replay: Replay, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    replay.take(kwargs["packed_seq_params"].chosen)
 
 
 def config_of(
