@@ -18,6 +18,7 @@ from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
 from spmd_rl.train.state import SavedState
 from tests.dist.harness import run_ranks
+from tests.dist.test_experts import with_auxiliary
 from tests.dist.test_router_replay import replayed
 from tests.dist.test_train_parity import as_stored
 from tests.dist.test_train_state import save
@@ -190,6 +191,10 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
             replayed(world, paths["qwen3_moe 0"], axes, "forced", partial(built, "megatron"))
             for axes in ({"ep": 2}, {"tp": 2}, {"pp": 2})
         ],
+        "balanced": [
+            with_auxiliary(world, paths["qwen3_moe 0"], axes, checkpointing, partial(built, "megatron"))
+            for axes, checkpointing in (({"ep": 2}, "full"), ({"tp": 2}, "none"), ({"pp": 2}, "none"))
+        ],
         "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
@@ -237,6 +242,13 @@ def test_a_wrong_mapping_ends_the_run_by_name(found) -> None:
 def test_the_experts_that_the_engine_chose_are_used(found) -> None:
     for errors in (errors for of_rank in found for errors in of_rank["replayed"]):
         assert max(errors.values()) < 1e-4 and len(errors) > 20, errors
+
+
+def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(found) -> None:
+    for seen in (seen for of_rank in found for seen in of_rank["balanced"]):
+        assert seen["microbatches"] == 1 and seen["dropped"] == 0
+        assert len(seen["gates"]) == 2 and min(seen["matters"]) > 0.1
+        assert max(seen["gates"] + seen["others"] + seen["metrics"]) < 1e-4, seen
 
 
 def test_what_gloo_would_mix_up_is_refused(found) -> None:

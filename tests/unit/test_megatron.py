@@ -44,9 +44,10 @@ REFUSED = [
     (
         "qwen3_moe",
         {},
-        {"router_aux_coef": 0.1},
-        r"policy\.router_aux_coef: train=megatron has it not yet; must be 0\.0",
+        {"router_bias_update_speed": 0.1},
+        r"policy\.router_bias_update_speed: train=megatron has it not yet; must be 0\.0",
     ),
+    ("llama", {}, {"router_aux_coef": 0.1}, r"policy\.router_aux_coef: llama is no mixture of experts; must be 0"),
     ("granite", {}, {}, r"train\.name: train=megatron does not know granite, but llama, qwen2, "),
 ]
 

@@ -10,7 +10,8 @@ from spmd_rl.errors import UserError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
-NOT_YET = {"router_aux_coef": 0.0, "router_bias_update_speed": 0.0}
+MIXTURES = ("qwen3_moe", "mixtral")
+NOT_YET = {"router_bias_update_speed": 0.0}
 """Settings of a policy that it lacks, and what they must be"""
 
 BIASES = ("attention_bias", "mlp_bias")
@@ -36,6 +37,8 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     for key, default in NOT_YET.items():
         if getattr(role.own, key, default) != default:
             raise UserError(f"{role.name}.{key}: train=megatron has it not yet; must be {default}")
+    if getattr(role.own, "router_aux_coef", 0.0) and kind is not None and kind not in MIXTURES:
+        raise UserError(f"{role.name}.router_aux_coef: {kind} is no mixture of experts; must be 0")
     _check_model(role, model)
 
 

@@ -21,6 +21,7 @@ from spmd_rl.model.moe import num_experts
 from spmd_rl.model.size import ModelSize, head_dim, num_kv_heads
 from spmd_rl.train.base import Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither_region
+from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron import transformer
 from spmd_rl.train.megatron.groups import groups_of
 from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
@@ -64,7 +65,11 @@ class MegatronModel:
             chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied)
             self._chunks = list(chunks)
             self._replay = Replay(module, layout, getattr(role.own, "router_replay", False))
-            transformer.replay_routers(chunks, self._replay)
+            layers_here = sum(map(len, chunks.values()))
+            aux = getattr(role.own, "router_aux_coef", 0.0)
+            self._load_of_experts = ExpertLoad(layout, aux, layers_here if experts.count else None)
+            if experts.count:
+                transformer.watch_routers(chunks, self._replay, self._load_of_experts)
             for chunk in self._chunks:
                 chunk.requires_grad_(role.optimizer is not None)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
@@ -109,6 +114,8 @@ class MegatronModel:
             count = -(-count // num_stages) * num_stages
         chunks = self._optimizer.wrapped if loop.is_trained else self._chunks
         stages = {}
+        if loop.is_trained:
+            self._load_of_experts.begin(count)
         if num_stages > 1:
             stages["p2p_communicator"] = P2PCommunicator(self._groups.pp, self._config)
         schedule = get_forward_backward_func(num_stages, num_chunks if num_chunks > 1 else None)
@@ -137,7 +144,7 @@ class MegatronModel:
             head.keep = to_device(filled_up(row.keep), device)
         positions = to_device(row.position_ids, device)
         chosen = None if row.chosen is None else to_device(row.chosen, device)
-        packed = transformer.PackedRow(positions, row.packing, chosen)
+        packed = transformer.PackedRow(positions, row.packing, to_device(row.routed, device), chosen)
         out = chunk(to_device(row.token_ids[None], device), positions[None], None, packed_seq_params=packed)
         self._world.progress()
         return out, partial(self._finish, loop, number, micro, row)
@@ -174,7 +181,7 @@ class MegatronModel:
 
     def metrics(self) -> Metrics:
         """See `ShardedModel`."""
-        return self._replay.metrics()  # [all]
+        return self._load_of_experts.metrics() | self._replay.metrics()  # [all]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `ShardedModel`: bitwise what the forward pass computes with."""

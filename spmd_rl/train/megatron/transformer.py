@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +30,7 @@ from spmd_rl.model.attention import Packing, packed_attention
 from spmd_rl.model.differentiable import gather_rows
 from spmd_rl.model.logprobs import Pairs, VocabularyShare, token_logprobs
 from spmd_rl.model.size import head_dim, num_kv_heads
+from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.replay import Replay
 
 RANDOM = "model-parallel-rng"
@@ -42,7 +44,9 @@ class PackedRow:
     positions: Tensor
     """int64 [t], on the device"""
     packing: Packing
-    chosen: Tensor | None = None
+    routed: Tensor
+    """bool [t], on the device: which tokens are no filling"""
+    chosen: Tensor | None
     """int64 [t, layers, k], on the device: the experts that the engine chose, see `train/replay.py`"""
     qkv_format: str = "row"
     """Megatron asks whether it is its own"""
@@ -141,16 +145,38 @@ class ReplayedChoice:
         return (values, own) if found is None else (scores.gather(1, found[0]), found[0])
 
 
-def replay_routers(chunks: Mapping[GPTModel, range], replay: Replay) -> None:
-    """Let each router that is here ask `replay`; all layers are mixtures."""
-    for chunk, layers in chunks.items() if replay.places else ():
+class WatchedRouter(TopKRouter):
+    """Megatron's router; what it chooses is counted."""
+
+    load: ExpertLoad
+    place: int
+    """among the routers that are here"""
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[t, 1, E] -> weights of the chosen experts, 0 of others, and which are chosen: [t, E] each."""
+        weights, is_chosen = super().routing(logits, *args, **kwargs)
+        probabilities = torch.softmax(logits.flatten(0, 1), -1, dtype=torch.float32)
+        chosen = is_chosen.float().topk(self.topk, -1).indices
+        changed = self.load.observe(self.place, probabilities, chosen, weights)  # [all]
+        return weights if changed is None else changed, is_chosen
+
+
+def watch_routers(chunks: Mapping[GPTModel, range], replay: Replay, load: ExpertLoad) -> None:
+    """Let each router that is here ask `replay` and report to `load`; all layers are mixtures."""
+    place = 0
+    for chunk, layers in chunks.items():
         for number, layer in zip(layers, chunk.decoder.layers, strict=True):
-            layer.register_forward_pre_hook(partial(_take, replay), with_kwargs=True)
-            layer.mlp.router.router_replay = ReplayedChoice(replay, number)
+            layer.register_forward_pre_hook(partial(_take, replay, load), with_kwargs=True)
+            router = layer.mlp.router
+            router.router_replay = ReplayedChoice(replay, number) if replay.places else None
+            router.load, router.place = load, place
+            place += 1
 
 
-def _take(replay: Replay, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    replay.take(kwargs["packed_seq_params"].chosen)
+def _take(replay: Replay, load: ExpertLoad, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    row = kwargs["packed_seq_params"]
+    replay.take(row.chosen)
+    load.take(row.routed)
 
 
 def config_of(
@@ -249,6 +275,8 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     own = spec.submodules
+    if config.num_moe_experts:
+        own.mlp.submodules.router = WatchedRouter
     own.input_layernorm = own.pre_mlp_layernorm = Norm
     attention = own.self_attention.submodules
     attention.core_attention = PackedAttention
