@@ -33,7 +33,7 @@ _THEIRS = {
     "rollout.prompts_per_step": "train_batch_size rollout_batch_size",
     "rollout.prompts_per_step with rollout.over_sample": "gen_batch_size",
     "rollout.max_prompts_per_step": "max_num_gen_batches",
-    "train=fsdp2 or train=deepspeed": "strategy",
+    "train=fsdp2, train=deepspeed or train=megatron": "strategy",
     "train=deepspeed and train.stage": "deepspeed zero_stage",
     "train.tokens_per_microbatch": "ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu",
     "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",

@@ -36,7 +36,7 @@ from tests.training import (
 )
 from tests.unit.test_sharing import exact
 
-BACKENDS = {"fsdp2": backend, "deepspeed": partial(built, "deepspeed")}
+BACKENDS = {"fsdp2": backend} | {name: partial(built, name) for name in ("deepspeed", "megatron")}
 TP2, TP3, CP2, PP2 = {"tp": 2}, {"tp": 3}, {"cp": 2}, {"pp": 2}
 EP1, EP2 = {"ep": 1}, {"ep": 2}
 MIXED = [(1, EP1, 1), (2, EP1, 1), (2, EP2, 1), (4, EP2, 1), (2, TP2 | EP2, 1), (4, TP2 | EP2, 2)]
@@ -56,6 +56,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", {**SIZES, **FEW_HEADS, **EXPERTS["qwen3_moe"], "num_experts": 6}),
     "mixtral": ("mixtral", {**SIZES, **FEW_HEADS, **EXPERTS["mixtral"], "intermediate_size": 96}),
     "deepseek_v3": ("deepseek_v3", {**SIZES, **EXPERTS["deepseek_v3"]}),
+    "deep": ("llama", {"num_hidden_layers": 8, **SIZES, **FEW_HEADS}),
 }
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 WITH_DATA = [(PP2, 1), (COPIES, 1)]
@@ -85,12 +86,26 @@ not divide by 2, so that context parallelism gathers keys where it exchanges hea
 ON_HOST = {"offload_optimizer": True}
 ZEROS = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **ON_HOST, "offload_param": True}]
 OTHER_ZEROS = [*ZEROS, {"stage": 1, **ON_HOST}, {"stage": 2, **ON_HOST}, {"stage": 3, **ON_HOST}]
-"""Settings of DeepSpeed; the ranks of a test go through all of them."""
-ZERO_RANKS = [(2, ZEROS, ("llama", "qwen3_moe"))]
-ZERO_RANKS += [
-    pytest.param(size, OTHER_ZEROS, ("llama", "qwen2", "qwen3_moe", "mixtral"), marks=pytest.mark.slow)
+"""Settings of DeepSpeed"""
+MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2), ("qwen3", {})]
+MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
+OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
+OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
+OF_FOUR += [("deep", {"pp": 4, "vpp": 2})]
+"""Models and layouts of Megatron"""
+OTHERS = [
+    (2, "deepspeed", [(model, zero) for model in ("llama", "qwen3_moe") for zero in ZEROS]),
+    (2, "megatron", MEGATRON),
+]
+"""Ranks, backend, and the models and settings that these ranks go through: they import the backend once."""
+SLOW = [
+    (size, "deepspeed", [(model, zero) for model in ("llama", "qwen2", "qwen3_moe", "mixtral") for zero in OTHER_ZEROS])
     for size in (1, 2, 3)
 ]
+SLOW += [(1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")])]
+SLOW += [(2, "megatron", MORE), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
+SLOW += [(4, "megatron", OF_FOUR[at::2]) for at in (0, 1)]
+OTHERS += [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {
@@ -167,12 +182,15 @@ def all_gradients(world: World, name: str, paths: dict[str, str], axes: dict[str
     }
 
 
-def each_zero(
-    world: World, test: str, paths: dict[str, str], zeros: list[dict[str, int]]
-) -> dict[str, dict[str, float]]:
-    """What `all_gradients` or `all_updates` finds, by case and settings of DeepSpeed."""
-    run = {"gradients": all_gradients, "updates": all_updates}[test]
-    return {f"{case} {zero}": found for zero in zeros for case, found in run(world, "deepspeed", paths, zero).items()}
+def errors_of(world: World, name: str, paths: dict[str, str], cases) -> dict[str, list]:
+    """Errors of gradients, and of three updates, by model and settings."""
+    return {
+        f"{model} {own}": [
+            all_gradients(world, name, {model: paths[model]}, own),
+            three_updates(world, name, paths[model], own),
+        ]
+        for model, own in cases
+    }
 
 
 @pytest.mark.parametrize("name", ["fsdp2"])
@@ -191,14 +209,15 @@ def test_the_gradient_is_the_same_in_every_layout(
             assert found[worst] < LIMITS[case.split()[1]], (case, worst, found[worst])
 
 
-@pytest.mark.parametrize(("size", "zeros", "kinds"), ZERO_RANKS, ids=str)
-def test_the_gradient_is_the_same_under_zero(size: int, zeros, kinds, models) -> None:
-    paths = {kind: models[kind] for kind in kinds}
-    for errors in run_ranks(size, each_zero, "gradients", paths, zeros, timeout=280):
-        assert len(errors) == len(zeros) * len(kinds) * len(CASES["float32"])
-        for case, found in errors.items():
-            worst = max(found, key=found.get)
-            assert found[worst] < LIMITS["float32"], (case, worst, found[worst])
+@pytest.mark.parametrize(("size", "name", "cases"), OTHERS, ids=str)
+def test_other_backends_follow_plain_torch(size: int, name: str, cases, models) -> None:
+    for found in run_ranks(size, errors_of, name, models, cases, timeout=560):
+        assert len(found) == len(cases)
+        for case, (gradients_of, (drift, logprobs, entropy)) in found.items():
+            for share, errors in gradients_of.items():
+                worst = max(errors, key=errors.get)
+                assert errors[worst] < LIMITS["float32"], (case, share, worst, errors[worst])
+            assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
 
 
 SCALED = {
@@ -267,15 +286,6 @@ def test_three_updates_follow_plain_torch(name: str, size: int, axes: dict[str, 
         for model, (drift, logprobs, entropy) in found.items():
             assert drift < 1e-5, (model, drift)
             assert max(logprobs, entropy) < 1e-4, (model, logprobs, entropy)
-
-
-@pytest.mark.parametrize(("size", "zeros", "kinds"), ZERO_RANKS, ids=str)
-def test_three_updates_under_zero_follow_plain_torch(size: int, zeros, kinds, models) -> None:
-    paths = {kind: models[kind] for kind in kinds}
-    for found in run_ranks(size, each_zero, "updates", paths, zeros, timeout=280):
-        for case, (drift, logprobs, entropy) in found.items():
-            assert drift < 1e-5, (case, drift)
-            assert max(logprobs, entropy) < 1e-4, (case, logprobs, entropy)
 
 
 def value_loss(values, batch):

@@ -18,6 +18,9 @@ LAYOUTS = {
     "pp-tp": ("qwen2", 4, "train.pp=2 train.tp=2"),
     "zero1": ("smollm2", 2, "train=deepspeed train.stage=1"),
     "zero3": ("smollm2", 2, "train=deepspeed train.offload_optimizer=true"),
+    "megatron-tp": ("qwen2", 2, "train=megatron train.tp=2"),
+    "megatron-pp": ("qwen2", 2, "train=megatron train.pp=2"),
+    "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
 }
 """Model, ranks, settings."""
 STRUCK = ("publish", "update", "save")

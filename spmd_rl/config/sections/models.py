@@ -10,7 +10,11 @@ DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
-BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2", "deepspeed": "spmd_rl.train.deepspeed"}
+BACKENDS = {
+    "fsdp2": "spmd_rl.train.fsdp2",
+    "deepspeed": "spmd_rl.train.deepspeed",
+    "megatron": "spmd_rl.train.megatron",
+}
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
 ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
@@ -108,7 +112,7 @@ class TrainConfig:
     """The training backend: group `train`."""
 
     name: str = "fsdp2"
-    """Training backend: `fsdp2` or `deepspeed`."""
+    """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
     tp: int = 1
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int = 1
@@ -186,7 +190,7 @@ class TrainOverrides:
     """Settings of a role's training backend that differ from `train`; where one is null, the policy's is used."""
 
     name: str | None = None
-    """Training backend: `fsdp2` or `deepspeed`."""
+    """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
     tp: int | None = None
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int | None = None

@@ -3,6 +3,7 @@
 import time
 from array import array
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from spmd_rl.config.packages import installed, unsupported
 from spmd_rl.config.schema import CheckpointConfig, TrainConfig
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.tools.doctor.bench import Bench
-from spmd_rl.tools.doctor.checks import DEEPSPEED, REPORT, Failed, Skipped, gib
+from spmd_rl.tools.doctor.checks import BACKEND, REPORT, Failed, Skipped, gib
 from spmd_rl.train import build_role
 from spmd_rl.train.base import PolicyRole
 from spmd_rl.train.offload import Offload
@@ -47,14 +48,18 @@ def training_step(bench: Bench) -> str:
     return _two_steps(bench, bench.policy)  # [all]
 
 
-def deepspeed_step(bench: Bench) -> str:
-    """[all] The same with DeepSpeed."""
-    if installed("deepspeed") is None:
-        raise Skipped(f"DeepSpeed is not installed ({DEEPSPEED})")
-    if found := unsupported("deepspeed"):
-        raise Failed(f"DeepSpeed {found[0]} is not supported", f"pip install '{found[1]}'; or train=fsdp2")
-    role = replace(bench.cfg.role("policy"), train=TrainConfig(name="deepspeed"))
+def other_step(name: str, package: str, bench: Bench) -> str:
+    """[all] The same with another backend, whose package may be missing."""
+    if installed(package) is None:
+        raise Skipped(f"{package} is not installed ({BACKEND.format(name)})")
+    if found := unsupported(package):
+        raise Failed(f"{package} {found[0]} is not supported", f"pip install '{found[1]}'; or train=fsdp2")
+    role = replace(bench.cfg.role("policy"), train=TrainConfig(name=name))
     return _two_steps(bench, build_role(role, bench.world))  # [all]
+
+
+deepspeed_step = partial(other_step, "deepspeed", "deepspeed")
+megatron_step = partial(other_step, "megatron", "megatron-core")
 
 
 def _two_steps(bench: Bench, policy: PolicyRole) -> str:
