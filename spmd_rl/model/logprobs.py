@@ -118,6 +118,30 @@ def _gathered(columns: Tensor, k: int, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def head_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    candidate_ids: Pairs | None,
+    top: tuple[int, int] | None,
+    share: VocabularyShare | None,
+    id_factor: float = 1.0,
+) -> Tensor:
+    """What a policy's head gives: logprob and entropy, the logprobs of further targets, and k ids with their logprobs.
+
+    top: (k, num_ids), see `top_logprobs`; None: no ids. id_factor: they are multiplied by it. Parameters otherwise as
+    `token_logprobs`. Returns float32 [N, 2 + m + 2 k], in which ids are exact.
+    """
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, candidate_ids, share)  # [all]
+    logprobs = logprobs if logprobs.dim() > 1 else logprobs[:, None]
+    columns = [logprobs[:, :1], entropy[:, None], logprobs[:, 1:]]
+    if top is not None:
+        ids, best = top_logprobs(hidden, weight, top[0], temperature, top[1], share)  # [all]
+        columns += [ids.to(best.dtype) * id_factor, best]
+    return torch.cat(columns, 1)
+
+
 def logit_factor(config: PreTrainedConfig) -> float:
     """By which a model multiplies its logits after the output embedding; 1 of most. `config`: of the text model."""
     key, exponent = LOGIT_FACTORS.get(config.model_type, ("", 0))
@@ -157,13 +181,8 @@ class TokenHead(nn.Module):
             share = VocabularyShare(owned_region(weight)[0].start, weight.device_mesh.get_group())
             weight = weight.to_local()
         temperature = self.temperature / self._factor
-        logprobs, entropy = token_logprobs(hidden[0], weight, self.targets, temperature, self.candidate_ids, share)
-        logprobs = logprobs if logprobs.dim() > 1 else logprobs[:, None]
-        columns = [logprobs[:, :1], entropy[:, None], logprobs[:, 1:]]
-        if self.top is not None:  # ids are exact in float32, below 2^24
-            ids, best = top_logprobs(hidden[0], weight, self.top[0], temperature, self.top[1], share)  # [all]
-            columns += [ids.to(best.dtype) * self._factor, best]
-        found = torch.cat(columns, 1)[None]  # a view of it would make FSDP warn
+        about = (self.targets, temperature, self.candidate_ids, self.top, share, self._factor)
+        found = head_outputs(hidden[0], weight, *about)[None]  # [all] a view of it would make FSDP warn
         return found if self._factor == 1 else found / self._factor
 
 

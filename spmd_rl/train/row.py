@@ -48,7 +48,7 @@ class Row(NamedTuple):
     routed: Tensor
     """bool [t]: which tokens count as a mixture's load, those that are no filling"""
     chosen: Tensor | None
-    """int64 [t, layers, k]: the experts that the engine chose, see `fsdp2/replay.py`; None: the model's own"""
+    """int64 [t, layers, k]: the experts that the engine chose, see `replay.py`; None: the model's own"""
 
 
 def row_of(
@@ -97,6 +97,11 @@ def row_of(
         routed=tokens < num_tokens,
         chosen=None if chosen is None else chosen[tokens],
     )
+
+
+def parts(found: Tensor, args: ForwardArgs) -> tuple[Tensor, ...]:
+    """What a policy's forward gives, of the columns [N, n] of its head: see `MicrobatchLoop.finish`."""
+    return (found[:, 0], found[:, 1], found[:, 2:]) if args.compares else found.unbind(-1)
 
 
 def aim(head: TokenHead, micro: Batch, row: Row, args: ForwardArgs, device: torch.device) -> None:
