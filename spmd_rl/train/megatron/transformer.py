@@ -118,7 +118,7 @@ class Head(nn.Module):
         self.top: tuple[int, int] | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """[all] of the ranks that share the vocabulary out: [t / tp, 1, h] -> float32 [n, 1, 2 or more: `TokenHead`]."""
+        """[all] of the ranks that share the vocabulary out: [t / tp, 1, h] -> float32 [n, 1, 2 or more]."""
         weight, share, first = self.weight if weight is None else weight, None, 0
         hidden = hidden[:, 0]
         if self._group.size() > 1:
