@@ -22,6 +22,7 @@ from spmd_rl.config.sections.models import (
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.preference import PairsConfig, PreferenceConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
@@ -249,9 +250,6 @@ class AgenticConfig(RlConfig):
 class RowsPipelineConfig(PipelineConfig):
     """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
 
-    row_kind: ClassVar[str] = "demonstration"
-    """What rows are: see `data.conversations.KINDS`."""
-
     epochs: float | None = None
     """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
     data: RowsConfig = field(default_factory=RowsConfig)
@@ -261,6 +259,11 @@ class RowsPipelineConfig(PipelineConfig):
         super().__post_init__()
         above(self, epochs=0)
         require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
+
+    @property
+    def row_kind(self) -> str:
+        """What rows are: see `data.conversations.KINDS`."""
+        return "demonstration"
 
     def count_rows(self, num_rows: int) -> int | None:
         """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
@@ -278,5 +281,30 @@ class SftConfig(RowsPipelineConfig):
     pipeline = "sft"
 
 
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig)}
+@dataclass
+class DpoConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.dpo`."""
+
+    pipeline = "dpo"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    @property
+    def kind(self) -> str:
+        """See `PipelineConfig.kind`."""
+        return self.preference.loss
+
+    @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "judged" if self.preference.is_judged else "preference"
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """The policy, and the reference unless the loss does without."""
+        return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
+
+
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig, DpoConfig)}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -17,6 +17,8 @@ from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LO
 from spmd_rl.config.sections.data import GENERATORS, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
+from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rows import ValidationConfig
 
@@ -93,6 +95,13 @@ def _of_data(data: SourcesConfig, steps: int) -> Idle:
     ]
 
 
+def _of_preference(preference: PreferenceConfig) -> Idle:
+    keys = {key for read in LOSSES_OF_PREFERENCES.values() for key in read}
+    reason = f"preference.loss is {preference.loss}"
+    unread = [(False, reason, f"preference.{key}") for key in keys - set(LOSSES_OF_PREFERENCES[preference.loss])]
+    return [*unread, (preference.uses_reference, "the loss has no reference", "reference")]
+
+
 def _of_validation(eval: ValidationConfig) -> Idle:
     return [(eval.every, "eval.every is 0", "eval.rows")]
 
@@ -106,7 +115,7 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     return idle
 
 
-IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_validation, _of_sidecar)
+IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_validation, _of_preference, _of_sidecar)
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from spmd_rl.config.run_identity import identity_hash
 from spmd_rl.config.sections.data import SourcesConfig, sources
 from spmd_rl.data import reasoning_gym
 from spmd_rl.data.conversations import KINDS
@@ -145,6 +146,11 @@ class Examples:
         """What all ranks must have alike, for `Job.open`."""
         stores = {"data.train": self.train, "data.eval": self.eval}
         return {name: [Digest(f"{len(store)} rows", store.digest)] for name, store in stores.items()}
+
+    def identity(self, cfg: Any) -> str:
+        """Of what is computed before training from these rows, in so many steps: it is the same where this is."""
+        asked = f"{cfg.steps} {bool(cfg.eval.every)} {cfg.eval.rows}"
+        return f"{identity_hash(cfg)} {self.train.digest} {self.eval.digest} {asked}"
 
     def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
         """Add the rows of a source; the share `holdout`, by content, to the held-out ones."""

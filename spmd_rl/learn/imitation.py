@@ -2,20 +2,34 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.learn.advantages import Samples
-from spmd_rl.learn.losses import measure, nll, update
+from spmd_rl.learn.losses import mean_over, measure, nll
 from spmd_rl.learn.prepare import Plan, plan_supervised
 from spmd_rl.learn.transfer import redistribute
-from spmd_rl.train.base import Metrics, PolicyRole
+from spmd_rl.train.base import BoundLoss, Metrics, PolicyRole
+
+
+class Term(NamedTuple):
+    """What an optimizer step minimises."""
+
+    batch: Batch
+    """this rank's share, with weights"""
+    loss: BoundLoss
+    count: float
+    """over how many tokens or comparisons of the global batch it is a mean"""
 
 
 class Imitation:
-    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
+    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
+
+    A subclass whose loss is another says so in `bind`.
+    """
 
     def __init__(
         self,
@@ -27,7 +41,7 @@ class Imitation:
     ) -> None:
         """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate. name: of the
         loss, among the metrics."""
-        self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
+        self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
@@ -39,24 +53,30 @@ class Imitation:
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
-    def prepare(self, collected: Samples) -> list[Batch]:
-        """[all] This rank's mini-batches, one per optimizer step."""
+    def bind(self, batch: Batch, number: int) -> Term:
+        """[all] The loss of mini-batch `number` of the plan, by which every token of it weighs the same."""
+        return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
+
+    def prepare(self, collected: Samples) -> list[Term]:
+        """[all] The terms of this rank's mini-batches, one per optimizer step."""
         return self._prepare(collected, self._num_updates)  # [all]
 
-    def _prepare(self, collected: Samples, count: int) -> list[Batch]:
-        data = self._policy.layout.data
+    def _prepare(self, collected: Samples, count: int) -> list[Term]:
+        data = self.policy.layout.data
         with self._world.phase("prepare"):
             with self._world.phase("coordination"):
-                self.plan = plan_supervised(collected, count, data.size, self._policy.hidden_size)
-            return redistribute(collected, self.plan, count, data, self._world)  # [all]
+                self.plan = plan_supervised(collected, count, data.size, self.policy.hidden_size)
+            batches = redistribute(collected, self.plan, count, data, self._world)  # [all]
+            return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
-    def update(self, batches: list[Batch]) -> Metrics:
-        """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""
-        used = [batches[i] for i in np.unique(self.plan.minibatches).tolist()]
-        self._policy.lr_factor = self._lr_factor
-        with self._world.phase("update"):
-            metrics = update(self._policy, used, nll, self._temperature)  # [all]
-        self._policy.lr_factor = 1.0
+    def update(self, terms: list[Term]) -> Metrics:
+        """[all] See `Learner.update`; by itself, the loss is the mean negative log-likelihood of a token, in nats."""
+        used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
+        self.policy.lr_factor = self._lr_factor
+        with self._world.phase("update"), self.policy.awake():
+            found = [self.policy.update(one.batch, one.loss, self._temperature) for one in used]  # [all]
+        self.policy.lr_factor = 1.0
+        metrics = mean_over(found, "actor")
         own = {self._name: metrics.pop("actor/pg_loss")} if used else {}
         return own | metrics | self.plan.metrics()
 
@@ -65,10 +85,10 @@ class Imitation:
         sums: dict[str, float] = defaultdict(float)
         with self._world.phase("eval"):
             for collected in parts:  # [all] have as many
-                (batch,) = self._prepare(collected, 1)  # [all]
-                with self._policy.awake():
-                    found = measure(self._policy, batch, nll, self._temperature)  # [all]
-                for name, value in found.items():
-                    sums[name] += value * (1 if name == "num_tokens" else found["num_tokens"])
-        count = sums.pop("num_tokens", 0.0)
+                (one,) = self._prepare(collected, 1)  # [all]
+                with self.policy.awake():
+                    found = measure(self.policy, one.batch, one.loss, self._temperature)  # [all]
+                for name, value in ({"count": 1.0} | found).items():
+                    sums[name] += one.count * value
+        count = sums.pop("count", 0.0)
         return {f"val/{name.removeprefix('actor/')}": value / count for name, value in sums.items() if count}

@@ -146,7 +146,7 @@ def update(policy: PolicyRole, batches: Iterable[Batch], loss: BoundLoss, temper
 
 
 def measure(policy: PolicyRole, batch: Batch, loss: BoundLoss, temperature: float = 1.0) -> Metrics:
-    """[all] The loss over a global batch and the means of what it measures, without an update; and `num_tokens`.
+    """[all] The loss over a global batch and the means of what it measures, without an update.
 
     Equal on all ranks. Inside `policy.awake()`.
     """
@@ -157,7 +157,7 @@ def measure(policy: PolicyRole, batch: Batch, loss: BoundLoss, temperature: floa
     own = {name: float(values.double().sum()) for name, values in sums.items()}
     found = policy.layout.data.reduce("eval: loss", own, "sum")  # [all]
     count, total = found.pop("num_tokens"), found.pop("loss")
-    return {name: value / max(count, 1.0) for name, value in found.items()} | {"loss": total, "num_tokens": count}
+    return {name: value / max(count, 1.0) for name, value in found.items()} | {"loss": total}
 
 
 def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -93,6 +93,8 @@ class Example(Struct, frozen=True, gc=False):
     conversations: tuple[Conversation, ...]
     value: float = 1.0
     """What else the row says of them, in one number: a margin."""
+    first: int = 0
+    """Number of the first conversation, as an answer. Of pairs 0 is the chosen and 1 the rejected one."""
 
 
 class Request(Struct, frozen=True, gc=False):

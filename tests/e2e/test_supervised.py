@@ -41,12 +41,31 @@ class Written(Toy):
         return [*model, *given, "checkpoint.every=1", "checkpoint.keep=9", "journal.stall_seconds=60"]
 
 
-KINDS = {"sft": Written}
+class Pairs(Written):
+    metric = "dpo/loss"
+    own = ("policy.lr=1e-3",)
+
+    def row(self, number: int) -> dict:
+        return {"prompt": f"say {number}", "chosen": f"{number} " * (1 + number % 3), "rejected": "no"}
+
+
+class Votes(Pairs):
+    own = ("policy.lr=1e-3", "preference.loss=kto")
+
+    def row(self, number: int) -> dict:
+        if number % 3 == 0:
+            return super().row(number)
+        answer = f"{number} " if number % 3 == 1 else "never"
+        return {"prompt": f"say {number}", "completion": answer, "label": number % 3 == 1}
+
+
+KINDS = {"sft": (Written, "sft"), "dpo": (Pairs, "dpo"), "kto": (Votes, "dpo")}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def toy(request, tmp_path_factory) -> Written:
-    return KINDS[request.param](tmp_path_factory.mktemp(request.param), request.param)
+    kind, pipeline = KINDS[request.param]
+    return kind(tmp_path_factory.mktemp(request.param), pipeline)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +111,7 @@ def test_epochs_end_where_the_rows_end(toy: Written) -> None:
     lines = run.metrics()
     assert [line["step"] for line in lines[1:]] == list(range(1, -(-round(1.5 * rows) // 6) + 1))
     assert lines[-1]["data/epoch"] == pytest.approx(1.5, abs=0.6 / rows)
-    assert lines[-1]["actor/lr"] == pytest.approx(1e-2 / len(lines[1:]))
+    assert lines[-1]["actor/lr"] == pytest.approx(lines[1]["actor/lr"] / len(lines[1:]))
     assert "already at step" in toy.run("epochs=1.5", "eval.every=0", "policy.schedule=linear", name="epochs").text()
 
 
