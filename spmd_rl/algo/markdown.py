@@ -143,8 +143,8 @@ SECTIONS = (
     ),
     Section(
         "Preferences",
-        "`preference.loss` of `python -m spmd_rl.dpo`, with keys of `preference`. r is the reward of an answer, log pi - "
-        "log pi_ref summed over its tokens (of the mean token where `length_normalised`), d the reward of the chosen "
+        "`preference.loss` of `python -m spmd_rl.dpo`, with keys of `preference`. r is the reward of an answer, log pi "
+        "- log pi_ref summed over its tokens (of the mean token where `length_normalised`), d the reward of the chosen "
         "answer less that of the rejected one. A step minimises the mean over its pairs, or answers.",
         {**PAIR_LOSSES, **JUDGED_LOSSES},
     ),

@@ -13,7 +13,7 @@ def kto(judged: Judged, *, beta: float, desirable_weight: float, undesirable_wei
         z = max(0, mean of r over prompts with answers to other prompts), without gradient
 
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, equations 7 and 8.
-    Keys: beta, desirable_weight, undesirable_weight
+    Keys: `beta`, `desirable_weight`, `undesirable_weight`
     Use: votes in place of pairs. Where one kind is rarer, weight it: 1 to 1.33 times the other kind in all.
 
     Returns float [S].

@@ -16,7 +16,7 @@ def dpo(pairs: Pairs, *, beta: float, label_smoothing: float, length_normalised:
         L = -(1 - label_smoothing) log sigmoid(beta d) - label_smoothing log sigmoid(-beta d)
 
     Source: Rafailov et al. 2023, arXiv 2305.18290, equation 7; label smoothing: Mitchell 2023, conservative DPO.
-    Keys: beta, label_smoothing, length_normalised
+    Keys: `beta`, `label_smoothing`, `length_normalised`
     Use: the default; beta 0.1, more to stay nearer to the reference; label smoothing for noisy labels.
     """
     difference = beta * pairs.difference(length_normalised)
@@ -29,7 +29,7 @@ def ipo(pairs: Pairs, *, beta: float) -> Tensor:
         L = (d - 1 / (2 beta))^2, with d of the mean token
 
     Source: Azar et al. 2023, arXiv 2310.12036, equation 17; normalised by length as TRL has it from the authors.
-    Keys: beta
+    Keys: `beta`
     Use: preferences that are nearly deterministic, where DPO goes on widening the margin.
     """
     return (pairs.difference(True) - 1 / (2 * beta)) ** 2
@@ -41,7 +41,7 @@ def simpo(pairs: Pairs, *, beta: float, label_smoothing: float, margin: float) -
         L = -(1 - label_smoothing) log sigmoid(x) - label_smoothing log sigmoid(-x),  x = beta d - margin
 
     Source: Meng et al. 2024, arXiv 2405.14734, equation 6.
-    Keys: beta, label_smoothing, margin
+    Keys: `beta`, `label_smoothing`, `margin`
     Use: no memory for a reference; beta 2 to 2.5, margin 0.3 to 1.6 there.
     """
     difference = beta * pairs.difference(True) - margin
@@ -54,7 +54,7 @@ def hinge(pairs: Pairs, *, beta: float, length_normalised: bool) -> Tensor:
         L = max(0, 1 - beta d)
 
     Source: Zhao et al. 2023, arXiv 2305.10425; with a reference as in TRL.
-    Keys: beta, length_normalised
+    Keys: `beta`, `length_normalised`
     Use: clean labels, and margins that shall not grow without end.
     """
     return relu(1 - beta * pairs.difference(length_normalised))
