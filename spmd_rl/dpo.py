@@ -27,7 +27,7 @@ def run(cfg: DpoConfig) -> None:
             return
         place, track = job.train(), job.track  # [all]
         judged = cfg.preference.is_judged
-        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer, job.world, cfg.seed, end, judged)
+        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer.pieces, job.world, cfg.seed, end, judged)
         if place.roles.reference:
             digest = examples.identity(cfg)
             keep_reference(rows, place.roles.reference, cfg.steps, Path(cfg.run.dir, "reference.safetensors"), digest)

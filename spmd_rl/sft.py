@@ -24,7 +24,7 @@ def run(cfg: SftConfig) -> None:
         if job.is_over:
             return
         place, track = job.train(), job.track  # [all]
-        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer, job.world, cfg.seed, end)
+        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer.pieces, job.world, cfg.seed, end)
         student = Imitation(place.roles.policy, cfg.train.updates_per_step, name="sft/loss")
         saver, start = job.restore(place, rows=rows)  # [all]
         if start == 0:

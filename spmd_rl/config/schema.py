@@ -306,5 +306,31 @@ class DpoConfig(RowsPipelineConfig):
         return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
 
 
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig, DpoConfig)}
+@dataclass
+class RewardModelConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
+
+    pipeline = "reward_model"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    center_coef: float = 0.0
+    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, center_coef=0)
+
+    @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "ranked"
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """A critic, built from the policy's settings."""
+        return [replace(self.role("policy"), name="critic", section="policy", value_bias=False)]
+
+
+PIPELINES: dict[str, type] = {
+    schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig)
+}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -76,13 +76,18 @@ def preference(record: Any, cfg: SourcesConfig) -> Example:
     data, _ = opened(record, cfg.keys)
     if lacking := [side for side in SIDES if side not in data]:
         raise BrokenRow(f"needs `{lacking[0]}`; it has {column_names(data)}: say data.keys.{lacking[0]}=COLUMN")
-    margin = data.get("margin", 1.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float):
-        raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
     pair = _pair(data, cfg)
     if pair[0] == pair[1]:
         raise BrokenRow("`chosen` and `rejected` are the same")
-    return Example(pair, float(margin))
+    return Example(pair)
+
+
+def ranked(record: Any, cfg: SourcesConfig) -> Example:
+    """The same with the `margin` of the row, by default 0."""
+    margin = opened(record, cfg.keys)[0].get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
+    return Example(preference(record, cfg).conversations, float(margin))
 
 
 def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conversation]:
@@ -130,5 +135,5 @@ def judged(record: Any, cfg: SourcesConfig) -> Example:
     return Example((continued(prompt_of(data, cfg), data, completion, cfg),), first=int(not data["label"]))
 
 
-KINDS = {"demonstration": demonstration, "preference": preference, "judged": judged}
+KINDS = {"demonstration": demonstration, "preference": preference, "judged": judged, "ranked": ranked}
 """What rows are, by the name that the settings of a pipeline have for it (`row_kind`)"""

@@ -5,6 +5,7 @@ from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.losses import nll, update
 from spmd_rl.learn.preference import Preference
+from spmd_rl.learn.ranking import Ranking
 from spmd_rl.learn.reference import keep_reference
 
-__all__ = ["Evaluation", "Imitation", "Learner", "Preference", "keep_reference", "nll", "update"]
+__all__ = ["Evaluation", "Imitation", "Learner", "Preference", "Ranking", "keep_reference", "nll", "update"]

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AgenticConfig
@@ -12,7 +13,7 @@ from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.losses import mean_over, measure, nll
 from spmd_rl.learn.prepare import Plan, plan_supervised
 from spmd_rl.learn.transfer import redistribute
-from spmd_rl.train.base import BoundLoss, Metrics, PolicyRole
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole
 
 
 class Term(NamedTuple):
@@ -20,7 +21,7 @@ class Term(NamedTuple):
 
     batch: Batch
     """this rank's share, with weights"""
-    loss: BoundLoss
+    loss: BoundLoss | BoundValueLoss
     count: float
     """over how many tokens or comparisons of the global batch it is a mean"""
 
@@ -33,7 +34,7 @@ class Imitation:
 
     def __init__(
         self,
-        policy: PolicyRole,
+        policy: PolicyRole | CriticRole,
         num_updates: int,
         temperature: float = 1.0,
         lr_factor: float = 1.0,
@@ -57,6 +58,14 @@ class Imitation:
         """[all] The loss of mini-batch `number` of the plan, by which every token of it weighs the same."""
         return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
 
+    def step(self, term: Term) -> Metrics:
+        """[all] One optimizer step."""
+        return self.policy.update(term.batch, term.loss, self._temperature)  # [all]
+
+    def outputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """[all] What the loss takes, of every token: float32 [T] each."""
+        return self.policy.logprobs(batch, self._temperature)  # [all]
+
     def prepare(self, collected: Samples) -> list[Term]:
         """[all] The terms of this rank's mini-batches, one per optimizer step."""
         return self._prepare(collected, self._num_updates)  # [all]
@@ -74,11 +83,10 @@ class Imitation:
         used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
         self.policy.lr_factor = self._lr_factor
         with self._world.phase("update"), self.policy.awake():
-            found = [self.policy.update(one.batch, one.loss, self._temperature) for one in used]  # [all]
+            found = [self.step(one) for one in used]  # [all]
         self.policy.lr_factor = 1.0
-        metrics = mean_over(found, "actor")
-        own = {self._name: metrics.pop("actor/pg_loss")} if used else {}
-        return own | metrics | self.plan.metrics()
+        metrics = mean_over([{self._name: one.pop("loss"), **one} for one in found], "actor")
+        return metrics | self.plan.metrics()
 
     def measure(self, parts: Iterable[Samples]) -> Metrics:
         """[all] The loss on samples of which nothing is learnt, as `val/*`; they come in parts. Equal on all ranks."""
@@ -87,7 +95,7 @@ class Imitation:
             for collected in parts:  # [all] have as many
                 (one,) = self._prepare(collected, 1)  # [all]
                 with self.policy.awake():
-                    found = measure(self.policy, one.batch, one.loss, self._temperature)  # [all]
+                    found = measure(self.policy.layout.data, one.batch, self.outputs(one.batch), one.loss)  # [all]
                 for name, value in ({"count": 1.0} | found).items():
                     sums[name] += one.count * value
         count = sums.pop("count", 0.0)

@@ -7,7 +7,7 @@ that are done. Each rank renders its part of the rows; who trains on them is the
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.data.row_store import Examples, RowStore
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
-from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
 
@@ -24,6 +23,8 @@ CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
 """Numbers of answers: the sides of a pair, a good or a bad one alone; an answer to another row's prompt"""
 Pieces = list[tuple[array, array]]
 """Token ids ('i') that are given and that are learnt, in turns"""
+Render = Callable[[Conversation], Pieces]
+"""Of a tokenizer: `Tokenizer.pieces`, for one"""
 
 
 class RowSource:
@@ -34,20 +35,21 @@ class RowSource:
         examples: Examples,
         data: RowsConfig,
         validation: ValidationConfig,
-        tokenizer: Tokenizer,
+        render: Render,
         world: World,
         seed: int,
         num_rows: int | None = None,
         mismatched: bool = False,
     ) -> None:
-        """num_rows: at which the run ends, also in the middle of a step. None: at none. mismatched: whether each row
-        also has the answer of the next one, as `MISMATCHED`."""
+        """render: makes token ids of a conversation. num_rows: at which the run ends, also in the middle of a step.
+        None: at none. mismatched: whether each row also has the answer of the next one, as `MISMATCHED`."""
         self._examples, self._data, self._validation = examples, data, validation
-        self._tokenizer, self._world, self._seed, self._end = tokenizer, world, seed, num_rows
+        self._render, self._world, self._seed, self._end = render, world, seed, num_rows
         self._done, self._mismatched = 0, mismatched
         self.reference: dict[str, np.ndarray] = {}
         """By `train` and `eval` what a frozen model gives the answers of each row, if there is one: float32 [rows, 3],
-        logprobs in nats, summed over the learnt tokens. Samples have them as the logprobs of their first token."""
+        logprobs in nats, summed over the learnt tokens. Samples have them as the logprobs of their first token. Without
+        any, the first answer has its row's `Example.value` there."""
 
     def collect(self, step: int) -> Collected:
         """[all] The rows of a training step; of each group the ticket is its place in the run."""
@@ -115,9 +117,10 @@ class RowSource:
             answers[MISMATCHED] = _exchanged(example, store[(number + 1) % len(store)])
         texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
         known = self.reference.get("train" if store is self._examples.train else "eval")
+        of_first = known[number] if known is not None else [example.value, 0.0, 0.0]
         if not all(texts.values()):  # a pair without one of its sides is none
             texts = {}
-        turns = {answer: _turns(texts[answer], 0.0 if known is None else known[number, answer]) for answer in texts}
+        turns = {answer: _turns(texts[answer], of_first[answer]) for answer in texts}
         verdict = Verdict("ok", example.value)
         samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
@@ -126,7 +129,7 @@ class RowSource:
         """A conversation as token ids; nothing if it is too long and `data.overlong` does not cut it."""
         most, what = self._data.max_tokens, self._data.overlong
         try:
-            pieces = self._tokenizer.pieces(conversation)
+            pieces = self._render(conversation)
         except UserError as error:
             raise UserError(f"{store.where(number)}: {error}") from None
         length = sum(len(part) for pair in pieces for part in pair)

@@ -20,6 +20,7 @@ _COLUMNS = (
     ("greedy", "val/score_greedy/mean", "{:.3f}"),
     ("loss", "sft/loss", "{:.4f}"),
     ("loss", "dpo/loss", "{:.4f}"),
+    ("loss", "reward_model/loss", "{:.4f}"),
     ("margin", "rewards/margins", "{:.3f}"),
     ("accuracy", "rewards/accuracies", "{:.3f}"),
     ("val loss", "val/loss", "{:.4f}"),

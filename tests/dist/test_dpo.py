@@ -47,8 +47,8 @@ def train_here(world, path: str, rows: str, axes: dict, kind: str, wanted: str) 
     data, validation = PairsConfig(train=rows, eval=rows, rows_per_step=SIZE), ValidationConfig()
     preference = PreferenceConfig(loss=kind, beta=BETA)
     examples = Examples.load(data, "judged" if preference.is_judged else "preference")
-    tokenizer = load_tokenizer(path)
-    source = RowSource(examples, data, validation, tokenizer, world, SEED, None, preference.is_judged)
+    render = load_tokenizer(path).pieces
+    source = RowSource(examples, data, validation, render, world, SEED, None, preference.is_judged)
     keep_reference(source, train.build_role(frozen, world), STEPS, Path(wanted).with_name(f"{world.size}{axes}"), "x")
     student = Preference(preference, policy, 1)
     values = [student.measure(source.held_out(0, STEPS))["val/loss"]]

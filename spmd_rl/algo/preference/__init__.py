@@ -5,6 +5,7 @@
 """
 
 from spmd_rl.algo.preference.judged import kto
+from spmd_rl.algo.preference.pairs import bradley_terry as bradley_terry
 from spmd_rl.algo.preference.pairs import dpo, hinge, ipo, simpo
 
 PAIR_LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "hinge": hinge}

@@ -58,3 +58,18 @@ def hinge(pairs: Pairs, *, beta: float, length_normalised: bool) -> Tensor:
     Use: clean labels, and margins that shall not grow without end.
     """
     return relu(1 - beta * pairs.difference(length_normalised))
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, center_coef: float) -> Tensor:
+    """The loss of a reward model, which gives a score to each of two answers.
+
+        L = -log sigmoid(r(chosen) - r(rejected) - margin) + center_coef (r(chosen) + r(rejected))^2
+
+    Source: Ouyang et al. 2022, arXiv 2203.02155, equation 1; margins: Touvron et al. 2023, arXiv 2307.09288, equation
+    2; centring: Eisenstein et al. 2023, arXiv 2312.09244.
+    Keys: `center_coef`
+    Use: `python -m spmd_rl.reward_model`; rows may have a `margin`. A small coefficient (0.01) keeps scores around 0.
+
+    Three of float [P]; returns float [P].
+    """
+    return -logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2

@@ -43,15 +43,15 @@ class FSDP2Value(FSDP2Model):
         return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
 
-def with_value_head(model: nn.Module) -> nn.Module:
+def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
     """The causal language model with a value head as its output embedding, in place: [.., hidden] -> [.., 1].
 
     The head starts at 0, so that the first advantages are plain returns, and nothing random is drawn.
     """
     embedding = model.get_output_embeddings().weight
-    head = _ValueHead(embedding.shape[1], 1, device=embedding.device, dtype=embedding.dtype)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
+    head = _ValueHead(embedding.shape[1], 1, bias, device=embedding.device, dtype=embedding.dtype)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
     model.set_output_embeddings(head)
     return model
 
@@ -81,7 +81,7 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
     model, load, num_bytes = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
-        head = with_value_head(model).get_output_embeddings()
+        head = with_value_head(model, role.value_bias).get_output_embeddings()
         fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
         load = load and partial(load, fresh=fresh)
     built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)
