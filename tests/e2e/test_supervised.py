@@ -61,7 +61,7 @@ class Votes(Pairs):
 
 class Ranked(Pairs):
     metric = "reward_model/loss"
-    own = ("policy.lr=1e-3", "center_coef=0.01")
+    own, fall = ("policy.lr=1e-3", "center_coef=0.01"), 0.97
 
     def row(self, number: int) -> dict:
         return super().row(number) | {"margin": 0.5}
