@@ -51,9 +51,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = DPOTrainer(
-        model=MODEL, ref_model=MODEL, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[kept]
-    )
+    trainer = DPOTrainer(model=MODEL, args=settings, train_dataset=Dataset.from_list(rows), callbacks=[kept])
     trainer._get_train_sampler = lambda *_: None  # in the order of the file
     trainer.train()
     print(json.dumps(kept.found))
