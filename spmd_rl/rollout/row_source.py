@@ -54,9 +54,8 @@ class RowSource:
     def collect(self, step: int) -> Collected:
         """[all] The rows of a training step; of each group the ticket is its place in the run."""
         store, size = self._examples.train, self._data.rows_per_step
-        positions = range((step - 1) * size, step * size)[
-            : None if self._end is None else self._end - (step - 1) * size
-        ]
+        begin, end = (step - 1) * size, step * size
+        positions = range(begin, end if self._end is None else min(end, self._end))
         self._done = positions.stop
         return self._collect(step, store, [(place, store.at(place, self._seed)[1]) for place in positions])  # [all]
 
@@ -126,7 +125,7 @@ class RowSource:
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
-        """A conversation as token ids; nothing if it is too long and `data.overlong` does not cut it."""
+        """A conversation as token ids; nothing if there is nothing to learn, or if it is too long and not cut."""
         most, what = self._data.max_tokens, self._data.overlong
         try:
             pieces = self._render(conversation)
@@ -137,7 +136,7 @@ class RowSource:
             raise UserError(f"data.max_tokens={most}: {store.where(number)} has {length} tokens")
         if length > most:
             pieces = _cut(pieces, most) if what == "cut" else []
-        return pieces
+        return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
 
 
 def _turns(pieces: Pieces, logprob: float) -> tuple[Turn, ...]:
