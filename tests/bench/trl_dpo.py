@@ -1,7 +1,7 @@
 """TRL's DPOTrainer on pairs of a file, in its order: frozen for `tests/e2e/test_hh_rlhf.py`. Runs in TRL's own venv.
 
 .venv/bin/python -m tests.e2e.test_hh_rlhf > pairs.jsonl
-.venv-trl/bin/python -W ignore tests/bench/trl_dpo.py pairs.jsonl > tests/e2e/trl_hh_rlhf.json
+.venv-trl/bin/python -W ignore tests/bench/trl_dpo.py pairs.jsonl | tail -1 > tests/e2e/trl_hh_rlhf.json
 """
 
 import json
