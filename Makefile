@@ -27,7 +27,7 @@ $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cp
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
-	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab]'
+	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron]'
 	touch $@
 
 setup: $(BIN)/.setup

@@ -14,7 +14,7 @@ from spmd_rl.errors import tell
 PIPELINES = {name: name for name in ("rlvr", "agentic", "sft", "dpo", "reward_model")}
 LOOKS = {"plan": "tools.plan", "dry_run": "tools.dry_run"}
 """Tools that take a pipeline's whole command line: `plan rlvr key=value` is `rlvr --plan key=value`."""
-OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "curve", "convert", "simulate", "docs")
+OTHERS = ("doctor", "audit", "play", "view", "compare", "report", "convert", "simulate", "docs")
 TOOLS = {
     **LOOKS,
     **{name: f"tools.{name}" for name in OTHERS},

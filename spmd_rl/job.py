@@ -24,7 +24,7 @@ from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from spmd_rl.train import Roles, build_roles
 from spmd_rl.types import Environments, Scorer
 

@@ -56,6 +56,15 @@ def kill_children() -> None:
                 os.waitpid(pid, 0)
 
 
+def running(pid: int) -> bool:
+    """Return whether a process has not exited; a zombie has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
 class Overtime(BaseException):
     """Time is up. No `Exception`, so that the code which takes too long does not handle it."""
 

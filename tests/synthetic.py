@@ -1,4 +1,4 @@
-"""A run directory as a real run leaves it, made up: input of the report and the curve in tests and by hand.
+"""A run directory as a real run leaves it, made up: input of the report and of comparisons in tests and by hand.
 
 python -m tests.synthetic DIR [NUM_STEPS]
 """

@@ -10,6 +10,7 @@ from spmd_rl.config.schema import CriticConfig, PolicyConfig, TrainConfig
 from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
+from spmd_rl.train import build_role
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.fsdp2.backend import critic_of, policy_of
 from tests.unit.test_sharing import exact
@@ -156,3 +157,20 @@ def plain_backward(model, batch: Batch):
 def relative(got, want) -> float:
     """L2 error."""
     return float((got - want).norm() / want.norm())
+
+
+def built(
+    name: str,
+    world: World,
+    path,
+    dtype="float32",
+    budget=4096,
+    checkpointing="none",
+    master="float32",
+    axes=None,
+    **own,
+) -> Policy:
+    """[all] The same by the name of any backend, from a model directory, as a pipeline builds it."""
+    train = TrainConfig(name=name, tokens_per_microbatch=budget, activation_checkpointing=checkpointing, **axes or {})
+    policy = PolicyConfig(**{**SETTINGS, **own})
+    return build_role(RoleConfig("policy", policy, str(path), dtype, False, train, 5), world)

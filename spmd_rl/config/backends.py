@@ -15,7 +15,15 @@ from typing import Any
 from spmd_rl.config.sections.models import BACKENDS, RoleConfig, TrainConfig
 from spmd_rl.errors import UserError
 
-OWN = ("activation_checkpointing", "reshard_after_forward", "compile", "offload")
+OWN = (
+    "activation_checkpointing",
+    "reshard_after_forward",
+    "compile",
+    "offload",
+    "stage",
+    "offload_optimizer",
+    "offload_param",
+)
 """Settings of `train` that a backend may lack; all others but the axes are for every one."""
 AXES = ("tp", "cp", "ep", "pp", "vpp", "dp_replicate")
 

@@ -7,6 +7,7 @@ from spmd_rl.config.sections.models import EngineConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
+from spmd_rl.errors import plural
 
 
 def describe_batch(
@@ -23,11 +24,11 @@ def describe_batch(
     running = replicas * engine.max_running
     return [
         ("step", describe_samples(rollout)),
-        ("generation", f"{_number(replicas, 'engine')}, up to {running} answers at once ({engine.max_running} each)"),
+        ("generation", f"{plural(replicas, 'engine')}, up to {running} answers at once ({engine.max_running} each)"),
         (
             "training",
-            f"{_number(shards, 'data shard')} of about {samples / shards:.4g} samples, "
-            f"{_number(train.updates_per_step, 'optimizer step')} a step on about "
+            f"{plural(shards, 'data shard')} of about {samples / shards:.4g} samples, "
+            f"{plural(train.updates_per_step, 'optimizer step')} a step on about "
             f"{samples / train.updates_per_step:.4g} samples each",
         ),
         ("tokens", f"{describe_tokens(rollout, turns)}, {train.tokens_per_microbatch:,} a micro-batch"),
@@ -45,9 +46,9 @@ def describe_rows(
         ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
         (
             "step",
-            f"{size} rows of up to {data.max_tokens} tokens in {_number(train.updates_per_step, 'optimizer step')}",
+            f"{size} rows of up to {data.max_tokens} tokens in {plural(train.updates_per_step, 'optimizer step')}",
         ),
-        ("training", f"{_number(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
+        ("training", f"{plural(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
     ]
     evaluation = f"{asked} of {num_eval} held-out rows {often}" if asked and eval.every else "none"
     return [*(training if steps else []), ("evaluation", evaluation)]
@@ -99,7 +100,3 @@ def describe_samples(rollout: RolloutConfig) -> str:
         most = rollout.max_prompts_per_step or 4 * rollout.prompts_per_step
         told += f"; up to {most} prompts where rollout.filter drops groups ({', '.join(filters)})"
     return told
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

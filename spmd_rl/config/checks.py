@@ -15,13 +15,12 @@ from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
 from spmd_rl.config.backends import backend
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
-from spmd_rl.config.env_checks import check_envs
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
+from spmd_rl.config.plugin_checks import check_envs, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
-from spmd_rl.config.reward_checks import check_rewards
 from spmd_rl.config.run_checks import check_run, check_wandb
 from spmd_rl.config.schema import PipelineConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig, SourcesConfig, files, sources

@@ -33,6 +33,8 @@ _THEIRS = {
     "rollout.prompts_per_step": "train_batch_size rollout_batch_size",
     "rollout.prompts_per_step with rollout.over_sample": "gen_batch_size",
     "rollout.max_prompts_per_step": "max_num_gen_batches",
+    "train=fsdp2, train=deepspeed or train=megatron": "strategy",
+    "train=deepspeed and train.stage": "deepspeed zero_stage",
     "train.tokens_per_microbatch": "ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu",
     "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "engine.tp (train.tp for training)": "tensor_model_parallel_size tensor_parallel_size",
@@ -140,9 +142,8 @@ _ABSENT = {
     "engine=vllm runs in the process of each rank": "vllm_mode",
     "torchrun says how many ranks there are: --nproc-per-node": "n_gpus_per_node num_gpus_per_node",
     "torchrun says how many nodes there are: --nnodes": "nnodes num_nodes",
-    "training is FSDP2: train=fsdp2": "deepspeed strategy",
     "ranks / train.tp / train.dp_replicate ranks share out a copy of the model; set train.dp_replicate": "fsdp_size",
-    "training always shards fully; train.dp_replicate makes several copies (HSDP)": (
+    "train=fsdp2 shards fully, train.dp_replicate makes several copies (HSDP); train=deepspeed has train.stage": (
         "sharding_strategy fsdp_sharding_strategy"
     ),
     "attention in training is torch's own: variable-length flash attention on GPUs, padded on the CPU; vLLM chooses "

@@ -1,4 +1,4 @@
-"""Checks of plug-ins before the process group forms: each is imported and built once, where it does no harm."""
+"""Checks of `reward` and `env` before the process group forms: each plug-in is imported and built once per node."""
 
 import importlib.metadata
 import importlib.util
@@ -6,21 +6,19 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from spmd_rl.config.ranks import local_rank
+from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
+from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
+from spmd_rl.config.sections.run import JournalConfig
 from spmd_rl.errors import UserError
-from spmd_rl.plugins.targets import UNPROVIDED, PluginKind, build_target
+from spmd_rl.plugins.targets import ENVIRONMENT, REWARDER, UNPROVIDED, PluginKind, build_target
 from spmd_rl.process import contained
 
-
-class PluginSettings(Protocol):
-    """What the settings of a rewarder and of an environment have in common."""
-
-    target: str
-    args: dict[str, Any]
-    workers: int
-    start_seconds: float
-    packages: list[str]
+REWARDERS_PER_CORE, ENVIRONMENTS_PER_CORE = 64, 1024
+"""The most workers for each core of a machine: rewarders that wait for servers need none of their own, and of
+environments most wait"""
 
 
 @dataclass(frozen=True)
@@ -28,28 +26,71 @@ class PluginSetting:
     """A plug-in to check: where it is set, what is set there, and what it gets."""
 
     section: str
-    settings: PluginSettings
+    settings: RewardConfig | EnvConfig
     kind: PluginKind
     services: Mapping[str, Callable[[], Any]] = field(default_factory=lambda: UNPROVIDED)
 
     def build(self) -> None:
         """Build it. UserError if that fails."""
         variants = [self.settings.args]
-        if eval_args := getattr(self.settings, "eval_args", None):
-            variants.append({**self.settings.args, **eval_args})
+        if isinstance(self.settings, EnvConfig) and self.settings.eval_args:
+            variants.append({**self.settings.args, **self.settings.eval_args})
         for args in variants:
             build_target(self.section, self.settings.target, args, self.kind, self.services)
 
 
-def check_packages(plugins: Iterable[PluginSetting]) -> None:
-    """Check that the packages for the sandbox are installed."""
+def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, data: DataConfig | None = None) -> None:
+    """Check that each rewarder can be imported and built. Without `data` there need not be any."""
+    if data and not reward.domains:
+        generated = GENERATORS in data.train
+        known = (
+            "reasoning_gym.target=rewards.reasoning_gym:ReasoningGymReward"
+            if generated
+            else ("math.target=rewards.math_verify:MathReward")
+        )
+        raise UserError(
+            f"reward: no domain has a rewarder; say reward.<domain>.target=module:Class, as in reward.{known}"
+            + ("" if generated else "; for questions with a number or formula as the answer data=jsonl_math sets it")
+        )
+    plugins = []
+    for domain, one in reward.domains.items():
+        _check_timeout(f"reward.{domain}.timeout", one.timeout, journal, debug)
+        if one.devices is not None and debug:
+            raise UserError(f"reward.{domain}.devices: debug starts no server; give reward.{domain}.args.url")
+        services = UNPROVIDED if one.devices is None else {**UNPROVIDED, "url": lambda: "http://127.0.0.1/v1"}
+        plugins.append(PluginSetting(f"reward.{domain}", one, REWARDER, services))
+    workers = {f"{plugin.section}.workers": plugin.settings.workers for plugin in plugins}
+    _check_plugins("domains", plugins, workers, REWARDERS_PER_CORE)
+
+
+def check_envs(env: EnvsConfig, journal: JournalConfig, debug: bool) -> None:
+    """Check that each environment can be imported and built."""
+    plugins, workers = [], {}
+    for tag, one in env.tags.items():
+        for name in ("reset_timeout", "step_timeout"):
+            _check_timeout(f"env.{tag}.{name}", getattr(one, name), journal, debug)
+        plugins.append(PluginSetting(f"env.{tag}", one, ENVIRONMENT))
+        alone = one.mode == "process"
+        key = f"env.{tag}.workers" + (f" * env.{tag}.envs_per_worker" if alone else "")
+        workers[key] = one.workers * (one.envs_per_worker if alone else 1)
+    _check_plugins("environments", plugins, workers, ENVIRONMENTS_PER_CORE)
+
+
+def _check_timeout(key: str, seconds: float, journal: JournalConfig, debug: bool) -> None:
+    """Check that what a plug-in may take is no stall."""
+    if seconds >= journal.stall_seconds and not debug:
+        limit = f"journal.stall_seconds={journal.stall_seconds:g}"
+        raise UserError(f"{key}: {seconds:g} s of legal waiting, but {limit} ends the run")
+
+
+def _check_plugins(what: str, plugins: list[PluginSetting], workers: Mapping[str, int], per_core: int) -> None:
+    """Check their packages, that the processes of all `what` together fit on this machine, and that each is built.
+
+    workers: how many processes each key asks for.
+    """
     for plugin in plugins:
         if missing := [name for name in plugin.settings.packages if not installed(name)]:
             raise UserError(f"{plugin.section}.packages: {missing[0]} is not installed here")
-
-
-def check_workers(what: str, workers: Mapping[str, int], per_core: int) -> None:
-    """Check that the processes of all `what` together, by the key that sets their number, fit on this machine."""
     cores = os.cpu_count() or 1
     if (total := sum(workers.values())) > (most := per_core * cores):
         largest = max(workers, key=lambda key: workers[key])
@@ -57,6 +98,8 @@ def check_workers(what: str, workers: Mapping[str, int], per_core: int) -> None:
             f"{largest}: {workers[largest]} (all {what}: {total}) is too many for the {cores} cores of "
             f"this machine: at most {most} processes"
         )
+    if local_rank() == 0:
+        build_plugins(plugins)
 
 
 def build_plugins(plugins: Iterable[PluginSetting]) -> None:

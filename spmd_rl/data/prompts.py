@@ -21,7 +21,7 @@ from msgspec import to_builtins
 
 from spmd_rl.config.ranks import rank
 from spmd_rl.config.schema import DataConfig
-from spmd_rl.config.sections.data import sources
+from spmd_rl.config.sections.data import GENERATORS, sources
 from spmd_rl.data import reasoning_gym
 from spmd_rl.data.files import read_rows
 from spmd_rl.data.hub import read_dataset
@@ -178,8 +178,8 @@ def _read(source: str, key: str, cfg: DataConfig) -> Iterator[Record]:
     """Yield the rows of all parts of a source. Raises `UserError`, naming both places, for an id used twice."""
     seen: dict[str, str] = {}
     for name in sources(source):
-        if name.startswith(reasoning_gym.PREFIX):
-            task = name.removeprefix(reasoning_gym.PREFIX)
+        if name.startswith(GENERATORS):
+            task = name.removeprefix(GENERATORS)
             rows = reasoning_gym.generate(task, cfg.size, cfg.seed, cfg.args, key)
         elif dataset := hub_dataset(name):
             rows = read_dataset(dataset, key, cfg.keys)

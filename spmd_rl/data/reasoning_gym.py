@@ -10,12 +10,12 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+from spmd_rl.config.sections.data import GENERATORS
 from spmd_rl.data.fields import plain
 from spmd_rl.data.rows import Record
 from spmd_rl.errors import UserError
 
 DOMAIN = "reasoning_gym"
-PREFIX = "reasoning_gym:"
 
 
 def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Iterator[Record]:
@@ -27,7 +27,9 @@ def generate(task: str, size: int, seed: int, args: Mapping[str, Any], key: str)
         if index == 0:
             _check_scorer(dataset, task, item, entry, key)
         truth = "" if item["answer"] is None else str(item["answer"])  # None: more than one answer is right
-        yield Record(f"{PREFIX}{task}[{index}]", item["question"], truth, DOMAIN, None, {"task": task, "entry": entry})
+        yield Record(
+            f"{GENERATORS}{task}[{index}]", item["question"], truth, DOMAIN, None, {"task": task, "entry": entry}
+        )
 
 
 def _create(task: str, size: int, seed: int, args: Mapping[str, Any], key: str) -> Any:

@@ -15,7 +15,6 @@ import errno
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.errors import RunFailed
+from spmd_rl.process import running
 
 ALIGNMENT = 64
 """Each published tensor begins at a multiple of so many bytes."""
@@ -72,7 +72,7 @@ class Semaphores:
             self._deadline.seconds, self._deadline.nanoseconds = int(until), int(until % 1 * 1e9)
             if not self._libc.sem_timedwait(semaphore, ctypes.byref(self._deadline)):
                 return
-            if ctypes.get_errno() == errno.ETIMEDOUT and not _running(self._pids[peer]):
+            if ctypes.get_errno() == errno.ETIMEDOUT and not running(self._pids[peer]):
                 raise ConnectionError(f"rank {peer} of this group is gone")
 
 
@@ -173,11 +173,3 @@ def _create(num_bytes: int) -> int:
 
 def _map(path: str, num_bytes: int) -> Tensor:
     return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-
-def _running(pid: int) -> bool:
-    """Whether it has not exited."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

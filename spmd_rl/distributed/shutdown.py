@@ -21,7 +21,7 @@ import torch.distributed as dist
 from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.errors import printable
-from spmd_rl.process import tell_torchrun
+from spmd_rl.process import running, tell_torchrun
 
 _CALLBACK_SECONDS = 3.0
 _PEER_SECONDS = _STORE_SECONDS = 1.0
@@ -142,12 +142,3 @@ def _kill_at(pids: list[int], deadline: float) -> None:
 def _send(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
-
-
-def running(pid: int) -> bool:
-    """Return whether a process has not exited; a zombie has."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"

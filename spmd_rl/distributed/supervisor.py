@@ -22,10 +22,11 @@ from spmd_rl.distributed.heartbeat import Heartbeats
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership
 from spmd_rl.distributed.report import Peer
-from spmd_rl.distributed.shutdown import End, Shutdown, print_error, running
+from spmd_rl.distributed.shutdown import End, Shutdown, print_error
 from spmd_rl.distributed.signals import SignalThread
 from spmd_rl.distributed.watchdog import Watchdog
 from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.process import running
 
 _UNWIND_SECONDS = 5
 

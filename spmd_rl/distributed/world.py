@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spmd_rl.distributed.collectives import Collectives, Reduction
+from spmd_rl.distributed.collectives import Collectives
 from spmd_rl.distributed.journal import Journal
 from spmd_rl.distributed.membership import Membership, Rendezvous, form_group, host_backend, join, membership, mesh
 from spmd_rl.distributed.supervisor import Supervisor
@@ -47,15 +47,16 @@ class Subset:
 ALL = Subset("", (), True)
 
 
-class World:
+class World(Collectives):
     """Where this rank stands, and how it meets the others. Made by `World.open`, or by `solo` in tests.
 
-    All ranks of the job, or some of them: see `subset`.
+    All ranks of the job, or some of them: see `subset`. Metadata travels by the methods of `Collectives`.
     """
 
     _num_formed: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
 
     def __init__(self, me: Membership, rendezvous: Rendezvous, journal: Journal, subset: Subset = ALL) -> None:
+        super().__init__(rendezvous.host, partial(self.collective, kind="wait"))
         self._me, self._rendezvous, self._subset = me, rendezvous, subset
         self.ranks = subset.ranks or tuple(range(me.size))
         """Numbers of these ranks in the job; `rank` is an index of it."""
@@ -70,7 +71,6 @@ class World:
         self.node = Node(me.rank, me.local_rank, f"ipc://{sockets}/host")
         self._callbacks: list[Callable[[], None]] = []
         self._failed: ExitCallback = lambda kind, error, traceback: None
-        self._collectives = Collectives(rendezvous.host, partial(self.collective, kind="wait"))
 
     @classmethod
     @contextmanager
@@ -89,7 +89,7 @@ class World:
         world = cls(me, rendezvous, journal)
         stall_seconds = math.inf if debug else stall_seconds
         signals = [signal.SIGTERM] if debug else [signal.SIGTERM, signal.SIGINT]
-        supervisor = Supervisor(me, world.clone_store(), world._collectives, journal, run_dir, stall_seconds, signals)
+        supervisor = Supervisor(me, world.clone_store(), world, journal, run_dir, stall_seconds, signals)
         supervisor.shutdown.callbacks = world._callbacks
         world._failed = supervisor.on_exception
         faulthandler.cancel_dump_traceback_later()
@@ -165,32 +165,6 @@ class World:
     def clone_store(self) -> dist.Store:
         """A connection of its own to the same keys: a store's `add` waits behind another thread's `wait`."""
         return self.store.clone()
-
-    def gather(self, name: str, record: Any, type: Any = Any) -> list[Any]:
-        """[all] Each rank's record, by rank: anything msgpack can encode, of any size; tuples come back as lists.
-
-        type: what msgspec shall make of each instead, at once.
-        """
-        return self._collectives.gather(name, record, type)
-
-    def broadcast(self, name: str, record: Any, src: int = 0) -> Any:
-        """[all] The record of rank `src`; what the others pass is ignored."""
-        return self._collectives.broadcast(name, record, src)
-
-    def agree(self, name: str, value: Any) -> None:
-        """[all] RunFailed on all ranks, naming those that differ, unless `value` is equal everywhere.
-
-        Anything msgpack can encode, and arrays.
-        """
-        self._collectives.agree(name, value)
-
-    def reduce(self, name: str, values: Mapping[str, float], op: Reduction = "sum") -> dict[str, float]:
-        """[all] `sum`, `max` or `mean` over the ranks, key by key, in float64. RunFailed unless the keys are equal."""
-        return self._collectives.reduce(name, values, op)
-
-    def barrier(self, name: str) -> None:
-        """[all] Nobody returns before all have come."""
-        self._collectives.barrier(name)
 
     def exchange(
         self, name: str, rows: Tensor, sent: Sequence[int], received: Sequence[int], agreed: Any = None

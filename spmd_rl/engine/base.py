@@ -4,7 +4,7 @@ Every engine passes `tests/unit/test_engine_parity.py` against plain Hugging Fac
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,12 +44,12 @@ class Engine(Protocol):
     """The engine of one replica, in the rank's own process, request by request.
 
     Where a replica has several ranks, each has an `Engine`, and all make the same calls in the same order, except
-    inside `driven()`, where its first rank alone asks.
+    inside `driven()`, where its first rank alone asks. An engine that inherits from this is of a replica of one rank.
     """
 
     capacity: Capacity
     """Fixed at construction."""
-    leads: bool
+    leads: bool = True
     """Whether this rank is the first of its replica."""
     prompt_tokens: PromptTokens
     """The prompt tokens of all requests since the construction, or since the caller set them to 0."""
@@ -60,14 +60,14 @@ class Engine(Protocol):
         The others are in here until the first has left, and find nothing to do. Nothing is under way at its end.
         join: what they do with the message of `joined`.
         """
-        ...
+        return nullcontext()
 
     def joined(self, message: bytes) -> AbstractContextManager[None]:
         """[first rank, in `driven`] Inside, all ranks make the same calls again: the others call `join(message)`.
 
         Nothing may be under way, unless the replica has one rank.
         """
-        ...
+        return nullcontext()
 
     def add(self, request: Request) -> None:
         """Queue a request. Refused (assertion) until `load` has been called in this process, and for a duplicate id.

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.algo import AGGREGATIONS
+from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.learn.advantages import Samples
+from spmd_rl.learn.advantages import Samples, all_alike
 from spmd_rl.learn.losses import mean_over, measure, nll
-from spmd_rl.learn.prepare import Plan, plan_supervised
+from spmd_rl.learn.prepare import Plan, Shares, plan
 from spmd_rl.learn.transfer import redistribute
-from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
 
 
 class Term(NamedTuple):
@@ -24,6 +25,17 @@ class Term(NamedTuple):
     loss: BoundLoss | BoundValueLoss
     count: float
     """over how many tokens or comparisons of the global batch it is a mean"""
+
+
+def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
+    """[all] The plan by which all learnt tokens of each of `count` optimizer steps weigh the same, whatever their
+    scores, and this rank's share of the samples in each."""
+    world, data = role.layout.world, role.layout.data
+    with world.phase("coordination"):
+        shares = Shares(count, data.size, role.hidden_size)
+        made = plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
+    packed = pack(made.samples_of(collected.groups, world.rank), collected.step - 1)
+    return made, redistribute(packed, made, count, data, world)  # [all]
 
 
 class Imitation:
@@ -71,11 +83,8 @@ class Imitation:
         return self._prepare(collected, self._num_updates)  # [all]
 
     def _prepare(self, collected: Samples, count: int) -> list[Term]:
-        data = self.policy.layout.data
         with self._world.phase("prepare"):
-            with self._world.phase("coordination"):
-                self.plan = plan_supervised(collected, count, data.size, self.policy.hidden_size)
-            batches = redistribute(collected, self.plan, count, data, self._world)  # [all]
+            self.plan, batches = deal(collected, count, self.policy)  # [all]
             return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
     def update(self, terms: list[Term]) -> Metrics:

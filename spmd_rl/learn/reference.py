@@ -13,8 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-from spmd_rl.learn.prepare import plan_supervised
-from spmd_rl.learn.transfer import redistribute
+from spmd_rl.learn.imitation import deal
 from spmd_rl.rollout import Collected, RowSource
 from spmd_rl.rollout.row_source import MISMATCHED
 from spmd_rl.train.base import PolicyRole
@@ -55,8 +54,7 @@ def _digest_of(path: Path) -> str:
 def _sums(collected: Collected, reference: PolicyRole) -> list[tuple[int, int, float]]:
     """[all] (ticket, answer, logprob of all learnt tokens) of each sample."""
     data = reference.layout.data
-    plan = plan_supervised(collected, 1, data.size, reference.hidden_size)
-    (batch,) = redistribute(collected, plan, 1, data, reference.layout.world)  # [all]
+    (batch,) = deal(collected, 1, reference)[1]  # [all]
     logprobs, _ = reference.logprobs(batch, 1.0)  # [all]
     index, samples = batch.sampled.index, batch.sampled.samples
     sums = logprobs.new_zeros(batch.num_samples).index_add(0, samples, logprobs[index])

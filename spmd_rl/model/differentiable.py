@@ -4,6 +4,9 @@ Ranks of a group compute one loss together, which is the sum of what each of the
 gathered gets a part of its gradient on each rank, and the parts are summed on their way back.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,17 +17,24 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[all] The rows of all ranks, one rank's after the other's: [t, ...] -> [size * t, ...]."""
-    return _GatherRows.apply(x, group)
+    return _Undoable.apply(x, partial(_gathered, group=group), partial(_summed, group=group))
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[all] The sum over ranks, of which each gets a run of rows: [size * t, ...] -> [t, ...]."""
-    return _SumRows.apply(x, group)
+    return _Undoable.apply(x, partial(_summed, group=group), partial(_gathered, group=group))
 
 
 def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[all] Part i goes to rank i, and part i comes from it: [size, ...] -> [size, ...]."""
-    return _ExchangeParts.apply(x, group)
+    one_each = [1] * group.size()
+    return exchange_rows(x, one_each, one_each, group)
+
+
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """[all] Rows to and from each rank of `group`, in its order: [sum(sent), ...] -> [sum(received), ...]."""
+    forth = partial(_exchanged, sent=sent, received=received, group=group)
+    return _Undoable.apply(rows, forth, partial(_exchanged, sent=received, received=sent, group=group))
 
 
 def collect(values: Tensor, places: Tensor, num_places: int, group: dist.ProcessGroup) -> Tensor:
@@ -32,55 +42,27 @@ def collect(values: Tensor, places: Tensor, num_places: int, group: dist.Process
 
     values: [n, ...], this rank's, which belong at `places` (int64 [n]) of the result [num_places, ...].
     """
-    return _Collect.apply(values, places, num_places, group)
+
+    def whole(values: Tensor) -> Tensor:
+        all_rows = values.new_zeros(num_places, *values.shape[1:]).index_copy_(0, places, values)
+        dist.all_reduce(all_rows, group=group)
+        return all_rows
+
+    # All ranks compute the same loss of the whole: the part of its gradient that belongs here is all of it.
+    return _Undoable.apply(values, whole, lambda grad: grad.index_select(0, places))
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, places: Tensor, num_places: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(places)
-        whole = values.new_zeros(num_places, *values.shape[1:]).index_copy_(0, places, values)
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # All ranks compute the same loss of the whole: the part of its gradient that belongs here is all of it.
-        (places,) = ctx.saved_tensors
-        return grad.index_select(0, places), None, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
+class _Undoable(torch.autograd.Function):
+    """A linear function, and what its backward pass makes of the gradient."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
+    def forward(ctx, x: Tensor, function: Callable[[Tensor], Tensor], undo: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.undo = undo
+        return function(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
-
-
-class _ExchangeParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.group), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.undo(grad), None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -95,8 +77,7 @@ def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent = x.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out

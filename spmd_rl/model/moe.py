@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from spmd_rl.config.architectures import EXPERT_COUNTS
 from spmd_rl.devices import kind
+from spmd_rl.model.differentiable import exchange_rows
 
 ALIGNED_BYTES = 16
 """torch's grouped product on devices wants rows of a multiple of this."""
@@ -96,12 +97,12 @@ def _forward(experts: nn.Module, group: dist.ProcessGroup, hidden: Tensor, chose
     dist.all_to_all_single(incoming, counts, group=group)
     sent, received = torch.stack([counts, incoming]).tolist()  # the one place where a device is waited for
     lengths = [sum(row) for row in sent], [sum(row) for row in received]
-    rows = exchange(hidden[order // top_k], *lengths, group)
+    rows = exchange_rows(hidden[order // top_k], *lengths, group)
     # from each rank a run of rows for each expert; the experts want one run each
     runs = torch.arange(counts.shape[1]).repeat(group.size()).repeat_interleave(torch.tensor(received).flatten())
     by_expert = torch.argsort(runs, stable=True).to(rows.device)
     made = _compute(experts, rows[by_expert], [sum(column) for column in zip(*received, strict=True)])
-    back = exchange(made[_inverse(by_expert)], *reversed(lengths), group)
+    back = exchange_rows(made[_inverse(by_expert)], *reversed(lengths), group)
     out = back[_inverse(order)].view(-1, top_k, hidden.shape[1]) * weights[..., None]
     return out.sum(1).to(hidden.dtype)
 
@@ -127,25 +128,3 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         return torch.cat([F.linear(some, weight) for some, weight in groups])
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(rows.device)
     return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-
-
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """[all] Rows to and from each rank of `group`, in its order: [sum(sent), ...] -> [sum(received), ...]."""
-    return _Exchange.apply(rows, sent, received, group)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 import zmq
+from msgspec.structs import asdict
 
 from spmd_rl import wire
 from spmd_rl.curve_keys import ClientKeys
@@ -40,10 +41,10 @@ def fetch_status(address: str, keys: ClientKeys | None, seconds: float = REPLY_S
 
 def to_json(status: wire.HostStatus) -> str:
     """Format a status as one JSON object with the field names of `wire.HostStatus`."""
-    pools = {name: _fields(pool) for name, pool in status.pools.items()}
-    envs = {tag: _fields(pool) for tag, pool in status.envs.items()}
-    nodes = [_fields(node) for node in status.nodes]
-    return msgspec.json.encode(_fields(status) | {"pools": pools, "envs": envs, "nodes": nodes}).decode()
+    pools = {name: asdict(pool) for name, pool in status.pools.items()}
+    envs = {tag: asdict(pool) for tag, pool in status.envs.items()}
+    nodes = [asdict(node) for node in status.nodes]
+    return msgspec.json.encode(asdict(status) | {"pools": pools, "envs": envs, "nodes": nodes}).decode()
 
 
 def to_table(status: wire.HostStatus) -> str:
@@ -87,7 +88,3 @@ def _aligned(rows: list[tuple]) -> list[str]:
         ).rstrip()
         for row in texts
     ]
-
-
-def _fields(struct: msgspec.Struct) -> dict:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}

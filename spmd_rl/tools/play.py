@@ -10,8 +10,8 @@ Ctrl-D ends the game.
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from rich.console import Console
 from rich.padding import Padding
@@ -111,16 +111,6 @@ def _block(text: str, style: str = "") -> Padding:
     return Padding(Text(printable(text.strip("\n")), style), (0, 0, 1, 2))
 
 
-@contextmanager
-def local_environments(cfg: AgenticConfig) -> Iterator[Environments]:
-    """The environments of the settings, played in this process. UserError if one cannot be built."""
-    environments = LocalEnvironments(cfg.env)
-    try:
-        yield environments
-    finally:
-        environments.close()
-
-
 def build_policy(cfg: AgenticConfig, tag: str, environments: Environments) -> Callable[[Console], None]:
     """Load the policy into the engine; what is returned plays one episode and prints it."""
     import torch
@@ -166,7 +156,7 @@ def run(argv: Sequence[str]) -> int:
         tag = _tag(cfg, own["play.env"])
         if own["play.policy"].lower() not in ("true", "false"):
             raise UserError(f"play.policy: must be true or false, not {own['play.policy']!r}")
-        with local_environments(cfg) as environments:
+        with closing(LocalEnvironments(cfg.env)) as environments:
             if own["play.policy"].lower() == "true":
                 check(cfg)
                 fetch_models(cfg.roles)

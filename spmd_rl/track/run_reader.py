@@ -1,4 +1,4 @@
-"""Reads a run directory for the report and the curve, while the run goes on or after its end."""
+"""Reads a run directory for the report and for comparisons, while the run goes on or after its end."""
 
 import heapq
 from collections.abc import Sequence

@@ -152,15 +152,6 @@ def _dot(frame: Frame, x: float, y: float) -> str:
     )
 
 
-def frame_around(all_series: Sequence[Series], width: float, height: float, **margins: float) -> Frame:
-    """Return the frame of a chart that shows all points of some series; none of them is empty."""
-    xs = [x for series in all_series for x, _ in series.points]
-    ys = [y for series in all_series for _, y in series.points]
-    last = max(xs) if max(xs) > min(xs) else min(xs) + 1
-    y_range = padded(ys)
-    return Frame(width, height, (min(xs), last), y_range, **({"left": _room(y_range)} | margins))
-
-
 def _room(y_range: Point) -> float:
     """The width that the numbers of a vertical axis need."""
     return max(46.0, 12 + 6.8 * max((len(words) for words in labels(ticks(*y_range, 4))), default=0))
@@ -174,7 +165,10 @@ def line_chart(
     if not shown:
         return ""
     edges = [Series("", band.color, points) for band in bands for points in (band.low, band.high) if points]
-    frame = frame_around([*shown, *edges], width, height)
+    xs, ys = zip(*(point for series in (*shown, *edges) for point in series.points), strict=True)
+    last = max(xs) if max(xs) > min(xs) else min(xs) + 1
+    y_range = padded(ys)
+    frame = Frame(width, height, (min(xs), last), y_range, _room(y_range))
     drawn = [_area(frame, band) for band in bands] + [polyline(frame, series) for series in shown]
     return svg(width, height, axes(frame) + "".join(drawn))
 

@@ -9,13 +9,12 @@ of Nonsubtractive Dither, IEEE Transactions on Signal Processing 48, 2000).
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from spmd_rl.model.load import owned_region
+from spmd_rl.model.load import Region, local, owned_region
 
 CHUNK = 2**22
 """Elements at a time."""
@@ -29,19 +28,24 @@ def dither(model: nn.Module, dtype: torch.dtype) -> None:
     element's place in the whole tensor, so it is the same in every layout.
     """
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if parameter.requires_grad and local.numel() and local.dtype.itemsize > dtype.itemsize:
-            places = _places(parameter, (zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32)
-            for begin in range(0, local.numel(), CHUNK):
-                part = local.view(-1)[begin : begin + CHUNK]
-                part.copy_(_dithered(part, dtype, places(begin, len(part))))
+        if parameter.requires_grad:
+            dither_region(local(parameter), name, parameter.shape, owned_region(parameter), dtype)
 
 
-def _places(parameter: Tensor, offset: int) -> Callable[[int, int], Tensor]:
-    """A function from local elements, as (begin, count), to `offset` and their flat indices in the whole tensor."""
-    region, shape = owned_region(parameter), parameter.shape
+@torch.no_grad()
+def dither_region(part: Tensor, name: str, shape: Sequence[int], region: Region, dtype: torch.dtype) -> None:
+    """The same of `part`, contiguous, which is the `region` of the weight `name`, whose whole is of `shape`."""
+    if not part.numel() or part.dtype.itemsize <= dtype.itemsize:
+        return
+    places = _places(shape, region, part.device, (zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32)
+    for begin in range(0, part.numel(), CHUNK):
+        piece = part.view(-1)[begin : begin + CHUNK]
+        piece.copy_(_dithered(piece, dtype, places(begin, len(piece))))
+
+
+def _places(shape: Sequence[int], region: Region, device: torch.device, offset: int) -> Callable[[int, int], Tensor]:
+    """A function from a region's elements, as (begin, count), to `offset` and their flat indices in the whole."""
     sizes = [part.stop - part.start for part in region]
-    device = parameter.device
 
     def places(begin: int, count: int) -> Tensor:
         left = torch.arange(begin, begin + count, device=device)

@@ -47,7 +47,7 @@ class Row(NamedTuple):
     routed: Tensor
     """bool [t]: which tokens count as a mixture's load, those that are no filling"""
     chosen: Tensor | None
-    """int64 [t, layers, k]: the experts that the engine chose, see `fsdp2/replay.py`; None: the model's own"""
+    """int64 [t, layers, k]: the experts that the engine chose, see `replay.py`; None: the model's own"""
 
 
 def row_of(

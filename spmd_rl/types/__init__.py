@@ -3,6 +3,7 @@
 Nothing of torch, so that rewards, environments and sidecars can import it.
 """
 
+# ruff: noqa: F401  imported here to be had from `spmd_rl.types`
 from spmd_rl.types.data import (
     MISSING_PACKAGE,
     SCORED,
@@ -45,44 +46,3 @@ from spmd_rl.types.plugins import (
     SessionLost,
 )
 from spmd_rl.types.templates import unknown_fields
-
-__all__ = [
-    "AgentStep",
-    "AnswerInfo",
-    "CheckResult",
-    "Completion",
-    "Conversation",
-    "Example",
-    "EnvReply",
-    "Environments",
-    "Environment",
-    "FinishReason",
-    "Group",
-    "Http",
-    "ImagePart",
-    "MISSING_PACKAGE",
-    "LostReason",
-    "Message",
-    "Node",
-    "Prompt",
-    "Request",
-    "Rewarder",
-    "RunEnd",
-    "RunLimits",
-    "RunResult",
-    "SCORED",
-    "SUSPECT",
-    "UNPROVEN",
-    "Sample",
-    "Sandbox",
-    "Scorer",
-    "Session",
-    "SessionLost",
-    "CandidateIds",
-    "TextPart",
-    "Turn",
-    "Verdict",
-    "VerdictStatus",
-    "concat",
-    "unknown_fields",
-]

@@ -14,7 +14,10 @@ from dataclasses import replace
 from spmd_rl import sidecar
 from spmd_rl.config.schema import RewardConfig, RewardsConfig, RlvrConfig, RolloutConfig
 from spmd_rl.distributed import World
-from spmd_rl.tools.simulate import POLICIES, Lengths, Scene, Speed, long_tail, play
+from spmd_rl.tools.simulate.engine import Speed
+from spmd_rl.tools.simulate.lengths import Lengths, long_tail
+from spmd_rl.tools.simulate.policies import POLICIES, play
+from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.types import Completion, Request
 from tests.dist.harness import run_ranks
 from tests.fakes import FakeEngine, FakePrompts, make_rollouts

@@ -21,7 +21,7 @@ from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import World
 from spmd_rl.rlvr import run
 from spmd_rl.tools.simulate import Lengths, Speed, long_tail
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from spmd_rl.train import Roles
 from spmd_rl.types import Completion, Request
 from tests.bench.stub_side import LOGPROB, StubEngine, StubTrainer

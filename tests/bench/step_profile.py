@@ -28,7 +28,7 @@ from spmd_rl.config import RlvrConfig, main
 from spmd_rl.distributed import World
 from spmd_rl.engine.native import engine as native
 from spmd_rl.rlvr import run
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from tests.bench import show, work
 

@@ -116,13 +116,13 @@ def plain_auxiliary(model: nn.Module, batch) -> tuple[torch.Tensor, dict[str, fl
     return total, facts | {"moe/aux_loss": float(total) / len(seen)}
 
 
-def with_auxiliary(world: World, path: str, axes: dict[str, int], checkpointing: str) -> dict:
+def with_auxiliary(world: World, path: str, axes: dict[str, int], checkpointing: str, made=backend) -> dict:
     """Gradients with an auxiliary loss, where all ranks compute one micro-batch each, against those of plain torch."""
     coef, scale, huge = 0.3, 100.0, 1e12
     batch = global_batch()
     settings = {"max_grad_norm": huge, "eps": huge, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
     settings |= {"lr": scale * huge, "router_aux_coef": coef}
-    mine = backend(world, path, axes=axes, checkpointing=checkpointing, **settings)
+    mine = made(world, path, axes=axes, checkpointing=checkpointing, **settings)
     before = {name: tensor.clone() for name, tensor in mine.weights()}
     metrics = mine.update(share_of(mine, "dealt", batch), loss, TEMPERATURE)
     after = {name: tensor.clone() for name, tensor in mine.weights()}

@@ -76,7 +76,7 @@ def padded(batch: Batch, chosen: torch.Tensor) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).flatten(0, 1)
 
 
-def replayed(world: World, path: str, axes: dict[str, int], which: str) -> dict[str, float]:
+def replayed(world: World, path: str, axes: dict[str, int], which: str, made=backend) -> dict[str, float]:
     """Errors of logprobs, loss and gradients against plain transformers with the same experts."""
     batch = global_batch()
     model = build_model(path, torch.float32, "cpu", attention="sdpa")
@@ -90,7 +90,7 @@ def replayed(world: World, path: str, axes: dict[str, int], which: str) -> dict[
             return torch.where(forced[:, place, :1] >= 0, forced[:, place], own)
 
         with_routers(model, change)
-    mine = backend(world, path, budget=60, axes=axes, router_replay=True, lr=100 * HUGE, **AS_GRADIENT)
+    mine = made(world, path, budget=60, axes=axes, router_replay=True, lr=100 * HUGE, **AS_GRADIENT)
     share = share_of(mine, "dealt", with_experts(batch, chosen))
     with torch.no_grad():
         wanted, _ = plain_forward(model, batch)

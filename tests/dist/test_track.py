@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import World
-from spmd_rl.track import Run
+from spmd_rl.track.run import Run
 from tests.dist.harness import launch, run_ranks
 from tests.synthetic import sample
 

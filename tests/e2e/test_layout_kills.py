@@ -16,6 +16,11 @@ LAYOUTS = {
     "tp": ("smollm2", 3, "train.tp=3"),
     "ep": ("qwen3_moe", 2, "train.ep=2 policy.router_aux_coef=0.01"),
     "pp-tp": ("qwen2", 4, "train.pp=2 train.tp=2"),
+    "zero1": ("smollm2", 2, "train=deepspeed train.stage=1"),
+    "zero3": ("smollm2", 2, "train=deepspeed train.offload_optimizer=true"),
+    "megatron-tp": ("qwen2", 2, "train=megatron train.tp=2"),
+    "megatron-pp": ("qwen2", 2, "train=megatron train.pp=2"),
+    "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
 }
 """Model, ranks, settings."""
 STRUCK = ("publish", "update", "save")

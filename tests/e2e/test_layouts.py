@@ -53,6 +53,11 @@ SLOW = [
     ("qwen3_moe", 2, "train.ep=2"),
     ("qwen3_moe", 4, "train.ep=2 train.pp=2"),
     ("qwen3_moe", 4, "train.tp=2 train.ep=4"),
+    ("smollm2", 2, "train=deepspeed"),
+    ("qwen3_moe", 3, "train=deepspeed train.stage=2 train.offload_optimizer=true"),
+    ("smollm2", 2, "train=megatron train.pp=2"),
+    ("qwen2", 4, "train=megatron train.tp=2"),
+    ("qwen3_moe", 2, "train=megatron train.ep=2"),
 ]
 WITH_VLLM = [
     ("smollm2", 3, "train.tp=3"),
@@ -60,6 +65,7 @@ WITH_VLLM = [
     ("qwen2", 2, "train.pp=2"),
     ("qwen2", 2, "train.pp=2 engine.tp=2"),
     ("qwen3_moe", 2, "train.ep=2"),
+    ("qwen2", 2, "train=deepspeed train.stage=1"),
 ]
 slow = pytest.mark.slow
 GRADIENTS = [*QUICK, *(pytest.param(*case, marks=slow) for case in SLOW)]

@@ -5,7 +5,7 @@ import pytest
 from launch import sidecar_keys
 from spmd_rl.command_line import Parser, at_least
 from spmd_rl.errors import one_line, printable, tell
-from spmd_rl.tools import compare, convert, curve, report
+from spmd_rl.tools import compare, convert, report
 from spmd_rl.tools.doctor import __main__ as doctor
 from spmd_rl.tools.simulate import __main__ as simulate
 from spmd_rl.tools.view import __main__ as view
@@ -21,7 +21,6 @@ from spmd_rl.tools.view import __main__ as view
         (view.main, ["a", "--step=-1"], "--step: must be whole and at least 0, not '-1'"),
         (view.main, ["a", "--no-brower"], "--no-brower: unknown option; did you mean --no-browser?"),
         (report.main, ["a", "--steps", "3", "-5"], "--steps: must be whole and at least 0, not '-5'"),
-        (curve.main, ["a", "--titel", "x", "--out", "b"], "--titel: unknown option; did you mean --title?"),
         (
             convert.main,
             ["to-hf", "a", "b", "--max-shard-bytes", "-5"],

@@ -72,9 +72,11 @@ def test_no_space(tmp_path: Path, mounted: Path) -> None:
 
 
 def test_no_space_for_the_checkpoints_of_a_large_model(tmp_path: Path) -> None:
-    head = b'{"w":{"dtype":"BF16","shape":[1000000,1000000],"data_offsets":[0,0]},"__metadata__":{"a":"b"}}'
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    size, file = 2 * 10**12, tmp_path / "model" / "model.safetensors"
+    head = b'{"w":{"dtype":"BF16","shape":[1000000,1000000],"data_offsets":[0,%d]},"__metadata__":{"a":"b"}}' % size
+    file.parent.mkdir()
+    file.write_bytes(struct.pack("<Q", len(head)) + head)
+    os.truncate(file, 8 + len(head) + size)
     with pytest.raises(Failed, match=r"checkpoint\.keep=2\) need 335\d\d\.\d GiB"):
         machine.run_directory(options(tmp_path))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.config.env_checks import check_envs
+from spmd_rl.config.plugin_checks import check_envs
 from spmd_rl.config.sections.env import EnvConfig, EnvsConfig
 from spmd_rl.config.sections.run import JournalConfig
 from spmd_rl.errors import UserError

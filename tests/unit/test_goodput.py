@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
-from spmd_rl.track import Run, goodput
+from spmd_rl.track import goodput
 from spmd_rl.track.goodput import Account, Goodput, Line
+from spmd_rl.track.run import Run
 
 LAST = 12
 

@@ -19,8 +19,9 @@ from spmd_rl.config.schema import (
     TrainConfig,
 )
 from spmd_rl.distributed import solo
-from spmd_rl.track import Run, messages
+from spmd_rl.track import messages
 from spmd_rl.track.phase_reporter import PhaseReporter
+from spmd_rl.track.run import Run
 
 
 def write_model(folder: Path) -> Path:

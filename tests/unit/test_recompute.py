@@ -9,7 +9,7 @@ from spmd_rl.config.schema import TrainConfig
 from spmd_rl.errors import UserError
 from spmd_rl.model.attention import Packing
 from spmd_rl.model.build import build_model
-from spmd_rl.train.fsdp2.recompute import recompute
+from spmd_rl.train.recompute import recompute
 from tests.models import tiny
 
 

@@ -1,9 +1,8 @@
-"""The report and the curve on made-up runs: whole, self-contained, quick, and true to the numbers."""
+"""The report on made-up runs: whole, self-contained, quick, and true to the numbers."""
 
 import json
 import re
 import time
-import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import pytest
 
 from spmd_rl.config.schema import RlvrConfig, RunConfig
 from spmd_rl.distributed import solo
-from spmd_rl.tools import curve, report
-from spmd_rl.track import Run, render
+from spmd_rl.tools import report
+from spmd_rl.track import render
 from spmd_rl.track.metrics import describe
+from spmd_rl.track.run import Run
 from spmd_rl.track.run_reader import best_and_worst, read_run
 from spmd_rl.track.svg import Series, label, labels, line_chart, padded, smooth, thin, ticks
 from spmd_rl.track.timeline import Span, coalesce, read_journals, seconds_by_kind, spans
@@ -200,24 +200,6 @@ def test_suspect_passes_are_listed(run_dir: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = draw(run_dir)
     assert "Suspect of step 12" in page.text and "suspect: 7 different boxes" in page.text
-
-
-def test_the_curve_draws_every_seed(tmp_path: Path) -> None:
-    runs = [str(make_run(tmp_path / f"seed{seed}", seed=seed)) for seed in range(3)]
-    out = tmp_path / "curve.svg"
-    assert curve.main([*runs, "--out", str(out), "--title", "Sums & more"]) == 0
-    root = ElementTree.fromstring(out.read_text())
-    assert len(root.findall(".//{*}polyline")) == 9
-    texts = [element.text for element in root.findall(".//{*}text")]
-    assert {"Sums & more", "held-out, sampled", "held-out, greedy", "training", "step"} <= set(texts)
-
-
-def test_a_curve_of_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run_dir = make_run(tmp_path / "run")
-    (run_dir / "metrics.jsonl").write_text('{"step":0}\n')
-    assert curve.main([str(run_dir), "--out", str(tmp_path / "c.svg")]) == 2
-    assert curve.main([str(tmp_path), "--out", str(tmp_path / "c.svg")]) == 2
-    assert "no scores" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from spmd_rl.config.schema import DeviceSpecConfig
 from spmd_rl.distributed import solo
 from spmd_rl.model.build import build_model
 from spmd_rl.model.size import ModelSize
-from spmd_rl.track import Run
 from spmd_rl.track.metrics import read_lines
 from spmd_rl.track.roofline import (
     KNOWN_DEVICES,
@@ -21,6 +20,7 @@ from spmd_rl.track.roofline import (
     find_device_spec,
     roofline,
 )
+from spmd_rl.track.run import Run
 from tests.models import tiny
 
 SMALL = ModelSize(parameters=1000, read=900, per_token=800, head=100, kv=10, attention=20)

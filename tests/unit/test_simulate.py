@@ -15,9 +15,12 @@ from torch.distributed import HashStore
 
 from spmd_rl.errors import UserError
 from spmd_rl.rollout import coordinator
-from spmd_rl.tools.simulate import POLICIES, Cluster, Lengths, Scene, Speed, long_tail, play, recorded
 from spmd_rl.tools.simulate import __main__ as simulate
-from spmd_rl.tools.simulate.engine import VirtualEngine
+from spmd_rl.tools.simulate.cluster import Cluster
+from spmd_rl.tools.simulate.engine import Speed, VirtualEngine
+from spmd_rl.tools.simulate.lengths import Lengths, long_tail, recorded
+from spmd_rl.tools.simulate.policies import POLICIES, play
+from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.tools.simulate.store import CountingStore
 from tests.bench.virtual.tail import draw
 

@@ -22,7 +22,9 @@ from spmd_rl.split.messages import News, Reported, Stats
 from spmd_rl.split.pieces import pack
 from spmd_rl.split.server import Checked
 from spmd_rl.split.work_queue import WorkQueue
-from spmd_rl.tools.simulate import Lengths, Scene, Speed, long_tail
+from spmd_rl.tools.simulate.engine import Speed
+from spmd_rl.tools.simulate.lengths import Lengths, long_tail
+from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.types import Verdict
 from spmd_rl.weights import in_flight
 from spmd_rl.weights.messages import Announcement, MemberId
@@ -203,7 +205,7 @@ class Job:
 
     def claim(self, kind: str, number: int, version: int, room: int) -> tuple[bool, list[Task]]:
         given = self.queue.claim(0, kind, number, version, room)
-        return given.ended, [Task(kind, number, piece.place, b"") for piece in given.pieces]
+        return given.ended, [Task(kind, number, piece.place, piece.claim, b"") for piece in given.pieces]
 
     def hand_in(self, task: Task, samples, stats: Stats) -> Reported:
         checked = self.remote.check(0, task.kind, task.number, task.place, memoryview(pack(samples)))

@@ -115,7 +115,7 @@ def test_a_matrix_is_packed_and_a_plain_load_fails_where_a_reload_works(engine, 
 
 
 def test_a_tensor_is_kept_until_its_layer_is_whole(engine, llm, model):
-    """Why `CheckedWeights` hands out clones: the trainer's buffers are used again for the next tensor."""
+    """Why vLLM is handed clones: the trainer's buffers are used again for the next tensor."""
     before = ask(llm, temperature=0.0)
 
     def reused():

@@ -10,10 +10,15 @@ DTYPES = ("bfloat16", "float32")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
-BACKENDS = {"fsdp2": "spmd_rl.train.fsdp2"}
+BACKENDS = {
+    "fsdp2": "spmd_rl.train.fsdp2",
+    "deepspeed": "spmd_rl.train.deepspeed",
+    "megatron": "spmd_rl.train.megatron",
+}
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = ("native", "vllm")
+ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+"""Engines: the modules whose `build` makes them."""
 
 
 @dataclass
@@ -107,7 +112,7 @@ class TrainConfig:
     """The training backend: group `train`."""
 
     name: str = "fsdp2"
-    """Training backend: `fsdp2`."""
+    """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
     tp: int = 1
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int = 1
@@ -144,10 +149,17 @@ class TrainConfig:
     offload: bool = False
     """Keep a role's weights in host memory while it computes nothing, and its optimizer's state but for the step
     itself. The engine's weights leave the device while it does not generate. It has no effect on CPU."""
+    stage: int = 3
+    """DeepSpeed's ZeRO: what the ranks share out. 1: the optimizer's state; 2: gradients too; 3: weights too."""
+    offload_optimizer: bool = False
+    """DeepSpeed: keep master weights and optimizer state in host memory, where the optimizer's step is computed."""
+    offload_param: bool = False
+    """DeepSpeed: keep the shares of the weights in host memory too. With `stage=3`."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
         at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1, updates_per_step=1)
+        require(self.stage in (1, 2, 3), f"stage: must be 1, 2 or 3, not {self.stage}")
         _name_checkpointing(self)
 
     @property
@@ -178,7 +190,7 @@ class TrainOverrides:
     """Settings of a role's training backend that differ from `train`; where one is null, the policy's is used."""
 
     name: str | None = None
-    """Training backend: `fsdp2`."""
+    """Training backend: `fsdp2`, `deepspeed` or `megatron`."""
     tp: int | None = None
     """Number of tensor-parallel ranks that share one copy of the model."""
     cp: int | None = None
@@ -201,10 +213,17 @@ class TrainOverrides:
     """Compile the decoder layers."""
     offload: bool | None = None
     """Keep weights and optimizer state in host memory while they are not used."""
+    stage: int | None = None
+    """DeepSpeed's ZeRO: 1, 2 or 3."""
+    offload_optimizer: bool | None = None
+    """DeepSpeed: keep master weights and optimizer state in host memory."""
+    offload_param: bool | None = None
+    """DeepSpeed: keep the shares of the weights in host memory too."""
 
     def __post_init__(self) -> None:
         one_of(self, name=BACKENDS)
         at_least(self, tp=1, cp=1, ep=1, pp=1, vpp=1, dp_replicate=1, tokens_per_microbatch=1)
+        require(self.stage in (None, 1, 2, 3), f"stage: must be 1, 2 or 3, not {self.stage}")
         _name_checkpointing(self)
 
     def over(self, train: TrainConfig) -> TrainConfig:

@@ -10,14 +10,15 @@ The same adds and steps give bitwise the same tokens and logprobs. Left out: wha
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.engine.base import Capacity
+from spmd_rl.engine.base import Capacity, Engine
+from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.native.attention import Bucket, Paged
 from spmd_rl.engine.native.kv import BLOCK, KVPool
 from spmd_rl.engine.native.routing import ChosenExperts
@@ -38,10 +39,8 @@ ROUND_FEW, ROUND_MANY = 8, 64
 """Forwards are filled up to multiples of these: kernels are compiled and kept per shape, and would pile up."""
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """An `Engine` over a Hugging Face module (see `module.py`) on one device."""
-
-    leads = True
 
     def __init__(
         self,
@@ -119,31 +118,16 @@ class NativeEngine:
         """
         self._scheduler.forget()  # a cached key would outlive its weights
         self._version = None
-        missing, faults = dict(self._weights), []
-        for name, tensor in weights:
-            held = missing.pop(name, None)
-            if held is None:
-                faults.append(f"{name} came twice" if name in self._weights else f"{name} is unknown to the engine")
-            elif held.shape != tensor.shape:
-                faults.append(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(held.shape)}")
-            else:
-                held.copy_(tensor)
-        faults += [f"{name} is missing" for name in missing]
-        if faults:
+        checked = CheckedWeights(weights, {name: weight.shape for name, weight in self._weights.items()})
+        for name, tensor in checked:
+            self._weights[name].copy_(tensor)
+        if faults := checked.end():
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
         self._version = version
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights as they are, under their Hugging Face names."""
         yield from self._weights.items()
-
-    def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
-        """A replica of one rank decides for itself."""
-        return nullcontext()
-
-    def joined(self, message: bytes) -> AbstractContextManager[None]:
-        """There are no others."""
-        return nullcontext()
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -4,23 +4,19 @@ Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLL
 `test_vllm_surface.py`, which finds the names, parameters and defaults.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
+from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
 
-if TYPE_CHECKING:
-    from spmd_rl.distributed import World
-
 __all__ = ["build"]
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: "World") -> Engine:
+def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: World) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     tp = settings.tp
     first = world.rank // tp * tp

@@ -11,8 +11,8 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from spmd_rl.data import counter_seed
-from spmd_rl.engine.base import Capacity, PromptTokens
+from spmd_rl.engine.base import Capacity, Engine, PromptTokens
+from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.sequence import SequenceState, TextOf, check, has_stop, no_text
 from spmd_rl.engine.vllm.start import TIES, stop
-from spmd_rl.engine.vllm.weights import CheckedWeights, plain_weights, repack_heads, unpack_experts
+from spmd_rl.engine.vllm.weights import plain_weights, repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
@@ -35,10 +36,8 @@ TEMPERATURES = (0.01, 2.0)
 """What vLLM draws at, beside 0. It would raise a lower one to this, and report logprobs of what nobody asked for."""
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """An `Engine` over a vLLM that `start` has started."""
-
-    leads = True
 
     def __init__(
         self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False, text_of: TextOf = no_text
@@ -180,7 +179,9 @@ class VllmEngine:
         self.version = None
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
+        # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
+        kept = ((name, tensor.clone()) for name, tensor in checked)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
         repack_heads(self.model)
         if faults := [*filter(None, [self.lost]), *checked.end()]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
@@ -194,14 +195,6 @@ class VllmEngine:
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self.shapes)
         return plain_weights(self.model, self.shapes, config.model_config.dtype)
-
-    def driven(self, join: Callable[[bytes], None] | None = None) -> AbstractContextManager[None]:
-        """A replica of one rank decides for itself."""
-        return nullcontext()
-
-    def joined(self, message: bytes) -> AbstractContextManager[None]:
-        """There are no others."""
-        return nullcontext()
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
-"""The weights on their way into vLLM's loader, and as it holds them afterwards.
+"""The shapes of the weights that vLLM's loader wants, and the weights as it holds them afterwards.
 
 vLLM fuses projections that read the same input, and on the CPU packs every matrix in a layout of its own. What it keeps
 plain can be compared bit by bit with what it was given; for the rest the probe must speak (`weights/probe.py`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -25,34 +25,6 @@ def expected_shapes(path: Path | str, trust: bool = False) -> dict[str, torch.Si
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     module.tie_weights()
     return {name: weight.shape for name, weight in weights_of(module).items()}
-
-
-class CheckedWeights:
-    """Weights on their way to vLLM: each name that it expects, once, in the right shape. Iterate once, then `end`."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> None:
-        self._weights, self._shapes = iter(weights), shapes
-        self._missing = dict(shapes)
-        self._faults: list[str] = []
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            shape = self._missing.pop(name, None)
-            if shape is None:
-                self._faults.append(
-                    f"{name} came twice" if name in self._shapes else f"{name} is unknown to the engine"
-                )
-            elif shape != tensor.shape:
-                self._faults.append(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(shape)}")
-            else:
-                # vLLM keeps it until its layer is whole; the trainer's own is good only until the next.
-                yield name, tensor.clone()
-
-    def end(self) -> list[str]:
-        """Read what vLLM left, for the sake of the ranks that gather with us; all that was wrong."""
-        for _ in self:
-            pass
-        return self._faults + [f"{name} is missing" for name in self._missing]
 
 
 def repack_heads(model: nn.Module) -> None:

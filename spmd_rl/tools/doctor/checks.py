@@ -28,6 +28,8 @@ class Check:
 
 
 VLLM = "pip install 'spmd-rl[vllm]' for a GPU, make setup for the CPU; or run with engine=native"
+BACKEND = "pip install 'spmd-rl[{}]'; or run with train=fsdp2"
+"""Of a training backend by its name"""
 
 CHECKS = (
     Check("versions", "machine:versions", "node", cure=INSTALL),
@@ -46,6 +48,17 @@ CHECKS = (
     Check("collectives: host", "devices:host_collectives", "ranks", limit=60, needs="process group"),
     Check("collectives: libraries", "devices:library_collectives", "ranks", limit=60, needs="process group"),
     Check("training step", "roles:training_step", "ranks", limit=60, needs="process group"),
+    *(
+        Check(
+            f"{name}: training step",
+            f"roles:{name}_step",
+            name,
+            limit=150,
+            needs="training step",
+            cure=BACKEND.format(name),
+        )
+        for name in ("deepspeed", "megatron")
+    ),
     Check("offload", "roles:offload", "ranks", needs="training step"),
     Check("checkpoint", "roles:checkpoint", "ranks", needs="shared directory"),
     Check("native: start", "engines:start_native", "ranks", needs="training step"),

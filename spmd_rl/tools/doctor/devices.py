@@ -2,21 +2,19 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from spmd_rl.config.ranks import local_rank, world_size
 from spmd_rl.distributed import shared_group
+from spmd_rl.distributed.dtype import choose_dtype
 from spmd_rl.distributed.membership import unusable_device
 from spmd_rl.tools.doctor.bench import Bench
 from spmd_rl.tools.doctor.checks import Failed, Skipped, gib
 
 BUSY = 0.5
 """A device with less free memory than this share is somebody else's."""
-BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
-"""What /proc/cpuinfo says of a processor that multiplies bfloat16 (x86-64; Arm)."""
 SMALL, LARGE = 8, {"cpu": 4 << 20, "device": 64 << 20}
 """Bytes of the all-reduces that measure latency and bandwidth."""
 
@@ -44,7 +42,6 @@ def devices(bench: Bench) -> str:
 def dtype(bench: Bench) -> str:
     """Measure matrix products in bfloat16 against float32."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    flags = _cpu_flags() if device.type == "cpu" else []
     if not bench.measures:
         return "measured on the first rank of each node"
     size = 1024 if device.type == "cpu" else 8192
@@ -53,16 +50,10 @@ def dtype(bench: Bench) -> str:
         matrix = torch.randn(size, size, device=device).to(kind)
         seconds[kind] = _best(lambda m=matrix: m @ m, device, 5)
     ratio = seconds[torch.float32] / seconds[torch.bfloat16]
-    hardware = f" ({', '.join(flags) or 'no bf16 instructions'})" if device.type == "cpu" else ""
+    hardware = f"; {choose_dtype(device)[1]}" if device.type == "cpu" else ""
     choice = "bfloat16" if ratio > 1 else "float32"
     rate = 2 * size**3 / seconds[torch.bfloat16] / 1e12
     return f"bfloat16 at {ratio:.1f} x float32's speed, {rate:.2g} TFLOP/s{hardware}: take policy.dtype={choice}"
-
-
-def _cpu_flags() -> list[str]:
-    info = Path("/proc/cpuinfo")
-    words = set(info.read_text().split()) if info.exists() else set()
-    return [flag for flag in BF16_FLAGS if flag in words]
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -18,7 +18,8 @@ from spmd_rl.config.ranks import local_rank
 from spmd_rl.distributed.device_files import device_file
 from spmd_rl.tools.doctor.checks import Failed, Options, Skipped, gib
 
-SHOWN = ("torch", "transformers", "vllm", "hydra-core", "msgspec", "pyzmq", "safetensors", "numpy")
+SHOWN = ("torch", "transformers", "vllm", "deepspeed", "megatron-core", "hydra-core", "msgspec", "pyzmq")
+SHOWN += ("safetensors", "numpy")
 OPEN_FILES, OPEN_FILES_PER_RANK = 512, 256
 SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm through which NCCL moves data between the ranks of a node."""

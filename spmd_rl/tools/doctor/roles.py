@@ -2,15 +2,20 @@
 
 import time
 from array import array
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from spmd_rl.batch import Batch, pack
 from spmd_rl.checkpoint import Checkpointer
-from spmd_rl.config.schema import CheckpointConfig
+from spmd_rl.config.packages import installed, unsupported
+from spmd_rl.config.schema import CheckpointConfig, TrainConfig
 from spmd_rl.model.fingerprint import fingerprint
 from spmd_rl.tools.doctor.bench import Bench
-from spmd_rl.tools.doctor.checks import REPORT, Failed, gib
+from spmd_rl.tools.doctor.checks import BACKEND, REPORT, Failed, Skipped, gib
+from spmd_rl.train import build_role
+from spmd_rl.train.base import PolicyRole
 from spmd_rl.train.offload import Offload
 from spmd_rl.types import Sample, Turn, Verdict
 
@@ -40,11 +45,29 @@ def loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch) -> tuple[t
 
 def training_step(bench: Bench) -> str:
     """[all] Train for two steps, forward and backward over all ranks; the loss must fall."""
+    return _two_steps(bench, bench.policy)  # [all]
+
+
+def other_step(name: str, package: str, bench: Bench) -> str:
+    """[all] The same with another backend, whose package may be missing."""
+    if installed(package) is None:
+        raise Skipped(f"{package} is not installed ({BACKEND.format(name)})")
+    if found := unsupported(package):
+        raise Failed(f"{package} {found[0]} is not supported", f"pip install '{found[1]}'; or train=fsdp2")
+    role = replace(bench.cfg.role("policy"), train=TrainConfig(name=name))
+    return _two_steps(bench, build_role(role, bench.world))  # [all]
+
+
+deepspeed_step = partial(other_step, "deepspeed", "deepspeed")
+megatron_step = partial(other_step, "megatron", "megatron-core")
+
+
+def _two_steps(bench: Bench, policy: PolicyRole) -> str:
     mine = batch(bench)
-    with bench.policy.awake():
-        first = bench.policy.update(mine, loss, 1.0)  # [all]
+    with policy.awake():
+        first = policy.update(mine, loss, 1.0)  # [all]
         began = time.perf_counter()
-        second = bench.policy.update(mine, loss, 1.0)  # [all]
+        second = policy.update(mine, loss, 1.0)  # [all]
     told = f"loss {first['loss']:.3f} -> {second['loss']:.3f}, gradient norm {first['grad_norm']:.3g}"
     if first["skipped"] or not second["loss"] < first["loss"]:
         raise Failed(told, REPORT)

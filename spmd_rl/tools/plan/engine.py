@@ -7,7 +7,7 @@ import torch
 
 from spmd_rl.config.schema import EngineConfig, PolicyConfig, RlConfig
 from spmd_rl.model.moe import num_experts
-from spmd_rl.model.size import ModelSize
+from spmd_rl.model.size import ModelSize, num_kv_heads
 
 STEP_TOKENS = 16384
 """Tokens of prompts that a step of an engine computes at most on a device."""
@@ -44,7 +44,7 @@ def engine_bytes(engine: EngineConfig, size: ModelSize, config: Any, dtype: str)
     if latent := getattr(config, "kv_lora_rank", None):  # each rank has all of a token's latent vector
         kv = config.num_hidden_layers * (latent + config.qk_rope_head_dim)
     else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = num_kv_heads(config)
         kv = size.kv // heads * -(-heads // tp)
     units = config.intermediate_size
     if num_experts(config):

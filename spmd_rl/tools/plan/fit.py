@@ -15,7 +15,7 @@ from spmd_rl.config.schema import RlConfig, TrainConfig
 from spmd_rl.errors import UserError
 from spmd_rl.model.logprobs import DEVICE_CHUNK
 from spmd_rl.model.moe import num_experts
-from spmd_rl.model.size import ModelSize
+from spmd_rl.model.size import ModelSize, head_dim, num_kv_heads
 from spmd_rl.tools.plan.engine import beside_training, dtype_of
 from spmd_rl.tools.plan.rank import Trace
 from spmd_rl.train.pipeline import most_in_flight
@@ -85,8 +85,7 @@ def _near(size: int) -> list[int]:
 def _is_possible(axes: dict[str, int], vpp: int, ranks: int, found: Trace) -> bool:
     config = found.config
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    tp = axes["tp"]
+    kv_heads, tp = num_kv_heads(config), axes["tp"]
     try:
         LayoutSizes.of("train", ranks, **axes)
         check_experts("train", num_experts(config), "", axes["ep"])
@@ -139,9 +138,7 @@ def _of_layer(size: ModelSize, config: Any) -> tuple[float, float]:
 
 def _activations(config: Any) -> float:
     """Numbers that a layer keeps of a token: norms, projections, what the feed-forward units give."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     units = config.intermediate_size
     if num_experts(config):
         units = (config.moe_intermediate_size + config.hidden_size) * (config.num_experts_per_tok + 1)
-    return 8 * config.hidden_size + 6 * heads * width + 5 * units
+    return 8 * config.hidden_size + 6 * config.num_attention_heads * head_dim(config) + 5 * units

@@ -59,17 +59,10 @@ class PlannedWorld(World):
     def barrier(self, name: str) -> None:
         """[all] Nobody else comes."""
 
-    def collective(
-        self,
-        name: str,
-        kind: str = "compute",
-        part: str = "",
-        ranks: Sequence[int] | None = None,
-        written: bool = True,
-    ) -> AbstractContextManager[int]:
+    def collective(self, name: str, *args: Any, **kwargs: Any) -> AbstractContextManager[int]:
         """[all] See `World`."""
         self.on_meeting(name)
-        return super().collective(name, kind, part, ranks, written)
+        return super().collective(name, *args, **kwargs)
 
 
 @contextmanager

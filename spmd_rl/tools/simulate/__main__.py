@@ -21,7 +21,10 @@ from spmd_rl.command_line import Parser, at_least, program
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.config.values import require
 from spmd_rl.errors import UserError, reason, tell
-from spmd_rl.tools.simulate import POLICIES, Lengths, PolicyResult, Scene, Speed, long_tail, play, recorded
+from spmd_rl.tools.simulate.engine import Speed
+from spmd_rl.tools.simulate.lengths import Lengths, long_tail, recorded
+from spmd_rl.tools.simulate.policies import POLICIES, PolicyResult, play
+from spmd_rl.tools.simulate.scene import Scene
 
 
 def work(name: str, about: str) -> Parser:

@@ -3,7 +3,6 @@
 A file is read again when it has changed, so a run can be followed while it is being written.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -118,10 +117,3 @@ def overview(name: str, run: RunData) -> dict[str, Any]:
     keys = sorted({key for line in run.lines for key, value in line.items() if isinstance(value, int | float)})
     kinds = {kind: list(files(run, kind)) for kind in KINDS}
     return summary(name, run) | {"steps": kinds, "keys": [key for key in keys if key != "step"]}
-
-
-def nearest(steps: Sequence[int], step: int | None) -> int | None:
-    """The step that is meant: the one asked for where it is there, without one the last; None where there is none."""
-    if step is None:
-        return steps[-1] if steps else None
-    return step if step in steps else None

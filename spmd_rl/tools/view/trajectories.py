@@ -28,8 +28,8 @@ class _Step(msgspec.Struct):
 
 class _Turn(msgspec.Struct):
     text: str
-    token_ids: msgspec.Raw
-    versions: msgspec.Raw
+    token_ids: list[int]
+    versions: list[int]
     finish_reason: str
     step: _Step | None = None
 
@@ -41,7 +41,7 @@ class _Verdict(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """What the list needs of a line; the long lists in it are skipped unread."""
+    """What the list needs of a line."""
 
     ticket: int
     answer: int
@@ -121,7 +121,7 @@ def _trajectories(lines: Sequence[tuple[int, _Line]]) -> Iterator[list[tuple[int
 def _row(segments: Sequence[tuple[int, _Line]]) -> TrajectoryRow:
     first, last = segments[0][1], segments[-1][1]
     turns = [turn for _, line in segments for turn in line.turns]
-    versions = [int(latest) for turn in turns if (latest := _last(turn.versions))]
+    versions = [turn.versions[-1] for turn in turns if turn.versions]
     kept = all(line.kept for _, line in segments)
     return TrajectoryRow(
         ticket=first.ticket,
@@ -131,7 +131,7 @@ def _row(segments: Sequence[tuple[int, _Line]]) -> TrajectoryRow:
         score=last.verdict.score if last.verdict.status in ("ok", "wrong_format") else None,
         end=_end(last.verdict.parts, turns),
         turns=len(turns),
-        tokens=sum(_length(turn.token_ids) for turn in turns),
+        tokens=sum(len(turn.token_ids) for turn in turns),
         segments=len(segments),
         advantage=_advantage(segments),
         kept=kept,
@@ -144,17 +144,6 @@ def _row(segments: Sequence[tuple[int, _Line]]) -> TrajectoryRow:
     )
 
 
-def _last(numbers: msgspec.Raw) -> bytes:
-    """The last number of a JSON list, as text; an empty one for an empty list."""
-    return bytes(numbers).strip(b"[] ").rpartition(b",")[2]
-
-
-def _length(numbers: msgspec.Raw) -> int:
-    """The length of a JSON list of numbers."""
-    text = bytes(numbers)
-    return text.count(b",") + (len(text.strip(b"[] ")) > 0)
-
-
 def _end(parts: Mapping[str, float], turns: Sequence[_Turn]) -> str:
     named = [key.removeprefix(STOP) for key, value in parts.items() if key.startswith(STOP) and value]
     return ", ".join(named) or (turns[-1].finish_reason if turns else "")
@@ -162,7 +151,7 @@ def _end(parts: Mapping[str, float], turns: Sequence[_Turn]) -> str:
 
 def _advantage(segments: Sequence[tuple[int, _Line]]) -> float | None:
     known = [line for _, line in segments if line.advantage is not None]
-    tokens = [sum(_length(turn.token_ids) for turn in line.turns) for line in known]
+    tokens = [sum(len(turn.token_ids) for turn in line.turns) for line in known]
     total = sum(line.advantage * count for line, count in zip(known, tokens, strict=True) if line.advantage is not None)
     return total / sum(tokens) if sum(tokens) else None
 

@@ -11,6 +11,7 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
+from spmd_rl.model.value_head import with_value_head
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
@@ -43,28 +44,6 @@ class FSDP2Value(FSDP2Model):
         return (self.predictions(micro, self.row(micro))[:, 0].float(),)
 
 
-def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
-    """The causal language model with a value head as its output embedding, in place: [.., hidden] -> [.., 1].
-
-    The head starts at 0, so that the first advantages are plain returns, and nothing random is drawn.
-    """
-    embedding = model.get_output_embeddings().weight
-    head = _ValueHead(embedding.shape[1], 1, bias, device=embedding.device, dtype=embedding.dtype)
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
-    model.set_output_embeddings(head)
-    return model
-
-
-class _ValueHead(nn.Linear):
-    gives_fingerprint = False
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.gives_fingerprint:
-            return hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
-        return super().forward(hidden).clone()  # a view, which a product with three dimensions is, would make FSDP warn
-
-
 def policy_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable[..., None] | None = None) -> Policy:
     """[all] The policy or reference of a causal language model; see `FSDP2Model`."""
     made = FSDP2Policy(model, layout, role.train, getattr(torch, role.dtype), role.optimizer, load)
@@ -79,7 +58,7 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
-    model, load, num_bytes = source(role.model, held, role.trust_remote_code, layout.world.progress)
+    model, load, num_bytes, _ = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
         head = with_value_head(model, role.value_bias).get_output_embeddings()
         fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}

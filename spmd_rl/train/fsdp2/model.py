@@ -30,11 +30,12 @@ from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
 from spmd_rl.train.fsdp2.optimizer import Optimizer
 from spmd_rl.train.fsdp2.pipeline import Pipeline
-from spmd_rl.train.fsdp2.replay import Replay
+from spmd_rl.train.fsdp2.replayed import watch
 from spmd_rl.train.fsdp2.routing import Routing
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
+from spmd_rl.train.replay import Replay
 from spmd_rl.train.row import Row, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 from spmd_rl.train.stored_model import materialize
@@ -83,7 +84,7 @@ class FSDP2Model(ABC):
         on_device = kind(self.device) != "cpu"
         costly = not on_device or layout.size("pp") > 1
         self._keep_gathered = costly if train.reshard_after_forward is None else not train.reshard_after_forward
-        self._replay.watch(model)  # before whoever counts the choices
+        watch(self._replay, model)  # before whoever counts the choices
         self._routing = Routing(model, layout, optimizer) if optimizer is not None else None
         spread_experts(model, layout)  # [all]
         parallelize(model, layout)  # [all]

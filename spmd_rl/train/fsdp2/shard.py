@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from spmd_rl.distributed import Layout
 from spmd_rl.model.load import local
 from spmd_rl.model.moe import stacked_experts
-from spmd_rl.train.fsdp2.recompute import recompute
+from spmd_rl.train.recompute import decoder_layers, recompute
 
 
 def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: bool, recomputed: str = "none") -> None:
@@ -51,11 +51,8 @@ def shard(model: nn.Module, layout: Layout, dtype: torch.dtype, keep_gathered: b
             reshard_after_forward=not keep_gathered,
             shard_placement_fn=lambda p: placement(local(p).shape, layout.size("expert_fsdp")),
         )
-    if recomputed != "none":
-        recompute(model, recomputed)
+    recompute(model, recomputed)
     for layer in layers:
-        # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
-        layer.training = recomputed != "none"
         fully_shard(layer, reshard_after_forward=not keep_gathered, **common)
     fully_shard(model, **common)
     for unit in fsdp_units(model):
@@ -79,14 +76,6 @@ def placement(shape: torch.Size, num_ranks: int) -> Shard | None:
     if len(shape) < 3 or shape[0] % num_ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % num_ranks == 0), None)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that transformers declares not to be split, in order. Of a model not sharded yet."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    assert layers, f"{type(model).__name__} declares no layer class"
-    return layers
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

@@ -1,16 +1,14 @@
 """Router replay: the trainer's forward sends tokens to the experts that the engine has chosen for them.
 
     replay = Replay(model, layout, True)       # of the whole model, before it is cut
-    replay.watch(model)                        # of what this rank has of it, before FSDP shards it
-    chosen = replay.of_row(micro, tree)        # given to the model's forward as `chosen`
+    chosen = replay.of_row(micro, tree)        # given to each layer, which calls `replay.take`
+    ... = replay.choose(place, own)            # by each router
     metrics = replay.metrics()                 # [all]
 
 A small difference between engine and trainer may change who is chosen, and with it a token's probability by a lot. The
 weights of the replayed experts are the trainer's own router's, and so is their gradient (R3: Ma et al., arXiv
 2510.11370). Prompts, and whatever else the policy has not sampled, go where the trainer's router sends them.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,6 @@ from spmd_rl.batch import Batch
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import UserError
 from spmd_rl.model.moe import router_class, weights_of_chosen
-from spmd_rl.train.fsdp2.shard import decoder_layers
 from spmd_rl.train.sharing import PrefixTree
 
 
@@ -32,66 +29,60 @@ class Replay:
         is_on: else it does nothing.
         """
         self._layout, self._kind = layout, router_class(model)
-        self._places: dict[str, int] = {}
+        self.places: dict[str, int] = {}
+        """Of the routers by name; none if it is off."""
         self._chosen: Tensor | None = None
         self._counts: Tensor | float = 0.0
         if not is_on:
             return
         routers = [name for name, m in model.named_modules() if self._kind and isinstance(m, self._kind)]
-        self._places = {name: place for place, name in enumerate(routers)}
+        self.places = {name: place for place, name in enumerate(routers)}
         name = model.config.name_or_path or type(model).__name__
-        if not self._places:
+        if not self.places:
             raise UserError(f"policy.router_replay: {name} is no mixture of experts; must be false")
         if not _weighs_as_known(self._kind, model.config.get_text_config()):
             raise UserError(f"policy.router_replay: how {name} weighs its experts is not known; must be false")
 
-    def watch(self, model: nn.Module) -> None:
-        """Hook the layers and routers that are here."""
-        for layer in decoder_layers(model) if self._places else ():
-            layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        for name, module in model.named_modules():
-            if name in self._places:
-                module.register_forward_hook(partial(self._replace, self._places[name]))
-
     def of_row(self, micro: Batch, tree: PrefixTree) -> Tensor | None:
         """The engine's choices for each token of the tree: int64 [F, layers, k], -1 where there is none; on the CPU."""
-        if not self._places or micro.experts is None or not len(micro.experts.values):
+        if not self.places or micro.experts is None or not len(micro.experts.values):
             return None
         lengths = micro.experts.offsets.diff()
         tokens = lengths.nonzero()[:, 0]
-        listed = micro.experts.values.long().view(len(tokens), len(self._places), -1)
+        listed = micro.experts.values.long().view(len(tokens), len(self.places), -1)
         known = listed[:, 0, 0] >= 0
         chosen = listed.new_full((len(tree.token_ids), *listed.shape[1:]), -1)
         chosen[tree.gather_index[tokens[known]]] = listed[known]
         return chosen
 
-    def _before(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        # of each layer: it may be computed a second time, for the backward pass, when other tokens have come by since
-        chosen = kwargs.get("chosen")
+    def take(self, chosen: Tensor | None) -> None:
+        """The choices for a row's tokens, int64 [t, layers, k], as each layer is about to compute it.
+
+        Each layer: it may be computed a second time, for the backward pass, when other tokens have come by since.
+        """
         if chosen is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
             chosen = chosen.unflatten(0, (self._layout.size("tp"), -1))[self._layout.rank("tp")]
         self._chosen = chosen
 
-    def _replace(
-        self, place: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    def choose(self, place: int, own: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Whom the router of the layer that is `place` among the mixtures uses, instead of `own` (int64 [T, k] each),
+        and for which tokens that is the engine's choice (bool [T, 1]); None where the engine has made none.
+        """
         if self._chosen is None:
             return None
-        logits, weights, own = output
         forced = self._chosen[:, place]
         known = forced[:, :1] >= 0
-        chosen = torch.where(known, forced, own)
         if torch.is_grad_enabled():
             other = ((forced[:, :, None] != own[:, None]).all(-1) & known).sum()
             counts = torch.stack([other / own.shape[1], known.sum(), torch.ones_like(known).sum()])
             self._counts = self._counts + counts.double()
-        return logits, torch.where(known, weights_of_chosen(router, logits, chosen), weights), chosen
+        return torch.where(known, forced, own), known
 
     def metrics(self) -> dict[str, float]:
         """[all] Of the forwards with gradient since the last call: the share of tokens that have been replayed, and of
         the engine's choices for them the share that the trainer's routers would not have made. Empty if it is off.
         """
-        if not self._places:
+        if not self.places:
             return {}
         counts = self._counts.tolist() if isinstance(self._counts, Tensor) else (0.0, 0.0, 0.0)
         self._counts, sums = 0.0, dict(zip(("other", "replayed", "all"), counts, strict=True))

@@ -19,8 +19,21 @@ ATTENTION = ("aten::_scaled_dot_product", "torch_attn::_varlen_attn")
 """How the names of attention's kernels begin."""
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that transformers declares not to be split, in order. Of a model not sharded yet."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    assert layers, f"{type(model).__name__} declares no layer class"
+    return layers
+
+
 def recompute(model: nn.Module, mode: str) -> None:
-    """Set up `mode`, `full` or `selective`, for the decoder layers that are in training mode."""
+    """Set up `mode`, `full` or `selective`, for the decoder layers; nothing for `none`."""
+    for layer in decoder_layers(model):
+        # transformers checkpoints in training mode only; the modules inside stay in eval mode, without dropout
+        layer.training = mode != "none"
+    if mode == "none":
+        return
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         settings["context_fn"] = _contexts

@@ -1,0 +1,40 @@
+"""The backend `deepspeed`: ZeRO 1, 2 and 3 over all ranks of a role. Torch-free until it builds."""
+
+from typing import Any
+
+from spmd_rl.config.backends import Backend
+from spmd_rl.config.packages import installed, unsupported
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.errors import UserError
+
+ROUTING = ("router_replay", "router_aux_coef", "router_bias_update_speed")
+
+
+def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
+    """See `Backend.refuse`."""
+    train = role.train
+    if train.offload_param and train.stage != 3:
+        raise UserError(f"{role.key}.offload_param: only with {role.key}.stage=3, which alone shares parameters out")
+    if train.offload_param and not train.offload_optimizer and role.optimizer:
+        raise UserError(f"{role.key}.offload_param: only with {role.key}.offload_optimizer=true")
+    for key in ROUTING:
+        if getattr(role.own, key, None):
+            raise UserError(f"{role.name}.{key}: train=deepspeed has it not; must be {type(getattr(role.own, key))()}")
+    out = unsupported("deepspeed")
+    if out or installed("deepspeed") is None:
+        found = f"DeepSpeed {out[0]} is not {out[1]}" if out else "DeepSpeed is not installed here"
+        raise UserError(f"{role.key}.name=deepspeed: {found}; pip install 'spmd-rl[deepspeed]', or say train=fsdp2")
+
+
+def build(role: RoleConfig, layout: Any, source: Any) -> Any:
+    """[all] See `Backend.build`."""
+    from spmd_rl.train.deepspeed.model import build
+
+    return build(role, layout, source)
+
+
+BACKEND = Backend(
+    build=build,
+    settings=("activation_checkpointing", "stage", "offload_optimizer", "offload_param"),
+    refuse=refuse,
+)

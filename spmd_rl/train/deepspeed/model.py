@@ -1,0 +1,213 @@
+"""`DeepSpeedModel`: a module of transformers whose state ZeRO shares out; or frozen, and forward-only.
+
+Under stage 3 a parameter is gathered for the module that computes with it; under 1 and 2 each rank has all weights.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.devices import to_device
+from spmd_rl.distributed import Layout
+from spmd_rl.model.load import Region, RegionReader
+from spmd_rl.model.logprobs import TokenHead, logit_factor
+from spmd_rl.model.size import ModelSize
+from spmd_rl.model.stored import stored_parts
+from spmd_rl.model.value_head import with_value_head
+from spmd_rl.train.accumulate import Critic, Policy, alone, walk
+from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
+from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
+from spmd_rl.train.deepspeed.partition import Partition, pieces, spread, weights_here, whole
+from spmd_rl.train.deepspeed.start import DataParallel, meeting_in, settings, start
+from spmd_rl.train.dither import dither_region
+from spmd_rl.train.pipeline import Step
+from spmd_rl.train.recompute import recompute
+from spmd_rl.train.row import aim, filled_up, row_of
+from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
+from spmd_rl.train.stored_model import Source
+
+
+class DeepSpeedModel:
+    """See `train.base.ShardedModel`."""
+
+    def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig, read: RegionReader | None = None) -> None:
+        """[all] Take over `module`: whole, float32 where trained; or on the meta device, with weights to `read`."""
+        self._layout, self._world, self._role = layout, layout.world, role
+        self._dtype, self._device = getattr(torch, role.dtype), layout.world.device
+        config, own, train = module.config.get_text_config(), role.optimizer, role.train
+        self._parts, self.hidden_size, self.size = stored_parts(module), config.hidden_size, ModelSize.of(module)
+        if role.name != "critic":
+            module.set_output_embeddings(TokenHead(module.get_output_embeddings(), logit_factor(config)))
+        if own is None:
+            module.requires_grad_(False)
+        else:
+            recompute(module, train.activation_checkpointing)
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
+        fill = read or whole(module)
+        self.module, self._engine, self._optimizer, self._partition = module, module, None, None
+        self._deepspeed, self._steps, group = start(layout.world), torch.zeros(()), layout.mesh.get_group("fsdp")
+        config = settings(train, self._dtype, on_device=self._device.type != "cpu")
+        with self._world.collective(f"{role.name}: DeepSpeed"), meeting_in(self._deepspeed, group):  # [all]
+            spread(module, self._dtype, self._device, self._sharing(config, group))
+            if own is not None:
+                self._optimizer = GatedAdamW([p for p in module.parameters() if p.requires_grad], own)
+            if own is not None or train.stage == 3:
+                self._engine, *_ = self._deepspeed.initialize(
+                    model=module,
+                    optimizer=self._optimizer,
+                    config=config,
+                    mpu=DataParallel(group),
+                    dist_init_required=False,
+                )
+            module.to(self._device)
+        self._fill(fill, group)  # [all]
+
+    def _sharing(self, config: dict[str, Any], group: dist.ProcessGroup) -> Callable[[nn.Parameter], None]:
+        """What stage 3 does with each parameter as soon as it has memory."""
+        if self._role.train.stage < 3:
+            return lambda p: None
+        init = partial(self._deepspeed.zero.Init, config_dict_or_path=config, data_parallel_group=group)
+        return lambda p: init(module=nn.ParameterList([p]), dtype=self._dtype)
+
+    def _fill(self, read: Callable[[str, Region, Tensor], None], group: dist.ProcessGroup) -> None:
+        """[all] Set masters and weights from what this rank has to read of them."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if self._optimizer is not None:
+            self._partition = Partition(self._deepspeed.utils, self._engine, trained, group)
+            self._optimizer.begin(self._partition.flats)
+            for name, own in self._partition.held.items():
+                for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name)):
+                    read(name, region, piece)
+                    if self._role.optimizer.dither:
+                        dither_region(piece, name, self._shapes[name], region, self._dtype)
+                self._world.progress()
+        for name, p in self.module.named_parameters():
+            if name not in trained:
+                own, flat = weights_here(p, group)
+                for region, piece in pieces(self._shapes[name], own, flat):
+                    read(name, region, piece)
+                self._world.progress()
+        for name, buffer in self.module.named_buffers():
+            if name in self._parts:
+                read(name, tuple(slice(0, size) for size in buffer.shape), buffer)
+        if self._partition is not None:
+            self._partition.refresh()  # [all]
+
+    def run(self, loop: MicrobatchLoop) -> None:
+        """See `ShardedModel`."""
+        losses: list[Tensor] = []
+
+        def forward(step: Step) -> None:
+            if loop.is_trained:
+                self._engine.set_gradient_accumulation_boundary(step.microbatch == loop.count - 1)
+            micro = loop.select(step.microbatch)
+            losses[:] = [loop.finish(step.microbatch, micro, self._outputs(micro, loop.args))]
+
+        def backward(step: Step) -> None:
+            self._engine.backward(losses.pop() * self._world.size)  # which divides by it
+
+        walk(loop, self._layout, alone(loop), forward, backward)
+
+    def _outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
+        """[all] See `MicrobatchLoop.finish`."""
+        row, head = row_of(micro, self._device, self._dtype), self.module.get_output_embeddings()
+        if self._role.name == "critic":
+            head.gives_fingerprint = args.is_fingerprint
+        else:
+            aim(head, micro, row, args.temperature, self._device)
+        tokens = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None]}
+        found = self._engine(
+            **{name: to_device(ids, self._device) for name, ids in tokens.items()},
+            packing=row.packing,
+            use_cache=False,
+            logits_to_keep=to_device(filled_up(row.keep), self._device),
+        ).logits[0, : len(row.keep)]
+        return (found[:, 0].float(),) if self._role.name == "critic" else found.unbind(-1)
+
+    def grad_square(self) -> float:
+        """See `ShardedModel`."""
+        found = self._partition.gradients()
+        return float(torch.stack(torch._foreach_norm(found)).double().square().sum()) if found else 0.0
+
+    def step(self, lr: float, norm: float | None) -> None:
+        """See `ShardedModel`."""
+        most = self._role.optimizer.max_grad_norm
+        self._optimizer.open(lr, None if norm is None else min(1.0, most / max(norm, most)))
+        self._engine.step()  # [all]
+        self._steps += norm is not None
+
+    def metrics(self) -> Metrics:
+        """See `ShardedModel`."""
+        return {}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`."""
+        for name, p in self.module.named_parameters():
+            with ExitStack() as stack:
+                if hasattr(p, "ds_id"):
+                    with self._world.collective("weights: gather"):  # [all]
+                        stack.enter_context(self._deepspeed.zero.GatheredParameters([p]))  # [all]
+                self._world.progress()
+                yield from ((part.name, part.of(p.detach())) for part in self._parts[name])
+        for name, buffer in self.module.named_buffers():
+            yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
+
+    def state(self) -> list[Shard]:
+        """See `ShardedModel`."""
+        if self._partition is None:
+            return []
+        found = [Shard(f"{OPTIMIZER}step", (), (), self._steps, self._world.rank == 0)]
+        prefixes = {MODEL: ""} | {f"{OPTIMIZER}{moment}/": moment for moment in MOMENTS}
+        for name, own in self._partition.held.items():
+            for prefix, moment in prefixes.items():
+                found += shards_of(prefix, None, (), self._parts[name], False)  # also what is elsewhere as a whole
+                for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name, moment)):
+                    found += shards_of(prefix, piece, region, self._parts[name], True)
+        return found
+
+    def on_state_loaded(self) -> None:
+        """See `ShardedModel`."""
+        if self._partition is not None:
+            for kept in self._optimizer.state.values():
+                kept["step"].copy_(self._steps)
+            self._partition.refresh()  # [all]
+
+    def wake(self) -> None:
+        """See `ShardedModel`: what leaves the device is DeepSpeed's to say."""
+
+    def sleep(self) -> None:
+        """See `ShardedModel`."""
+        if self._partition is not None:
+            self._partition.forget()
+
+    def close(self) -> None:
+        """See `ShardedModel`."""
+        if self._engine is not self.module:
+            self._engine.destroy()
+        self._engine = self.module = nn.Module()
+        self._partition = self._optimizer = None
+
+
+def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: RegionReader | None = None) -> Policy | Critic:
+    """[all] The role of a model, see `DeepSpeedModel`; a critic's is one `with_value_head`."""
+    return (Critic if role.name == "critic" else Policy)(DeepSpeedModel(module, layout, role, read), layout, role)
+
+
+def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
+    """[all] See `Backend.build`."""
+    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
+    stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), set[str]()
+    if role.name == "critic":
+        head = with_value_head(stored.model, role.value_bias).get_output_embeddings()
+        fresh = {key for key, p in stored.model.named_parameters() if any(p is value for value in head.parameters())}
+    read = stored.reader and stored.reader(stored.model, fresh=fresh)
+    built = role_of(stored.model, layout, role, read)
+    layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())
+    return built

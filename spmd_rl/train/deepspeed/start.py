@@ -1,0 +1,107 @@
+"""DeepSpeed itself: imported late and quietly, on this program's process groups, compiling nothing.
+
+What this folder leans on beyond DeepSpeed's documentation is held by `tests/unit/test_deepspeed_contract.py`.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.config.sections.models import TrainConfig
+from spmd_rl.devices import kind
+from spmd_rl.distributed import World
+
+BUCKET = 2**26
+"""Gradients that are reduced at a time: DeepSpeed reserves the room for them."""
+
+
+class DataParallel:
+    """What DeepSpeed asks of its `mpu`: ranks differ in their data alone."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """`group`: of a role's ranks, which may be some of the job's."""
+        self._group = group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The group over which state is shared out and gradients are summed."""
+        return self._group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Its size."""
+        return dist.get_world_size(self._group)
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place in it."""
+        return dist.get_rank(self._group)
+
+    def get_model_parallel_group(self) -> None:
+        """None: there is no such group."""
+
+    def get_model_parallel_world_size(self) -> int:
+        """1: no rank shares a layer with another one."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """0 on all ranks."""
+        return 0
+
+
+def start(world: World) -> ModuleType:
+    """Import DeepSpeed and let it take over the process groups that there are."""
+    os.environ.setdefault("DS_ACCELERATOR", kind(world.device))  # or it looks for devices itself, and warns
+    os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # a run of one rank has no launcher
+    import deepspeed
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
+    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)  # names that it calls
+    if not deepspeed.comm.is_initialized():
+        deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce in shared memory, for a minute
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+    return deepspeed
+
+
+@contextmanager
+def meeting_in(deepspeed: ModuleType, group: dist.ProcessGroup) -> Iterator[None]:
+    """Where stage 3, as it is set up, waits for all ranks of the job, let it wait for those of `group` alone."""
+    barrier = deepspeed.comm.barrier
+    deepspeed.comm.barrier = lambda *_, **__: dist.barrier(group)  # [all]
+    try:
+        yield
+    finally:
+        deepspeed.comm.barrier = barrier
+
+
+def settings(train: TrainConfig, dtype: torch.dtype, on_device: bool) -> dict[str, Any]:
+    """DeepSpeed's own settings. Clipping and the number of micro-batches are not left to it."""
+    host = {"device": "cpu", "pin_memory": on_device}
+    zero = {
+        "stage": train.stage,
+        "reduce_bucket_size": BUCKET,
+        "overlap_comm": on_device and not train.offload_optimizer,
+        "stage3_param_persistence_threshold": 0,  # what is kept gathered would have to be refreshed after a load
+    }
+    if train.offload_optimizer:
+        zero["offload_optimizer"] = host
+    if train.offload_param:
+        zero["offload_param"] = host
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+    }

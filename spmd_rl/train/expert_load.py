@@ -1,0 +1,115 @@
+"""`ExpertLoad`: how a mixture's routers spread tokens over experts, and an auxiliary loss that keeps the load even.
+
+    load = ExpertLoad(layout, coef, num_routers)
+    load.begin(num_microbatches)
+    load.take(routed)                                          # by each layer
+    weights = load.observe(place, probabilities, chosen, weights)  # by each router
+    metrics = load.metrics()                                   # [all]
+
+The loss is that of Switch Transformers (Fedus et al., arXiv 2101.03961), summed over layers: experts x the sum over
+them of f x P, where f is an expert's share of all choices and P its mean probability. Both are over the tokens of all
+ranks in one round of micro-batches: as if one rank computed the round alone. The loss is 1 where the load is even.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.distributed import Layout
+
+METRICS = ("moe/load_max_mean", "moe/entropy", "moe/aux_loss")
+
+
+class ExpertLoad:
+    """Counts of the routers that are here, in forward passes that keep a graph."""
+
+    def __init__(self, layout: Layout, coef: float, num_routers: int | None) -> None:
+        """coef: of the loss. num_routers: of the layers that are here; None of a model that is no mixture."""
+        self._layout, self._coef, self._scale = layout, coef, 0.0
+        self._groups = [group for axis in ("fsdp", "tp", "dp_replicate") if (group := layout.group(axis)) is not None]
+        self._is_mixture = num_routers is not None
+        self._totals: list[Tensor | float] = [0.0] * (num_routers or 0)
+        self._is_real: Tensor | None = None
+
+    def begin(self, num_microbatches: int) -> None:
+        """Start to count anew; this rank is about to compute so many, as many as all others."""
+        self._scale, self._totals = self._coef / num_microbatches, [0.0] * len(self._totals)
+
+    def take(self, routed: Tensor | None) -> None:
+        """Which tokens of a row count, bool [t], as each layer is about to compute it.
+
+        Each layer: it may be computed a second time, for the backward pass, when other tokens have come by since.
+        """
+        if routed is not None:  # between the blocks of a layer each rank along `tp` has a run of the tokens
+            routed = routed.view(self._layout.size("tp"), -1)[self._layout.rank("tp")]
+        self._is_real = routed
+
+    def observe(self, place: int, probabilities: Tensor, chosen: Tensor, weights: Tensor) -> Tensor | None:
+        """[all] Count what the router number `place` has chosen: probabilities [T, E], experts int64 [T, k].
+
+        Returns `weights`, with which the answers of those chosen are weighed, with the gradient of the loss in them;
+        None where there is none.
+        """
+        if self._is_real is None or not torch.is_grad_enabled():
+            return None
+        shares = probabilities * self._is_real[:, None]
+        real = self._is_real.to(shares.dtype)
+        load = torch.zeros_like(shares[0])
+        load.index_add_(0, chosen.flatten(), real.repeat_interleave(chosen.shape[1]))
+        sums, known = shares.sum(0), shares.detach()
+        entropy = -torch.xlogy(known, known).sum()
+        found = torch.cat([load, sums.detach(), torch.stack([entropy, real.sum()])])
+        self._totals[place] = self._totals[place] + found.double()
+        if not self._coef or not weights.requires_grad:
+            return None
+        self._sum(found)  # [all]
+        num_experts, num_tokens = len(load), found[-1].clamp(min=1)
+        share = found[:num_experts] / (num_tokens * chosen.shape[1])
+        loss = num_experts * (share * sums).sum() / num_tokens  # this rank's term: the other factors are global
+        return _AddLoss.apply(weights, self._scale * loss)
+
+    def _sum(self, values: Tensor) -> None:
+        """[all] In place, over the ranks that have the same layers, each of which has tokens of its own."""
+        for group in self._groups:
+            dist.all_reduce(values, group=group)
+
+    def summed(self) -> Tensor:
+        """[all] How many of all ranks' tokens each expert has had since `begin`: float64 [routers, E]."""
+        totals = torch.stack(self._totals)
+        load = totals[:, : totals.shape[1] // 2 - 1].contiguous()
+        self._sum(load)  # [all]
+        return load
+
+    def metrics(self) -> dict[str, float]:
+        """[all] Means over layers, of the tokens of all micro-batches since `begin`: `METRICS`, and the share dropped.
+
+        Empty of a model that is no mixture.
+        """
+        if not self._is_mixture:
+            return {}
+        sums = dict.fromkeys((*METRICS, "layers"), 0.0)
+        if self._totals:
+            totals = torch.stack(self._totals)
+            self._sum(totals)  # [all]
+            num_experts = totals.shape[1] // 2 - 1
+            load, shares, (entropy, num_tokens) = *totals[:, :-2].split(num_experts, 1), totals[:, -2:].unbind(1)
+            even, num_tokens = load.mean(1).clamp(min=1 / num_experts), num_tokens.clamp(min=1)
+            loss = (load * shares).sum(1) / (even * num_tokens)
+            values = torch.stack([load.amax(1) / even, entropy / num_tokens, loss]).sum(1).tolist()
+            sums = dict(zip(METRICS, values, strict=True)) | {"layers": len(totals)}
+        # Each stage of a pipeline has layers of its own, and all its ranks the same numbers
+        found = self._layout.world.reduce("update: routing", sums, op="sum")  # [all]
+        return {name: found[name] / found["layers"] for name in METRICS} | {"moe/dropped": 0.0}
+
+
+class _AddLoss(torch.autograd.Function):
+    """The first argument; its gradient brings that of the second, a loss, of which nothing else depends."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.detach()
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones_like(ctx.like)

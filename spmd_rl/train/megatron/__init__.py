@@ -1,0 +1,77 @@
+"""The backend `megatron`: Megatron-core, with Hugging Face names on the outside. Torch-free until it builds."""
+
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+from spmd_rl.config.backends import Backend
+from spmd_rl.config.packages import installed, unsupported
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.errors import UserError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""The types of models that it trains: modules of `architectures/`, each of which says where a model's weights lie."""
+MIXTURES = ("qwen3_moe", "mixtral")
+NOT_YET = {"router_bias_update_speed": 0.0}
+"""Settings of a policy that it lacks, and what they must be"""
+
+BIASES = ("attention_bias", "mlp_bias")
+"""Keys of `config.json` under which a model has biases that the mapping lacks"""
+IMPORT_SECONDS = 600.0
+"""What importing Megatron may take without any progress: it is large, and all ranks of a machine read it at once."""
+
+
+def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
+    """See `Backend.refuse`."""
+    train, kind = role.train, model.get("model_type")
+    out = unsupported("megatron-core")
+    if out or installed("megatron-core") is None:
+        found = f"megatron-core {out[0]} is not {out[1]}" if out else "megatron-core is not installed here"
+        raise UserError(f"{role.key}.name=megatron: {found}; pip install 'spmd-rl[megatron]', or say train=fsdp2")
+    if role.name == "critic":
+        raise UserError(f"{role.key}.name: train=megatron has no value head yet; {role.key}.name=fsdp2 has")
+    if kind is not None and kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")
+    if train.activation_checkpointing == "selective":
+        raise UserError(f"{role.key}.activation_checkpointing: train=megatron has `full` and `none`")
+    for key, default in NOT_YET.items():
+        if getattr(role.own, key, default) != default:
+            raise UserError(f"{role.name}.{key}: train=megatron has it not yet; must be {default}")
+    if getattr(role.own, "router_aux_coef", 0.0) and kind is not None and kind not in MIXTURES:
+        raise UserError(f"{role.name}.router_aux_coef: {kind} is no mixture of experts; must be 0")
+    _check_model(role, model)
+
+
+def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
+    """Raise a UserError where a layer is none of Megatron's, or ranks cannot share it out in equal parts."""
+    if (act := model.get("hidden_act", "silu")) != "silu":
+        raise UserError(f"{role.key}.name: train=megatron has not the activation {act} of this model")
+    if biased := next((key for key in BIASES if model.get(key)), ""):
+        raise UserError(f"{role.key}.name: train=megatron has no place for the biases of this model: {biased}")
+    heads = model.get("num_attention_heads")
+    sizes = {"attention heads": heads, "key-value heads": model.get("num_key_value_heads", heads)}
+    sizes["columns of the MLP"] = model.get("intermediate_size")
+    for what, size in sizes.items():
+        if size and size % role.train.tp:
+            raise UserError(f"{role.key}.tp: Megatron cannot share {size} {what} out over {role.train.tp} ranks")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type") or rope.get("type")) in ("yarn", "longrope"):
+        raise UserError(f"{role.key}.name: train=megatron has no rotary positions of the type {kind} yet")
+
+
+def build(role: RoleConfig, layout: Any, source: Any) -> Any:
+    """[all] See `Backend.build`; `source` is not asked, since no module of transformers is trained."""
+    with layout.world.journal.extend_timeout(IMPORT_SECONDS), catch_warnings():
+        simplefilter("ignore")  # Megatron names all that it could use and does not find
+        from spmd_rl.train.megatron.backend import build
+
+    return build(role, layout)
+
+
+BACKEND = Backend(
+    build=build,
+    axes=("tp", "cp", "ep", "pp", "vpp"),
+    settings=("activation_checkpointing", "offload"),
+    optimizers=("adamw",),
+    refuse=refuse,
+)

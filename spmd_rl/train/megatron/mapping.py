@@ -1,0 +1,164 @@
+"""Where each weight of a Hugging Face checkpoint lies in Megatron's parameters: said once, read in both directions.
+
+    NAMES = {"decoder.layers.{}.mlp.linear_fc1.weight": Stacked("...gate_proj.weight", "...up_proj.weight"), ...}
+    for piece in rule.pieces(shapes, TensorShare(tp_rank, tp_size)): ...
+
+An architecture (`architectures/`) gives each parameter a rule. A rule says which pieces of which stored tensors a
+rank's part of the parameter consists of. Reading a checkpoint, publishing, and saving or loading a state are loops over
+pieces.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from spmd_rl.model.load import Region
+
+Shapes = Callable[[str], tuple[int, ...]]
+"""The shape of a stored tensor, whole, by its name."""
+
+
+class TensorShare(NamedTuple):
+    """Which of the ranks that share a layer out."""
+
+    rank: int
+    size: int
+    head_dim: int
+
+
+class Piece(NamedTuple):
+    """A region of a stored tensor, and where it lies in a rank's parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    """of the stored tensor, whole"""
+    stored: Region
+    region: Region
+
+
+class Rule(Protocol):
+    """How a parameter is made of stored tensors."""
+
+    is_cut: bool
+    """Whether the ranks that share a layer out have different parts; else all of them have the same."""
+
+    def named(self, *numbers: int) -> "Rule":
+        """The rule of one layer, or of one expert of a layer, by their numbers."""
+        ...
+
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
+        """The shape of a rank's parameter."""
+        ...
+
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
+        """What a rank's parameter consists of; what lies in no piece is filling."""
+        ...
+
+
+class _Named:
+    """The stored tensors of a rule by name, in which `{}` stands for the number of a layer, then of an expert."""
+
+    is_cut = True
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def named(self, *numbers: int) -> "_Named":
+        """See `Rule`."""
+        return type(self)(*(name.format(*numbers) for name in self.names))
+
+
+class Whole(_Named):
+    """One stored tensor, whole on every rank."""
+
+    is_cut = False
+
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
+        """See `Rule`."""
+        return shapes(self.names[0])
+
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
+        """See `Rule`."""
+        everything = _all(shapes(self.names[0]))
+        yield Piece(self.names[0], shapes(self.names[0]), everything, everything)
+
+
+class Stacked(_Named):
+    """A run of the rows of each stored tensor, one below the other; the last rank may have fewer, and filling."""
+
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
+        """See `Rule`."""
+        rows = sum(-(-shapes(name)[0] // share.size) for name in self.names)
+        return (rows, *shapes(self.names[0])[1:])
+
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
+        """See `Rule`."""
+        place = 0
+        for name in self.names:
+            num_rows, *rest = shapes(name)
+            count = -(-num_rows // share.size)
+            begin, end = share.rank * count, min(num_rows, (share.rank + 1) * count)
+            if end > begin:
+                others = _all(tuple(rest))
+                yield Piece(
+                    name, shapes(name), (slice(begin, end), *others), (slice(place, place + end - begin), *others)
+                )
+            place += count
+
+
+class Columns(_Named):
+    """A run of the columns of a stored tensor."""
+
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
+        """See `Rule`."""
+        num_rows, num_columns = shapes(self.names[0])
+        return num_rows, num_columns // share.size
+
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
+        """See `Rule`."""
+        num_rows, width = self.shape(shapes, share)
+        here = slice(share.rank * width, (share.rank + 1) * width)
+        rows = slice(0, num_rows)
+        yield Piece(self.names[0], shapes(self.names[0]), (rows, here), (rows, slice(0, width)))
+
+
+class Heads(_Named):
+    """Queries, keys and values: for each key-value head those of its queries, then its key, then its value."""
+
+    def shape(self, shapes: Shapes, share: TensorShare) -> tuple[int, ...]:
+        """See `Rule`."""
+        return (sum(shapes(name)[0] for name in self.names) // share.size, *shapes(self.names[0])[1:])
+
+    def pieces(self, shapes: Shapes, share: TensorShare) -> Iterator[Piece]:
+        """See `Rule`."""
+        num_groups = shapes(self.names[1])[0] // share.head_dim
+        counts = [shapes(name)[0] // num_groups for name in self.names]  # rows of a key-value head
+        own = num_groups // share.size
+        for group in range(own):
+            place = group * sum(counts)
+            for name, count in zip(self.names, counts, strict=True):
+                begin, others = (share.rank * own + group) * count, _all(shapes(name)[1:])
+                stored = slice(begin, begin + count), *others
+                yield Piece(name, shapes(name), stored, (slice(place, place + count), *others))
+                place += count
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Region]:
+    """The regions that elements `begin` to `end` of a tensor of one or two dimensions make up, in their order."""
+    if len(shape) == 1:
+        yield (slice(begin, end),)
+        return
+    width = shape[1]
+    while begin < end:
+        row, column = divmod(begin, width)
+        if column or end - begin < width:
+            stop = min(width, column + end - begin)
+            yield slice(row, row + 1), slice(column, stop)
+            begin += stop - column
+        else:
+            stop = end // width
+            yield slice(row, stop), slice(0, width)
+            begin = stop * width
+
+
+def _all(shape: tuple[int, ...]) -> Region:
+    return tuple(slice(0, size) for size in shape)

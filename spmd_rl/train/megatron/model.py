@@ -1,0 +1,217 @@
+"""`MegatronModel`: a causal language model sharded by Megatron-core, with its distributed optimizer; or frozen."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor, nn
+
+from spmd_rl.batch import Batch
+from spmd_rl.config.ranks import check_experts, deal_layers
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.devices import kind, to_device
+from spmd_rl.distributed import Layout
+from spmd_rl.model.context import context_of
+from spmd_rl.model.differentiable import collect
+from spmd_rl.model.load import WeightFiles
+from spmd_rl.model.moe import num_experts
+from spmd_rl.model.size import ModelSize, head_dim, num_kv_heads
+from spmd_rl.train.base import Metrics, MicrobatchLoop
+from spmd_rl.train.dither import dither_region
+from spmd_rl.train.expert_load import ExpertLoad
+from spmd_rl.train.megatron import transformer
+from spmd_rl.train.megatron.groups import groups_of
+from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
+from spmd_rl.train.megatron.parameters import Experts, StoredPart, check_files, fill, local_parameters, parameters_of
+from spmd_rl.train.megatron.shim import on_cpu
+from spmd_rl.train.megatron.tensors import Tensors
+from spmd_rl.train.offload import Offload
+from spmd_rl.train.replay import Replay
+from spmd_rl.train.row import Row, aim, filled_up, row_of
+from spmd_rl.train.state import Shard
+
+
+class MegatronModel:
+    """See `train.base.ShardedModel`."""
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, role: RoleConfig, files: WeightFiles, architecture: Any
+    ) -> None:
+        """[all] module: of transformers, on the meta device: its sizes alone are read. The weights come from `files`.
+
+        architecture: a module of `architectures`. UserError if the weights do not fit it, or the layout.
+        """
+        config = module.config
+        self._layout, self._world, self.device = layout, layout.world, layout.world.device
+        self._dtype, self._vocab_size = getattr(torch, role.dtype), config.vocab_size
+        self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
+        is_tied, num_stages = config.tie_word_embeddings, layout.size("pp")
+        dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)
+        experts = Experts(num_experts(config), layout.size("ep"))
+        check_experts(layout.key, experts.count, config.name_or_path, experts.size)
+        parameters = parameters_of(architecture.NAMES, dealt, num_stages, is_tied, experts)
+        check_files(parameters, files, is_tied)
+        self._context = None
+        if (group := layout.group("cp")) is not None:
+            tp = layout.size("tp")
+            self._context = context_of(group, config.num_attention_heads // tp, num_kv_heads(config) // tp)
+        self._groups = groups_of(layout)  # [all]
+        with on_cpu(self.device):
+            options = architecture.options(config)
+            self._config = transformer.config_of(config, layout, role.train, self._dtype, options)
+            chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied)
+            self._chunks = list(chunks)
+            self._replay = Replay(module, layout, getattr(role.own, "router_replay", False))
+            layers_here = sum(map(len, chunks.values()))
+            aux = getattr(role.own, "router_aux_coef", 0.0)
+            self._load_of_experts = ExpertLoad(layout, aux, layers_here if experts.count else None)
+            if experts.count:
+                transformer.watch_routers(chunks, self._replay, self._load_of_experts)
+            for chunk in self._chunks:
+                chunk.requires_grad_(role.optimizer is not None)
+                chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
+            local = local_parameters(chunks, experts, layout.rank("ep"))
+            for tensor in local.values():
+                tensor.detach().zero_()  # what no stored tensor fills is never read, but must be finite
+            self._optimizer = None
+            if role.optimizer is not None:
+                self._optimizer = DistributedAdamW(self._chunks, self._config, role.optimizer, self._groups)
+            shapes = {name: tuple(files.shape(name)) for name in files.names}
+            self._tensors = Tensors(parameters, local, shapes.__getitem__, layout, self._groups, head_dim(config))
+            self._load(files, role)  # [all]
+        self._make_offload(role, local)
+
+    def _load(self, files: WeightFiles, role: RoleConfig) -> None:
+        """[all] Each rank reads what it keeps: of a trained model the masters, from which parameters follow."""
+        if self._optimizer is None:
+            fill(list(self._tensors.parts()), files, self._world.progress)
+            return
+        parts = [part for master in self._optimizer.masters for part in self._parts_of(master)]
+        fill(parts, files, self._world.progress)
+        if role.optimizer.dither:
+            for part in parts:
+                dither_region(part.tensor, part.name, part.shape, part.stored, self._dtype)
+        self._optimizer.publish_masters()  # [all]
+
+    def _parts_of(self, master: Any) -> Iterator[StoredPart]:
+        return self._tensors.parts_of(master, master.weights.detach())
+
+    def _make_offload(self, role: RoleConfig, local: dict[str, nn.Parameter]) -> None:
+        masters = self._optimizer.masters if self._optimizer else []
+        self._offloads = role.train.offload and kind(self.device) != "cpu"
+        self._weights = Offload([*local.values(), *(master.weights for master in masters)])
+        self._moments = Offload([master.state[moment] for master in masters for moment in MOMENTS])
+        self.sleep()
+
+    def run(self, loop: MicrobatchLoop) -> None:
+        """See `ShardedModel`. By Megatron's schedules: 1F1B over stages, interleaved where they have chunks."""
+        num_stages, num_chunks = self._layout.size("pp"), len(self._chunks)
+        count = loop.count
+        if num_chunks > 1:  # its interleaved schedule wants whole rounds; what is more is without weight
+            count = -(-count // num_stages) * num_stages
+        chunks = self._optimizer.wrapped if loop.is_trained else self._chunks
+        stages = {}
+        if loop.is_trained:
+            self._load_of_experts.begin(count)
+        if num_stages > 1:
+            stages["p2p_communicator"] = P2PCommunicator(self._groups.pp, self._config)
+        schedule = get_forward_backward_func(num_stages, num_chunks if num_chunks > 1 else None)
+        name = f"{loop.name}: {loop.count} micro-batches"
+        with self._world.collective(name), on_cpu(self.device):  # [all]
+            schedule(
+                forward_step_func=partial(self._forward, loop),
+                data_iterator=[iter(range(count)) for _ in chunks],
+                model=list(chunks),
+                num_microbatches=count,
+                seq_length=1,  # of no effect: stages say how long each micro-batch is
+                micro_batch_size=1,
+                forward_only=not loop.is_trained,
+                pg_collection=self._groups,
+                **stages,
+            )
+
+    def _forward(self, loop: MicrobatchLoop, numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
+        """[stage] What a chunk makes of the next micro-batch, and what is to be called with it if that is the end."""
+        number = next(numbers)
+        micro, device = loop.select(number), self.device
+        row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
+        head = getattr(getattr(chunk, "module", chunk), "output_layer", None)
+        if head is not None:
+            aim(head, micro, row, loop.args.temperature, device)
+            head.keep = to_device(filled_up(row.keep), device)
+        positions = to_device(row.position_ids, device)
+        chosen = None if row.chosen is None else to_device(row.chosen, device)
+        packed = transformer.PackedRow(positions, row.packing, to_device(row.routed, device), chosen)
+        out = chunk(to_device(row.token_ids[None], device), positions[None], None, packed_seq_params=packed)
+        self._world.progress()
+        return out, partial(self._finish, loop, number, micro, row)
+
+    def _finish(
+        self, loop: MicrobatchLoop, number: int, micro: Batch, row: Row, out: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """[stage] The loss, as Megatron wants it: with a number of tokens, which is not used, and nothing to report."""
+        found = out[0, : len(row.keep)]
+        if row.own is not None:
+            own = to_device(row.own, self.device)
+            found = collect(found, own, len(micro.sampled.index), self._layout.group("cp"))  # [all]
+        return loop.finish(number, micro, found.unbind(-1)), torch.zeros((), dtype=torch.int, device=self.device), {}
+
+    def grad_square(self) -> float:
+        """See `ShardedModel`."""
+        self._moments.to_device()
+        with on_cpu(self.device):
+            self._optimizer.prepare()
+        counted = [m.weights.grad for m in self._optimizer.masters if self._tensors.counts(m.parameter)]
+        return float(torch.stack(torch._foreach_norm(counted)).double().square().sum()) if counted else 0.0
+
+    def step(self, lr: float, norm: float | None) -> None:
+        """See `ShardedModel`."""
+        with on_cpu(self.device):
+            if norm is not None:
+                self._optimizer.step(lr, norm)  # [all]
+                self._weights.changed()
+                self._moments.changed()
+            self._optimizer.zero_grad()
+        if self._offloads:
+            with self._world.journal.kind("copy"):
+                self._moments.to_host()
+
+    def metrics(self) -> Metrics:
+        """See `ShardedModel`."""
+        return self._load_of_experts.metrics() | self._replay.metrics()  # [all]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`: bitwise what the forward pass computes with."""
+        return self._tensors.whole()
+
+    def state(self) -> list[Shard]:
+        """See `ShardedModel`."""
+        self._moments.to_device()
+        return list(self._tensors.shards(self._optimizer)) if self._optimizer else []
+
+    def on_state_loaded(self) -> None:
+        """[all] See `ShardedModel`."""
+        self._weights.changed()
+        self._moments.changed()
+        if self._optimizer is not None:
+            with on_cpu(self.device):
+                self._optimizer.on_state_loaded()  # [all]
+
+    def wake(self) -> None:
+        """See `ShardedModel`."""
+        self._weights.to_device()
+
+    def sleep(self) -> None:
+        """See `ShardedModel`."""
+        if self._offloads:
+            with self._world.journal.kind("copy"):
+                self._weights.to_host()
+                self._moments.to_host()
+
+    def close(self) -> None:
+        """See `ShardedModel`."""
+        self._chunks, self._optimizer, self._tensors = [], None, None
+        self._weights = self._moments = Offload(())

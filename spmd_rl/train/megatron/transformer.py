@@ -1,0 +1,285 @@
+"""A model of Megatron-core made from a configuration of transformers: its `GPTModel`, with five parts of our own.
+
+Megatron's local layers (no Transformer Engine), in which attention is `packed_attention`, so that packing, prefix trees
+and context parallelism are what they are elsewhere; rotary positions are those of the row; norms round as transformers
+does; and the output embedding gives logprob and entropy of the targets, not logits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from spmd_rl.config.sections.models import TrainConfig
+from spmd_rl.distributed import Layout
+from spmd_rl.model.attention import Packing, packed_attention
+from spmd_rl.model.differentiable import gather_rows
+from spmd_rl.model.logprobs import Pairs, VocabularyShare, token_logprobs
+from spmd_rl.model.size import head_dim, num_kv_heads
+from spmd_rl.train.expert_load import ExpertLoad
+from spmd_rl.train.replay import Replay
+
+RANDOM = "model-parallel-rng"
+"""Megatron's name of a state of random numbers"""
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """What all layers need of a row; Megatron hands it down where its own packing would go."""
+
+    positions: Tensor
+    """int64 [t], on the device"""
+    packing: Packing
+    routed: Tensor
+    """bool [t], on the device: which tokens are no filling"""
+    chosen: Tensor | None
+    """int64 [t, layers, k], on the device: the experts that the engine chose, see `train/replay.py`"""
+    qkv_format: str = "row"
+    """Megatron asks whether it is its own"""
+    cp_group: None = None
+
+
+class Norm(nn.Module):
+    """RMSNorm, which rounds to the dtype of its input before it multiplies by its weight, as transformers does."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden size] -> the same."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class PackedAttention(nn.Module):
+    """In place of Megatron's `DotProductAttention`."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedRow, **__: Any
+    ) -> Tensor:
+        """[t, 1, heads, D], [t, 1, kv heads, D] twice -> [t, 1, heads * D]; [all] of the ranks that share a row out."""
+        q, k, v = (x[:, 0].transpose(0, 1)[None] for x in (query, key, value))
+        out, _ = packed_attention(self, q, k, v, None, self.scale, packed_seq_params.packing)  # [all]
+        return out[0].flatten(1)[:, None]
+
+
+class Rotary(nn.Module):
+    """In place of Megatron's rotary embedding: angles of the row's own positions, with transformers' frequencies."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def get_rotary_seq_len(self, *args: Any) -> Tensor:
+        """What Megatron calls `forward` with, where it would be a length."""
+        return args[-1].positions
+
+    def forward(self, positions: Tensor, **_: Any) -> Tensor:
+        """int64 [t] -> float32 [t, 1, 1, rotated dimensions]."""
+        angles = positions[:, None].float() * self.frequencies
+        return torch.cat([angles, angles], -1)[:, None, None]
+
+
+class Head(nn.Module):
+    """In place of the output embedding: logprob and entropy of `targets`, from the hidden states at `keep`."""
+
+    def __init__(self, weight: nn.Parameter | None, vocab_size: int, groups: ProcessGroupCollection) -> None:
+        """`weight`: this rank's rows; None where the input embedding's are handed to `forward`."""
+        super().__init__()
+        self.weight, self._vocab_size, self._group = weight, vocab_size, groups.tp
+        self.keep: Tensor | None = None
+        """int64 [n], to be set before each forward: which tokens of the row predict a target"""
+        self.targets: Tensor | None = None
+        """int64 [n], likewise"""
+        self.temperature = 1.0
+        self.candidate_ids: Pairs | None = None
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """[all] of the ranks that share the vocabulary out: [t / tp, 1, h] -> float32 [n, 1, 2]."""
+        weight, share, first = self.weight if weight is None else weight, None, 0
+        hidden = hidden[:, 0]
+        if self._group.size() > 1:
+            hidden, first = gather_rows(hidden, self._group), self._group.rank() * len(weight)  # [all]
+            share = VocabularyShare(first, self._group)
+        own = weight[: self._vocab_size - first]  # the rest is filling
+        found = token_logprobs(
+            hidden[self.keep], own, self.targets, self.temperature, self.candidate_ids, share
+        )  # [all]
+        return torch.stack(found, -1)[:, None], None
+
+
+class ReplayedChoice:
+    """In place of Megatron's own replay of routers, of one layer."""
+
+    def __init__(self, replay: Replay, place: int) -> None:
+        """`place`: of the layer among the mixtures of the whole model."""
+        self._replay, self._place = replay, place
+
+    def get_replay_topk(self, scores: Tensor, top_k: int, *groups: Any) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the chosen experts, [T, k] each, where a router would take those with the highest."""
+        *limits, highest = groups
+        values, own = highest(scores, top_k, *limits)
+        found = self._replay.choose(self._place, own)
+        return (values, own) if found is None else (scores.gather(1, found[0]), found[0])
+
+
+class WatchedRouter(TopKRouter):
+    """Megatron's router; what it chooses is counted."""
+
+    load: ExpertLoad
+    place: int
+    """among the routers that are here"""
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[t, 1, E] -> weights of the chosen experts, 0 of others, and which are chosen: [t, E] each."""
+        weights, is_chosen = super().routing(logits, *args, **kwargs)
+        probabilities = torch.softmax(logits.flatten(0, 1), -1, dtype=torch.float32)
+        chosen = is_chosen.float().topk(self.topk, -1).indices
+        changed = self.load.observe(self.place, probabilities, chosen, weights)  # [all]
+        return weights if changed is None else changed, is_chosen
+
+
+def watch_routers(chunks: Mapping[GPTModel, range], replay: Replay, load: ExpertLoad) -> None:
+    """Let each router that is here ask `replay` and report to `load`; all layers are mixtures."""
+    place = 0
+    for chunk, layers in chunks.items():
+        for number, layer in zip(layers, chunk.decoder.layers, strict=True):
+            layer.register_forward_pre_hook(partial(_take, replay, load), with_kwargs=True)
+            router = layer.mlp.router
+            router.router_replay = ReplayedChoice(replay, number) if replay.places else None
+            router.load, router.place = load, place
+            place += 1
+
+
+def _take(replay: Replay, load: ExpertLoad, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    row = kwargs["packed_seq_params"]
+    replay.take(row.chosen)
+    load.take(row.routed)
+
+
+def config_of(
+    config: PreTrainedConfig, layout: Layout, train: TrainConfig, dtype: torch.dtype, options: dict[str, Any]
+) -> TransformerConfig:
+    """Megatron's configuration of the model."""
+    tp, pp, vpp = layout.size("tp"), layout.size("pp"), train.vpp
+    stages: dict[str, Any] = {}
+    if vpp > 1:
+        stages = {"virtual_pipeline_model_parallel_size": vpp}
+    if pp > 1:  # micro-batches are of different lengths
+        stages |= {"pipeline_dtype": dtype, "variable_seq_lengths": True}
+    if train.activation_checkpointing == "full":
+        stages |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    fields = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": num_kv_heads(config),
+        "kv_channels": head_dim(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": layout.size("cp"),
+        "use_cpu_initialization": layout.world.device.type == "cpu",
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,  # before gradients have their buffers, or these divide by the data shards
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "expert_model_parallel_size": layout.size("ep"),
+        "expert_tensor_parallel_size": 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    return TransformerConfig(**(fields | stages | options))
+
+
+def chunks_of(
+    config: TransformerConfig, dealt: Sequence[range], groups: ProcessGroupCollection, vocab_size: int, is_tied: bool
+) -> dict[GPTModel, range]:
+    """This rank's chunks of the model, in order, with their layers; parameters may hold anything yet.
+
+    dealt: the layers of all chunks, of which a stage has every n-th.
+    """
+    made = {}
+    _prepare_process()
+    stage, num_stages, tp = groups.pp.rank(), groups.pp.size(), groups.tp.size()
+    for place in range(stage, len(dealt), num_stages):
+        is_last = place == len(dealt) - 1
+        chunk = place // num_stages if len(dealt) > num_stages else None
+        model = GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=[_layer(config)] * len(dealt[place]), layer_norm=Norm),
+            -(-vocab_size // tp) * tp,
+            max_sequence_length=0,
+            pre_process=place == 0,
+            post_process=is_last,
+            share_embeddings_and_output_weights=is_tied,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            vp_stage=chunk,
+        )
+        if is_last:
+            model.output_layer = Head(model.output_layer.weight, vocab_size, groups)
+        made[model] = dealt[place]
+    return made
+
+
+def _prepare_process() -> None:
+    """Make what Megatron has once a process: layers that share out their tokens ask for it."""
+    tracker = get_cuda_rng_tracker()
+    if RANDOM not in tracker.get_states():
+        tracker.add(RANDOM, 0)  # nothing random is drawn
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+def _layer(config: TransformerConfig) -> ModuleSpec:
+    """What a layer is made of."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    own = spec.submodules
+    if config.num_moe_experts:
+        own.mlp.submodules.router = WatchedRouter
+    own.input_layernorm = own.pre_mlp_layernorm = Norm
+    attention = own.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return spec

@@ -1,0 +1,256 @@
+"""Megatron beside FSDP2: each goes on from what the other has saved; skipped updates, bfloat16, wrong mappings.
+
+The ranks of this file do all of it in one go, since they import Megatron once.
+"""
+
+import math
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl import weights
+from spmd_rl.distributed import World
+from spmd_rl.engine.native import NativeEngine, empty_module
+from spmd_rl.errors import RunFailed, UserError
+from spmd_rl.model.build import build_model
+from spmd_rl.train.state import SavedState
+from tests.dist.harness import run_ranks
+from tests.dist.test_experts import with_auxiliary
+from tests.dist.test_router_replay import replayed
+from tests.dist.test_train_parity import as_stored
+from tests.dist.test_train_state import save
+from tests.models import EXPERTS, tiny
+from tests.training import TEMPERATURE, built, global_batch, loss, relative, share_of
+
+ARCHITECTURES = "spmd_rl.train.megatron.architectures"
+EPS = 1e-3
+"""It hides gradients that are rounding alone, of which AdamW would make whole steps."""
+MODELS = {
+    "llama": ("llama", {"tie": True, "vocab_size": 263}),
+    "qwen3_moe": ("qwen3_moe", {"vocab_size": 263, **EXPERTS["qwen3_moe"]}),
+    "plain": ("llama", {"num_key_value_heads": 4}),
+}
+PAIRS = {
+    "tp2 to data shards": ("llama", ("megatron", {"tp": 2}), ("fsdp2", {})),
+    "data shards to pp2": ("llama", ("fsdp2", {}), ("megatron", {"pp": 2})),
+    "distributed optimizer to tp2": ("llama", ("megatron", {}), ("megatron", {"tp": 2})),
+    "experts shared out to pp2": ("qwen3_moe", ("megatron", {"ep": 2}), ("fsdp2", {"pp": 2})),
+    "experts whole to shared out": ("qwen3_moe", ("fsdp2", {}), ("megatron", {"ep": 2})),
+}
+
+
+def step(role, seed: int) -> dict[str, float]:
+    return role.update(share_of(role, "uneven", global_batch(seed)), loss, TEMPERATURE)
+
+
+def whole(role) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in role.weights()}
+
+
+def goes_on(world: World, paths, folder: str, case: str) -> dict[str, float]:
+    """Two updates and a save by one; then both make one more, the other from what was saved."""
+    model, (writes, layout), (reads, other_layout) = PAIRS[case]
+    writer = built(writes, world, paths[f"{model} 0"], budget=60, axes=layout, eps=EPS)
+    for seed in range(2):
+        step(writer, seed)
+    counters, exact = save(world, writer, f"{folder}/{case}"), whole(writer)
+    reader = built(reads, world, paths[f"{model} 1"], budget=60, axes=other_layout, eps=EPS)
+    before = whole(reader)
+    reader.load(Path(f"{folder}/{case}"))
+    reader.load_counters(counters)
+    read = whole(reader)
+    straight, resumed = step(writer, 2), step(reader, 2)
+    went, goes = whole(writer), whole(reader)
+    return {
+        "differs before": float(any(not torch.equal(before[key], exact[key]) for key in exact)),
+        "read": float(all(torch.equal(read[key], exact[key]) for key in exact)),
+        "norm": abs(resumed["grad_norm"] / straight["grad_norm"] - 1),
+        "next update": max(relative(goes[key], went[key]) for key in went),
+        "names": float(read.keys() == exact.keys()),
+    }
+
+
+def resumes(world: World, paths, folder: str, axes) -> bool:
+    """The same layout goes on to the bit, and with an uninterrupted run."""
+    straight = built("megatron", world, paths["llama 0"], axes=axes)
+    step(straight, 0)
+    counters = save(world, straight, folder)
+    resumed = built("megatron", world, paths["llama 1"], axes=axes)
+    resumed.load(Path(folder))
+    resumed.load_counters(counters)
+    both = [[step(role, seed) for seed in (1, 2)] for role in (straight, resumed)]
+    went, goes = whole(straight), whole(resumed)
+    return both[0] == both[1] and all(torch.equal(went[key], goes[key]) for key in went)
+
+
+def skips(world: World, path: str, folder: str) -> list[bool]:
+    """One rank's infinite weight skips the update on all, and changes neither weights nor moments."""
+    mine = built("megatron", world, path, max_skipped_updates=2)
+    step(mine, 0)
+    save(world, mine, f"{folder}/before")
+    bad = share_of(mine, "dealt", global_batch())
+    if world.rank == world.size - 1:
+        bad.weights[bad.loss_mask] = math.inf
+    facts = [mine.update(bad, loss, TEMPERATURE)["skipped"] == 1.0]
+    save(world, mine, f"{folder}/after")
+    before, after = (SavedState.open(Path(folder) / name) for name in ("before", "after"))
+    facts.append(all(torch.equal(before.read(name), after.read(name)) for name in before.tensors))
+    facts.append(step(mine, 1)["skipped"] == 0.0)
+    mine.update(bad, loss, TEMPERATURE)
+    try:
+        mine.update(bad, loss, TEMPERATURE)
+    except RunFailed as error:
+        facts.append("2 updates in a row" in str(error))
+    return facts
+
+
+def rounds(world: World, path: str, axes) -> dict[str, bool]:
+    """Of a bfloat16 model: what is published, what it computes with, and updates too small for bfloat16."""
+    mine = built("megatron", world, path, "bfloat16", axes=axes, lr=1e-4, warmup_steps=0)
+    plain = build_model(path, torch.float32, "cpu", attention="eager")
+    wanted = as_stored(plain, dict(plain.named_parameters()))
+    first, metrics = whole(mine), [step(mine, seed) for seed in range(2)]
+    return {
+        "starts as the rounded weights": all(torch.equal(first[key], wanted[key].bfloat16()) for key in wanted),
+        "changes": any(not torch.equal(first[key], tensor) for key, tensor in mine.weights()),
+        "is close to float32": metrics[0]["loss"] != 0 and all(math.isfinite(one["grad_norm"]) for one in metrics),
+    }
+
+
+def swapped_queries(rules) -> None:
+    name = next(name for name in rules if "linear_qkv" in name)
+    q, k, v = rules[name].names
+    rules[name] = type(rules[name])(k, q, v)
+
+
+def joined_wrongly(rules) -> None:
+    """Each rank gets the other one's part of the gate beside its own of what it gates."""
+    name = next(name for name in rules if "linear_fc1" in name)
+
+    class Turned(type(rules[name])):
+        def pieces(self, shapes, share):
+            other = share._replace(rank=share.size - 1 - share.rank)
+            gate, _ = super().pieces(shapes, other)
+            _, up = super().pieces(shapes, share)
+            return [gate, up]
+
+    rules[name] = Turned(*rules[name].names)
+
+
+def loses_an_expert(rules) -> None:
+    """The second expert is made of the first one's weights."""
+    name = next(name for name in rules if "linear_fc2" in name)
+
+    class Twice(type(rules[name])):
+        def named(self, *numbers):
+            return super().named(*(numbers if numbers[-1] != 1 else (numbers[0], 0)))
+
+    rules[name] = Twice(*rules[name].names)
+
+
+def published(world: World, path: str, architecture: str, spoil=None) -> str:
+    """What a publish into native engines says; `spoil` changes the architecture's rules for it."""
+    module = import_module(f"{ARCHITECTURES}.{architecture}")
+    sound = dict(module.NAMES)
+    try:
+        if spoil is not None:
+            spoil(module.NAMES)
+        policy = built("megatron", world, path, axes={"tp": 2})
+        engine = NativeEngine(empty_module(path, torch.float32), 4, 256)
+        publish = weights.build(policy, engine, world)
+        metrics = publish(version=0)
+        return "sound" if metrics["publish/probe_abs_diff"] < 1e-5 else "unsound"
+    except (RunFailed, UserError) as error:
+        return str(error)
+    finally:
+        module.NAMES.clear()
+        module.NAMES.update(sound)
+
+
+def interleaved_over_two(world: World, path: str) -> str:
+    try:
+        built("megatron", world, path, axes={"pp": 2, "vpp": 2})
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def everything(world: World, paths: dict[str, str], folder: str) -> dict:
+    return {
+        "goes on": {case: goes_on(world, paths, folder, case) for case in PAIRS},
+        "resumes": [resumes(world, paths, f"{folder}/{axes}", axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
+        "skips": skips(world, paths["llama 0"], folder),
+        "rounds": [rounds(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
+        "sound": published(world, paths["plain 0"], "llama"),
+        "swapped": published(world, paths["plain 0"], "llama", swapped_queries),
+        "joined": published(world, paths["plain 0"], "llama", joined_wrongly),
+        "replayed": [
+            replayed(world, paths["qwen3_moe 0"], axes, "forced", partial(built, "megatron"))
+            for axes in ({"ep": 2}, {"tp": 2}, {"pp": 2})
+        ],
+        "balanced": [
+            with_auxiliary(world, paths["qwen3_moe 0"], axes, checkpointing, partial(built, "megatron"))
+            for axes, checkpointing in (({"ep": 2}, "full"), ({"tp": 2}, "none"), ({"pp": 2}, "none"))
+        ],
+        "interleaved": interleaved_over_two(world, paths["llama 0"]),
+        "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("megatron")
+    paths = {
+        f"{name} {seed}": str(tiny(kind, folder / f"{name} {seed}", seed=seed, **sizes))
+        for name, (kind, sizes) in MODELS.items()
+        for seed in (0, 1)
+    }
+    return run_ranks(2, everything, paths, str(folder), timeout=280)
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_one_backend_goes_on_from_what_the_other_has_saved(case: str, found) -> None:
+    for facts in (of_rank["goes on"][case] for of_rank in found):
+        assert facts["differs before"] == facts["read"] == facts["names"] == 1.0, facts
+        assert facts["norm"] < 1e-5 and facts["next update"] < 1e-5, facts
+
+
+def test_a_resume_is_bitwise(found) -> None:
+    assert [of_rank["resumes"] for of_rank in found] == [[True] * 3] * 2
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(found) -> None:
+    assert [of_rank["skips"] for of_rank in found] == [[True] * 4] * 2
+
+
+def test_bfloat16_over_float32_masters(found) -> None:
+    for facts in (facts for of_rank in found for facts in of_rank["rounds"]):
+        assert all(facts.values()), facts
+
+
+def test_a_wrong_mapping_ends_the_run_by_name(found) -> None:
+    for of_rank in found:
+        assert of_rank["sound"] == "sound"
+        for wrong in ("swapped", "joined"):
+            assert "the engine's logprobs are" in of_rank[wrong] and "from the trainer's" in of_rank[wrong], of_rank
+        assert "mlp.experts.1.down_proj.weight, for which Megatron has no place" in of_rank["lost"], of_rank["lost"]
+
+
+def test_the_experts_that_the_engine_chose_are_used(found) -> None:
+    for errors in (errors for of_rank in found for errors in of_rank["replayed"]):
+        assert max(errors.values()) < 1e-4 and len(errors) > 20, errors
+
+
+def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(found) -> None:
+    for seen in (seen for of_rank in found for seen in of_rank["balanced"]):
+        assert seen["microbatches"] == 1 and seen["dropped"] == 0
+        assert len(seen["gates"]) == 2 and min(seen["matters"]) > 0.1
+        assert max(seen["gates"] + seen["others"] + seen["metrics"]) < 1e-4, seen
+
+
+def test_what_gloo_would_mix_up_is_refused(found) -> None:
+    says = "train.vpp: with two stages on CPU Megatron's gradients are wrong; must be 1"
+    assert [of_rank["interleaved"] for of_rank in found] == [says] * 2
