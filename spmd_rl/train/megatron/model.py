@@ -72,6 +72,9 @@ class MegatronModel:
                 transformer.watch_routers(chunks, self._replay, self._load_of_experts)
             for chunk in self._chunks:
                 chunk.requires_grad_(role.optimizer is not None)
+                if chunk.pre_process:
+                    padding = module.get_input_embeddings().padding_idx
+                    transformer.ignore_padding(chunk.embedding, padding, self._groups.tp)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
             local = local_parameters(chunks, experts, layout.rank("ep"))
             for tensor in local.values():
