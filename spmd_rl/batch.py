@@ -169,6 +169,21 @@ class Batch(_Remembered):
             self._sampled = _sampled(self)
         return self._sampled
 
+    @property
+    def by_trajectory(self) -> tuple[Tensor | None, Tensor]:
+        """The order of the N sampled tokens in which those of a trajectory are neighbours, its segments in order, and
+        the number of each one's trajectory in that order: int64 [N], 0, 1, ... without gaps. No order: they are
+        already.
+
+        What is computed over whole trajectories takes tokens in this order; a micro-batch holds all segments of each.
+        """
+        if self.trajectories is None:
+            return None, self.sampled.samples
+        numbers = self.trajectories.repeat_interleave(self.starts.diff(), output_size=self.num_tokens)
+        numbers = numbers[self.sampled.index]
+        order = numbers.argsort(stable=True)
+        return order, torch.unique_consecutive(numbers[order], return_inverse=True)[1]
+
     def to(self, device: torch.device) -> "Batch":
         """A copy on `device`."""
         columns = {

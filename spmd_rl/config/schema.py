@@ -158,6 +158,11 @@ class RlConfig(PipelineConfig):
         return 0
 
     @property
+    def has_turns(self) -> bool:
+        """Whether an episode may have several turns: only a user's own, unless there are environments."""
+        return self.rollout.target is not None and self.rollout.max_turns != 1
+
+    @property
     def generation(self) -> GenerationSettings:
         """What generating takes from the settings."""
         return GenerationSettings(
@@ -225,6 +230,11 @@ class AgenticConfig(RlConfig):
     pipeline = "agentic"
     env: EnvsConfig = field(default_factory=EnvsConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
+
+    @property
+    def has_turns(self) -> bool:
+        """See `RlConfig.has_turns`."""
+        return self.rollout.max_turns != 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ alone; for one of tokens, that number is the reward at the turn's last token. So
 for each of its turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +27,8 @@ from spmd_rl.batch import as_tensor
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import World
 from spmd_rl.learn.custom import answer_advantage, bind, token_advantage
-from spmd_rl.rollout.table import SampleTable, last_segments, trajectories_of
-from spmd_rl.types import Group, concat
+from spmd_rl.rollout.table import SampleTable, last_segments
+from spmd_rl.types import Group, Sample, concat
 
 
 class Samples(Protocol):
@@ -82,12 +82,11 @@ class Metadata:
     """scored answers that may not train"""
 
     @classmethod
-    def of(cls, collected: Samples, greedy_answer: int | None = None) -> "Metadata":
+    def of(cls, table: SampleTable, greedy_answer: int | None = None) -> "Metadata":
         """The scored answers of the groups that train.
 
         greedy_answer: the number of the answer that is a baseline and never trains.
         """
-        table = collected.table
         samples, steps = table.accepted, table.steps
         if len(steps) or not samples["last"].all():
             samples = samples[np.lexsort((samples["answer"], samples["ticket"]))]
@@ -206,8 +205,9 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The advantages of a step."""
+    """The answers of a step that may train, and what each of them gets."""
 
+    data: Metadata
     advantages: np.ndarray
     """float64 [q]: of each turn that `runs` names; before a token-level estimator, its reward"""
     runs: Runs
@@ -215,17 +215,48 @@ class Credit:
     """float64 [n]: the shaped scores of answers"""
     running: Moments
     """the moments of the run's scores, these included"""
+    masked: Mapping[int, str]
+    """answers that are left out of the loss nevertheless, in order, each with the reason"""
+    weights: Tensor
+    """float64: of each of the others, a factor of its loss beside its share of the mean"""
 
 
 def credit(
-    data: Metadata, settings: AlgorithmConfig, running: Moments, max_tokens: int, penalties: Tensor | None = None
+    table: SampleTable,
+    settings: AlgorithmConfig,
+    running: Moments,
+    max_tokens: int,
+    greedy_answer: int | None = None,
+    penalties: Mapping[Key, float] | None = None,
 ) -> Credit:
-    """Advantages of the answers, or of their turns where the estimator tells these apart. Parameters as in `shape`."""
+    """Advantages of the answers, or of their turns where the estimator tells these apart, and which of them count.
+
+    running: the moments of the run's scores before this step. max_tokens: of an answer. greedy_answer: the number of
+    the answer that is a baseline, if there is one. penalties: added to the scores.
+    """
+    data = Metadata.of(table, greedy_answer)
+    extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
+    masked, weights = mask(data, settings)
+    return Credit(data, *_advantages(data, settings, running, max_tokens, extra), masked, weights)
+
+
+def all_alike(table: SampleTable) -> Credit:
+    """All sampled tokens of an update weigh the same, whatever their scores."""
+    data = Metadata.of(table)
+    ones = torch.ones(len(data.answers), dtype=torch.float64)
+    return Credit(data, ones.numpy(), whole_samples(data), ones, Moments(), {}, ones.clone())
+
+
+def _advantages(
+    data: Metadata, settings: AlgorithmConfig, running: Moments, max_tokens: int, penalties: Tensor | None
+) -> tuple[np.ndarray, Runs, Tensor, Moments]:
+    """The first fields of `Credit` after the data. Parameters as in `shape`."""
     estimator = answer_advantage(settings)  # a token-level estimator starts from the scores
     if not (settings.credits_steps or (len(data.steps) and token_advantage(settings))):
+        runs = whole_samples(data)
         scored, running = shape(data, settings, running, max_tokens, penalties)
         advantages = estimator(scored) if estimator else scored.scores
-        return Credit(advantages.numpy(), whole_samples(data), scored.scores, running)
+        return advantages.numpy(), runs, scored.scores, running
     scores = adjusted(data, settings, max_tokens, penalties)
     if settings.normalises and not estimator:
         scores, running = normalised(scores, data.groups, data.domains, settings, running)
@@ -233,7 +264,7 @@ def credit(
     values = estimator(scored) if estimator else scored.scores
     if settings.normalises and estimator:  # returns: the scores of steps
         values, running = normalised(values, scored.groups, data.domains[scored.trajectories], settings, running)
-    return Credit(values.numpy(), runs, scores, running)
+    return values.numpy(), runs, scores, running
 
 
 def whole_samples(data: Metadata) -> Runs:
@@ -332,14 +363,16 @@ def mask(data: Metadata, settings: AlgorithmConfig) -> tuple[dict[int, str], Ten
     return dict(sorted(reasons.items())), masks.mean_one(weights[kept])
 
 
-def repetition_penalties(collected: Samples, settings: AlgorithmConfig, world: World) -> dict[Key, float]:
-    """[all] What each answer of the groups that train loses for repeating itself, counted over all its turns.
+def repetition_penalties(
+    trajectories: Iterable[Sequence[Sample]], settings: AlgorithmConfig, world: World
+) -> dict[Key, float]:
+    """[all] What each answer loses for repeating itself, counted over all its turns.
 
-    An answer of several samples goes by the key of its last one.
+    trajectories: of this rank, the samples of each. An answer of several samples goes by the key of its last one.
     """
     penalty = bind(repetition_penalty, settings)
     mine = []
-    for samples in (samples for group in collected.groups for samples in trajectories_of(group.samples)):
+    for samples in trajectories:
         turns = [turn.token_ids for sample in samples for turn in sample.turns]
         mine.append([*samples[-1].key, penalty(torch.tensor(concat(turns, "i"), dtype=torch.int64))])
     with world.phase("coordination"):

@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from spmd_rl.batch import Batch
+from spmd_rl.algo import AGGREGATIONS
+from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.learn.advantages import Samples
+from spmd_rl.learn import prepare
+from spmd_rl.learn.advantages import Samples, all_alike
 from spmd_rl.learn.losses import nll, update
-from spmd_rl.learn.prepare import Plan, plan_supervised
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.base import Metrics, PolicyRole
 
@@ -18,7 +19,7 @@ class Imitation:
         """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate."""
         self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor = temperature, lr_factor
-        self.plan: Plan | None = None
+        self.plan: prepare.Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 
     @classmethod
@@ -33,8 +34,11 @@ class Imitation:
         data, count = self._policy.layout.data, self._num_updates
         with self._world.phase("prepare"):
             with self._world.phase("coordination"):
-                self.plan = plan_supervised(collected, count, data.size, self._policy.hidden_size)
-            return redistribute(collected, self.plan, count, data, self._world)  # [all]
+                shares = prepare.Shares(count, data.size, self._policy.hidden_size)
+                alike = all_alike(collected.table)
+                self.plan = prepare.plan(collected.step, alike, shares, AGGREGATIONS["token-mean"])
+            packed = pack(self.plan.samples_of(collected.groups, self._world.rank), collected.step - 1)
+            return redistribute(packed, self.plan, count, data, self._world)  # [all]
 
     def update(self, batches: list[Batch]) -> Metrics:
         """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""

@@ -1,21 +1,24 @@
 """`Learner`: a step of learning, from collected samples to updated weights, and the algorithm's own state."""
 
 from dataclasses import astuple, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.advantages import Samples, repetition_penalties
+from spmd_rl.learn.advantages import Samples, credit, repetition_penalties
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
+from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
 
@@ -93,23 +96,19 @@ class Learner:
         with self._world.phase("prepare"):
             penalties = None
             if settings.repetition_coef:
-                penalties = repetition_penalties(collected, settings, self._world)  # [all]
+                trajectories = chain.from_iterable(trajectories_of(group.samples) for group in collected.groups)
+                penalties = repetition_penalties(trajectories, settings, self._world)  # [all]
             with self._world.phase("coordination"):
-                self.plan, self._scores = prepare.plan(
-                    collected,
-                    settings,
-                    self._scores,
-                    num_updates=self._num_updates,
-                    num_shards=data.size,
-                    hidden_size=self._policy.hidden_size,
-                    max_tokens=rollout.max_answer_tokens,
-                    greedy_answer=rollout.answers_per_prompt if settings.uses_greedy else None,
-                    penalties=penalties,
-                )
+                greedy = rollout.answers_per_prompt if settings.uses_greedy else None
+                limits = rollout.max_answer_tokens, greedy
+                found = credit(collected.table, settings, self._scores, *limits, penalties)
+                shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
+                aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
+                self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
             self._check_signal()
-            batches = redistribute(  # [all]
-                collected, self.plan, self._num_updates, data, self._world, rollout.truncates, self._replayed
-            )
+            own = self.plan.samples_of(collected.groups, self._world.rank)
+            packed = pack(own, collected.step - 1, rollout.truncates, self._replayed)
+            batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
             needs_old = proximal and (self._num_updates > 1 or self.plan.stale)

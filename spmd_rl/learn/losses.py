@@ -53,7 +53,7 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
     A trajectory of several segments is one sample to `algo`. Without old logprobs the current ones stand in: in the
     first update on fresh samples they are the same numbers.
     """
-    order, trajectories = by_trajectory(batch)
+    order, trajectories = batch.by_trajectory
     mask, runs = batch.sampled.index, batch.sampled.runs
     if order is not None:
         mask, runs, logprobs, entropy = mask[order], runs[order], logprobs[order], entropy[order]
@@ -69,20 +69,6 @@ def tokens_of(batch: Batch, logprobs: Tensor, entropy: Tensor) -> tuple[Tokens, 
         marked=None if batch.marked is None else batch.marked[mask],
     )
     return tokens, order
-
-
-def by_trajectory(batch: Batch) -> tuple[Tensor | None, Tensor]:
-    """The order of the N sampled tokens in which those of a trajectory are neighbours, its segments in order, and the
-    number of each one's trajectory in that order: int64 [N], 0, 1, ... without gaps. No order: they are already.
-
-    What is computed over whole trajectories takes tokens in this order; a micro-batch holds all segments of each.
-    """
-    if batch.trajectories is None:
-        return None, batch.sampled.samples
-    numbers = batch.trajectories.repeat_interleave(batch.starts.diff(), output_size=batch.num_tokens)
-    numbers = numbers[batch.sampled.index]
-    order = numbers.argsort(stable=True)
-    return order, torch.unique_consecutive(numbers[order], return_inverse=True)[1]
 
 
 def _loss(
@@ -194,7 +180,8 @@ def measure_mismatch(batches: Sequence[Batch], level: str, data: DataShard) -> M
     for batch in batches:
         assert batch.old_logprobs is not None
         old = batch.old_logprobs[batch.sampled.index]
-        found = mismatch(tokens_of(batch, old, old)[0], level)
+        tokens, _ = tokens_of(batch, old, old)
+        found = mismatch(tokens, level)
         count += len(old)
         sums = {name: total + float(found[name].double().sum()) for name, total in sums.items()}
     records = data.gather("prepare: mismatch", [float(count), *sums.values()])  # [all]

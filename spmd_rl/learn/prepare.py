@@ -11,23 +11,18 @@ micro-batches' token budget is a rank's own) and ranks of unequal speed.
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from spmd_rl.algo import AGGREGATIONS
-from spmd_rl.algo.moments import Moments
-from spmd_rl.batch import as_tensor
-from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import DataShard
-from spmd_rl.learn.advantages import Credit, Key, Metadata, Samples, credit, keys, mask, whole_samples
-from spmd_rl.learn.custom import bind
+from spmd_rl.learn.advantages import Credit, Key, Metadata, keys
+from spmd_rl.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +78,12 @@ class Plan:
         """How the work is spread, and how much of what was collected is of use."""
         return {"actor/balance": self.balance, "actor/left_out": self.left_out}
 
+    def samples_of(self, groups: Iterable[Group], rank: int) -> list[Sample]:
+        """Those of a rank's own samples that train, in order."""
+        samples = {sample.key: sample for group in groups for sample in group.samples}
+        keys = map(tuple, self.keys[self.src_rank == rank].tolist())
+        return [samples[key] for key in keys if key in samples]  # all are, if the ranks agree
+
     def columns(self) -> tuple[Any, ...]:
         """Everything: what ranks compare."""
         return tuple([getattr(self, name) for name in self.__slots__])
@@ -98,65 +99,21 @@ class Shares(NamedTuple):
     """Over what the samples of a step are spread."""
 
     num_updates: int
-    """optimizer steps"""
+    """optimizer steps, between which the tickets are divided in order"""
     num_shards: int
     """data shards of the policy"""
     hidden_size: int
     """of the policy: from it follows the work that a sample makes"""
 
 
-def plan(
-    collected: Samples,
-    settings: AlgorithmConfig,
-    running: Moments,
-    *,
-    num_updates: int,
-    num_shards: int,
-    hidden_size: int,
-    max_tokens: int,
-    greedy_answer: int | None = None,
-    penalties: Mapping[Key, float] | None = None,
-) -> tuple[Plan, Moments]:
-    """Advantages, weights and the distribution over the data shards; and the moments of the run's scores.
+def plan(step: int, found: Credit, shares: Shares, aggregate: Callable[[Tensor], Tensor]) -> Plan:
+    """The plan that spreads the answers of a step that train over optimizer steps and data shards.
 
-    running: those moments before this step. num_updates: optimizer steps, between which the tickets are divided in
-    order. num_shards: data shards, over which the samples of each of them are spread. hidden_size: the policy's, for
-    the work that a sample makes. max_tokens: of an answer. greedy_answer: the number of the answer that is a baseline,
-    if there is one. penalties: added to the scores.
+    aggregate: weighs the answers of an optimizer step by their lengths; one of `algo.AGGREGATIONS`.
     """
-    data = Metadata.of(collected, greedy_answer)
-    extra = None if penalties is None else as_tensor([penalties[key] for key in keys(data.answers)], np.float64)
-    found = credit(data, settings, running, max_tokens, extra)
-    aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
-    masked, weights = mask(data, settings)
-    shares = Shares(num_updates, num_shards, hidden_size)
-    return _deal(collected.step, data, found, masked, weights, aggregate, shares), found.running
-
-
-def plan_supervised(collected: Samples, num_updates: int, num_shards: int, hidden_size: int) -> Plan:
-    """The plan by which all sampled tokens of an update weigh the same, whatever their scores. Parameters: `plan`."""
-    data = Metadata.of(collected)
-    ones = torch.ones(len(data.answers), dtype=torch.float64)
-    found = Credit(ones.numpy(), whole_samples(data), ones, Moments())
-    shares = Shares(num_updates, num_shards, hidden_size)
-    return _deal(collected.step, data, found, {}, ones.clone(), AGGREGATIONS["token-mean"], shares)
-
-
-def _deal(
-    step: int,
-    data: Metadata,
-    found: Credit,
-    masked: Mapping[int, str],
-    weights: Tensor,
-    aggregate: Callable[[Tensor], Tensor],
-    shares: Shares,
-) -> Plan:
-    """The plan that spreads the answers that are not `masked` over optimizer steps and data shards.
-
-    weights: float64, a factor of each of these answers beside its share of the mean.
-    """
+    data, weights = found.data, found.weights.clone()
     trains = np.ones(len(data.answers), np.bool_)
-    trains[list(masked)] = False
+    trains[list(found.masked)] = False
     minibatches = divide(data.answers["ticket"][trains], shares.num_updates)
     bounds_in = partial(np.searchsorted, v=np.arange(shares.num_updates + 1))
     for begin, end in pairwise(bounds_in(minibatches).tolist()):
@@ -167,7 +124,7 @@ def _deal(
     rows = np.stack([samples[name] for name in ("ticket", "unit", "num_prompt_tokens", "num_tokens")], axis=1)
     bounds = bounds_in(minibatches[owners]).tolist()
     data_rank, imbalance = assign(rows, bounds, shares.num_shards, shares.hidden_size)
-    left_out = data.num_excluded + len(masked)
+    left_out = data.num_excluded + len(found.masked)
     return Plan(
         step=step,
         keys=np.stack((samples["ticket"], samples["answer"]), axis=1),
@@ -184,7 +141,7 @@ def _deal(
         advantages=found.advantages[runs.turns[kept_runs]],
         weights=weights.numpy()[owners],
         minibatches=minibatches[owners],
-        masked=data.excluded + _reasons(data, masked),
+        masked=data.excluded + _reasons(data, found.masked),
         left_out=left_out / max(1, data.num_excluded + len(trains)),
         stale=bool((samples["lag"] > 0).any()),
         balance=imbalance,

@@ -23,7 +23,6 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.data.seeds import counter_seed
 from spmd_rl.distributed import DataShard
 from spmd_rl.learn.custom import bind, token_advantage
-from spmd_rl.learn.losses import by_trajectory
 from spmd_rl.learn.prepare import Plan
 
 
@@ -68,7 +67,7 @@ def estimate(batch: Batch, settings: AlgorithmConfig, kl_reward_coef: float) -> 
     discounts nothing. An estimator of answers or of steps leaves the advantage of a turn at its last token, from where
     it flows back to the turn's beginning, undiscounted if `gamma` is 1; the KL of what is to come counts to the end.
     """
-    order, samples = by_trajectory(batch)
+    order, samples = batch.by_trajectory
     index = batch.sampled.index if order is None else batch.sampled.index[order]
     turns = samples
     if batch.turns is not None:

@@ -1,6 +1,6 @@
 """Packed samples move between ranks: to those that train them, to those of another role, and columns back.
 
-    batches = redistribute(collected, plan, num_updates, policy.layout.data, world)  # [all] once a step
+    batches = redistribute(packed, plan, num_updates, policy.layout.data, world)     # [all] once a step
     batch = transfer("prepare: samples", packed, route, world)                       # [all] whole samples
     columns = send("prepare: values", batch, ["values"], back, world)                # [all] some of their columns
 
@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.batch import Batch, Column, Entries, Ragged, bounds_of, pack, positions, run_indices
+from spmd_rl.batch import Batch, Column, Entries, Ragged, bounds_of, positions, run_indices
 from spmd_rl.distributed import DataShard, World
-from spmd_rl.learn.advantages import Samples
 from spmd_rl.learn.prepare import Plan
 from spmd_rl.train.base import CriticRole, PolicyRole, Role
 
 Columns = dict[str, tuple[Column, Entries]]
+FROM_ROUTE = ("keys", "units", "position_ids")
+"""Columns that follow from a route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,7 @@ def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = 
     batch: holds at least the samples that this rank sends; the same columns on all ranks. agreed: what else must be
     equal everywhere (see `World.exchange`). RunFailed, on all ranks alike, if it is not, or the routes differ.
     """
-    names = [column for column, _, _ in batch.columns() if column not in ("keys", "units", "position_ids")]
-    columns = send(name, batch, names, route, world, agreed)  # [all]
+    columns = send(name, batch, None, route, world, agreed)  # [all]
     rows = route.data_rank == route.data.rank
     starts = bounds_of(torch.from_numpy(route.lengths[rows]))
     keys, units = torch.from_numpy(route.keys[rows]), torch.from_numpy(route.units[rows])
@@ -83,14 +83,21 @@ def transfer(name: str, batch: Batch, route: Route, world: World, agreed: Any = 
 
 
 def send(
-    name: str, batch: Batch, names: Sequence[str], route: Route, world: World, agreed: Any = None
+    name: str, batch: Batch, names: Sequence[str] | None, route: Route, world: World, agreed: Any = None
 ) -> dict[str, Entries]:
-    """[all] The columns `names` of the samples that the route gives this rank's data shard, in the route's order."""
+    """[all] The columns `names` of the samples that the route gives this rank's data shard, in the route's order.
+
+    None: all but those that follow from the route.
+    """
     copies = _Copies(route, world)
     numbers = {tuple(key): number for number, key in enumerate(batch.keys.tolist())}
     keys = map(tuple, route.keys[copies.sent].tolist())
     leaving = batch.select([numbers[key] for key in keys if key in numbers])  # all are, if the ranks agree
-    present: Columns = {key: (column, value) for key, column, value in leaving.columns() if key in names}
+    present: Columns = {
+        key: (column, value)
+        for key, column, value in leaving.columns()
+        if (key not in FROM_ROUTE if names is None else key in names)
+    }
     ragged = {key: pair for key, pair in present.items() if pair[0].ragged}
     tensors: Columns = {key: pair for key, pair in present.items() if key not in ragged}
     for key, (column, value) in ragged.items():
@@ -184,24 +191,12 @@ def _from_bytes(rows: Tensor, columns: Columns) -> dict[str, Tensor]:
     }
 
 
-def redistribute(
-    collected: Samples,
-    plan: Plan,
-    num_updates: int,
-    data: DataShard,
-    world: World,
-    truncated: bool = False,
-    replayed: bool = False,
-) -> list[Batch]:
+def redistribute(packed: Batch, plan: Plan, num_updates: int, data: DataShard, world: World) -> list[Batch]:
     """[all] The samples of this rank's data shard, one packed batch per optimizer step; any of them may be empty.
 
-    data: this rank's shard of the policy's. truncated, replayed: whether batches have `candidate_ids` and `experts`.
-    RunFailed, on all ranks alike, unless they have the same plan.
+    packed: those that this rank has (`Plan.samples_of`). data: this rank's shard of the policy's. RunFailed, on all
+    ranks alike, unless they have the same plan.
     """
-    samples = {sample.key: sample for group in collected.groups for sample in group.samples}
-    keys = map(tuple, plan.keys[plan.src_rank == world.rank].tolist())
-    own = [samples[key] for key in keys if key in samples]
-    packed = pack(own, version=collected.step - 1, truncated=truncated, replayed=replayed)
     packed.advantages = packed.weights = None  # every rank has them, in the plan
     with world.phase("coordination"):
         batch = transfer("prepare: samples", packed, Route.of(plan, data), world, plan.columns())  # [all]

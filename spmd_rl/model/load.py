@@ -97,13 +97,32 @@ def load_weights(
     are not looked for. `on_progress` is called after each tensor. UserError, before anything is read, if a weight is
     missing, unknown to the model or of another shape.
     """
-    wanted = checked_weights(model, files, fresh)
-    for name, tensor in model.named_parameters():
-        if name in fresh:
-            local(tensor).zero_()
-    for name, (tensor, part) in wanted.items():
-        _fill(local(tensor), owned_region(tensor), name, part, files)
+    read = RegionReader(model, files, fresh)
+    for name, tensor in read.tensors.items():
+        read(name, owned_region(tensor), local(tensor))
         on_progress()
+
+
+class RegionReader:
+    """Any part of a model's parameters and saved buffers, read from its directory."""
+
+    def __init__(self, model: nn.Module, files: WeightFiles, fresh: Collection[str] = ()) -> None:
+        """`model` may be on the meta device; `fresh` and UserError: see `load_weights`."""
+        every = dict([*model.named_parameters(), *model.named_buffers()])
+        names, self._files = {id(tensor): name for name, tensor in every.items()}, files
+        self._stored: dict[str, list[tuple[str, Part]]] = {name: [] for name in every if name in fresh}
+        for stored, (tensor, part) in checked_weights(model, files, fresh).items():
+            self._stored.setdefault(names[id(tensor)], []).append((stored, part))
+        self.tensors: dict[str, Tensor] = {name: every[name] for name in self._stored}
+        """The model's, by name: tied ones once"""
+
+    @torch.no_grad()
+    def __call__(self, name: str, region: Region, target: Tensor) -> None:
+        """Fill `target` with a region of the tensor `name`; with zeros if that is fresh."""
+        if not self._stored[name]:
+            target.zero_()
+        for stored, part in self._stored[name]:
+            _fill(target, region, stored, part, self._files)
 
 
 Wanted = dict[str, tuple[Tensor, Part]]

@@ -3,10 +3,10 @@
 | module | what it is |
 |---|---|
 | `base` | starts jobs in confined processes, at most two at a time, and reports how they ended |
-| `served`, `server` | owns a process that forks confined ones; its loop |
-| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root |
-| `bwrap`, `namespaces` | the same server inside bubblewrap, confinement by namespaces |
-| `unconfined` | no confinement, for those who ask for it |
+| `served`, `server` | owns a process that forks the confined ones; its loop |
+| `forkserver`, `forkserver_main` | confinement by user id, empty root, Landlock and seccomp; needs root; its process |
+| `bwrap`, `namespaces` | the same process inside bubblewrap, confinement by namespaces |
+| `unconfined` | the same process without confinement, for those who ask for it |
 | `confine` | the system calls |
 | `packages` | the installed packages that code may import |
 | `guest/` | what runs inside: a program, or tested code, or its tests |

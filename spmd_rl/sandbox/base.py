@@ -6,25 +6,22 @@ process of their own, in which there is no untrusted code and into which plain v
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import select
 import selectors
 import shutil
 import socket
-import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGXCPU
-from typing import Any, Protocol
+from typing import Any
 
 from spmd_rl.sandbox.packages import module_names
+from spmd_rl.sandbox.served import Forked, ServedSandbox, memory_file
 from spmd_rl.types import CheckResult, RunEnd, RunLimits, RunResult
 
 LIMITS = RunLimits()
@@ -34,53 +31,13 @@ PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
 """What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
 and sleeps if it used less than this share of a processor since."""
 PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
-PRINTS = ("stdout", "stderr", "capsys", "capfd")  # words of tests that want what the code prints
-_SEALS = 0xF  # no more sealing, shrinking, growing, writing
 _CHUNK = 1 << 16
-
-
-class SandboxProcess(Protocol):
-    """A confined process, as its owner sees it."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable once the process has ended."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process and all that it has started."""
-        ...
-
-    def wait(self) -> tuple[int, float]:
-        """Return the wait status and the seconds of processor time after its end. RuntimeError if it never began."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChildFiles:
-    """The descriptors that a confined process has open. `BaseSandbox.start` passes them on and does not close them."""
-
-    stdin: int
-    stdout: int
-    stderr: int
-    job: int
-    report: int
-    rpc: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What is left of one confined process."""
-
-    result: RunResult
-    report: bytes
-    """What it wrote to its report descriptor after the byte that says it is ready. Trusted code alone wrote it in the
-    mode `test`; in every other mode it is the word of untrusted code."""
 
 
 class _Run:
     """One process that runs. `readers` holds our ends of its pipes, by name."""
 
-    def __init__(self, process: SandboxProcess, limits: RunLimits, readers: dict[str, int]) -> None:
+    def __init__(self, process: Forked, limits: RunLimits, readers: dict[str, int]) -> None:
         self.process = process
         self.limits = limits
         self.readers = readers
@@ -146,35 +103,20 @@ def ended(status: int, all_used: bool) -> tuple[RunEnd, int]:
     return ("signal", -code) if code < 0 else ("exit", code)
 
 
-class BaseSandbox(ABC):
-    """A `Sandbox` without `start`, which the subclasses have. One call runs at a time; calls of other threads wait."""
-
-    own_bytes = 0
-    """Address space that the packages take which code may import, beside its own limit."""
-    python = sys.executable
-    """The interpreter that runs code."""
-    own_processes = 0
-    """The processes of the sandbox itself that the kernel counts beside a job's, for each job."""
+class BaseSandbox(ServedSandbox):
+    """A `Sandbox` without `launch`, which the subclasses have. One call runs at a time; calls of other threads wait."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._lock = threading.Lock()
-
-    @abstractmethod
-    def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> SandboxProcess:
-        """Start a job in a confined process. `slot` is 0 or 1 and differs for processes that run at once."""
-
-    def owner(self) -> int:
-        """Return the process id below which all that runs is found."""
-        return os.getpid()
 
     def use(self, python: str) -> None:
         """Run code with another interpreter, as `Sandbox.use` says."""
         if (found := shutil.which(os.path.expanduser(python))) is None:
             raise RuntimeError(f"there is no interpreter {python}")
         self.python = os.path.realpath(found)
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release what the sandbox holds."""
+        self.reopen()
+        self.prove()
 
     def prove(self, packages: Sequence[str] = ()) -> None:
         """Run a program, which imports these packages. RuntimeError if the sandbox does not work here."""
@@ -184,18 +126,21 @@ class BaseSandbox(ABC):
 
     def run(self, code: str, stdin: str = "", limits: RunLimits = LIMITS) -> RunResult:
         """Run a program, as `Sandbox.run` says."""
-        (finished,) = self.run_jobs([{"mode": "run", "code": code, "prelude": ""}], limits, stdin)
-        return finished.result
+        ((result, _),) = self.run_jobs([{"mode": "run", "code": code, "prelude": ""}], limits, stdin)
+        return result
 
-    def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[Finished]:
+    def run_jobs(self, jobs: list[dict[str, Any]], limits: RunLimits, stdin: str = "") -> list[tuple[RunResult, bytes]]:
         """Run one job, or two with a socket pair between them, each in a confined process, until the first has ended.
+
+        Returns how each ended, and what it wrote to its report descriptor after the byte that says it is ready: trusted
+        code alone wrote that in the mode `test`; in every other mode it is the word of untrusted code.
 
         Jobs are what `guest/main.py` reads, without their limits. RuntimeError if a process did not start.
         """
         with self._lock, ExitStack() as stack:
             runs = self._open(stack, jobs, limits, stdin)
-            _watch(runs, self.owner())
-        return [Finished(run.result, bytes(run.data["report"][1:])) for run in runs]
+            _watch(runs, self.process.pid)
+        return [(run.result, bytes(run.data["report"][1:])) for run in runs]
 
     def check(
         self,
@@ -212,13 +157,12 @@ class BaseSandbox(ABC):
         if unproven:
             jobs[0] |= {"mode": "beside", "code": code}
         else:
-            prints = any(word in source for source in tests for word in PRINTS)
-            jobs.append({"mode": "serve", "code": code, "prints": prints, **shared})
-        testing, *tested = self.run_jobs(jobs, limits)
-        end = (tested or [testing])[0].result.end
-        if "wall" in (testing.result.end, end):
+            jobs.append({"mode": "serve", "code": code, **shared})
+        (testing, report), *_ = ended = self.run_jobs(jobs, limits)
+        end = ended[-1][0].end
+        if "wall" in (testing.end, end):
             return CheckResult("wall", ())
-        sources = _judged(testing, len(tests), beside=unproven)
+        sources = _judged(testing, report, len(tests), beside=unproven)
         passed = tuple(outcome for _, outcomes, _, _ in sources for outcome in outcomes)
         reasons = [why for supported, _, why, _ in sources if not supported]
         if reasons:
@@ -233,28 +177,31 @@ class BaseSandbox(ABC):
         kernel["processes"] = limits.processes + (self.own_processes * len(jobs) if limits.processes > 1 else 0)
         runs = []
         with ExitStack() as theirs:
-            sockets = [theirs.enter_context(end).fileno() for end in socket.socketpair()] if len(jobs) == 2 else [-1]
+            sockets = [theirs.enter_context(end).fileno() for end in socket.socketpair()] if len(jobs) == 2 else []
             for slot, job in enumerate(jobs):
-                files, readers = {}, {}
-                for name in ("stdout", "stderr", "report"):
-                    readers[name], files[name] = os.pipe()
-                    os.set_blocking(readers[name], False)
-                    stack.callback(os.close, readers[name])
-                files["stdin"] = memory_file(stdin.encode(errors="replace"))
                 room = PARSED * limits.message_bytes if job["mode"] in ("test", "beside") else 0
-                files["job"] = memory_file(json.dumps({**job, "limits": {**kernel, "memory": memory + room}}).encode())
-                for fd in files.values():
+                text = json.dumps({**job, "limits": {**kernel, "memory": memory + room}})
+                pipes = {name: os.pipe() for name in ("stdout", "stderr", "report")}
+                for reader, writer in pipes.values():
+                    os.set_blocking(reader, False)
+                    stack.callback(os.close, reader)
+                    theirs.callback(os.close, writer)
+                files = [memory_file(content) for content in (stdin.encode(errors="replace"), text.encode())]
+                for fd in files:
                     theirs.callback(os.close, fd)
-                process = self.start(slot, limits, ChildFiles(**files, rpc=sockets[slot]))
-                runs.append(_Run(process, limits, readers))
+                out, err, report = (writer for _, writer in pipes.values())
+                process = self.start(slot, limits, [files[0], out, err, files[1], report, *sockets[slot : slot + 1]])
+                runs.append(_Run(process, limits, {name: reader for name, (reader, _) in pipes.items()}))
                 stack.callback(_give_up, runs[-1])
         return runs
 
 
-def _judged(testing: Finished, num_sources: int, beside: bool) -> list[tuple[bool, list[bool], str, str]]:
+def _judged(
+    testing: RunResult, written: bytes, num_sources: int, beside: bool
+) -> list[tuple[bool, list[bool], str, str]]:
     """Return what is said of each source of tests. RuntimeError if the tests are at fault. Whatever ends their process
     once the code has been asked is the code's doing; so is all that code beside its tests makes of the report."""
-    asked, text = testing.report.startswith(b"?") or beside, testing.report.lstrip(b"?")
+    asked, text = written.startswith(b"?") or beside, written.lstrip(b"?")
     try:
         report = json.loads(text)
         sources = [
@@ -263,10 +210,10 @@ def _judged(testing: Finished, num_sources: int, beside: bool) -> list[tuple[boo
         ]
         error = str(report["error"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        told = f"the tests ended by {testing.result.end} {testing.result.code}"
+        told = f"the tests ended by {testing.end} {testing.code}"
         if asked:
             return [(True, [False], f"{told}, after what the code answered", "")] * num_sources
-        raise RuntimeError(f"{told}: {testing.result.stderr.strip()}") from None
+        raise RuntimeError(f"{told}: {testing.stderr.strip()}") from None
     if error or not sources:
         raise RuntimeError(error[:1000] or "there are no tests")
     return sources
@@ -281,16 +228,12 @@ def _give_up(run: _Run) -> None:
 
 def used_seconds(owner: int) -> float:
     """Return the processor time of all processes that descend from one, 0.0 where there is no `/proc` to tell."""
-    parents, used = {}, {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        with contextlib.suppress(OSError):  # it has ended
-            words = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split() if name.isdigit() else ()
-            if words:
-                parents[int(name)], used[int(name)] = int(words[1]), int(words[11]) + int(words[12])
-    below = {owner}
-    while more := {pid for pid, parent in parents.items() if parent in below and pid not in below}:
-        below |= more
-    return sum(used[pid] for pid in below - {owner} if pid in used) / os.sysconf("SC_CLK_TCK")
+    used = 0.0
+    with contextlib.suppress(OSError):  # it has ended
+        for pid in Path(f"/proc/{owner}/task/{owner}/children").read_text().split():
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            used += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") + used_seconds(int(pid))
+    return used
 
 
 def _watch(runs: list[_Run], owner: int) -> None:
@@ -317,13 +260,3 @@ def _watch(runs: list[_Run], owner: int) -> None:
             used = used_seconds(owner) if late else 0.0
             for run in late:
                 run.look(used)
-
-
-def memory_file(content: bytes) -> int:
-    """Return a descriptor from which the content can be read and nothing else done."""
-    fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd

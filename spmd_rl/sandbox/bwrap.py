@@ -7,40 +7,26 @@ the kernel's memory has no limit). As root it runs under a user id that nobody e
 bubblewrap's child keep its capabilities within its user namespace; a setuid bubblewrap does not.
 """
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from spmd_rl.sandbox.base import memory_file
+from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.forkserver import reserve_uids
-from spmd_rl.sandbox.packages import ENVIRONMENT, find_pytest
-from spmd_rl.sandbox.served import ServedSandbox, spawn
+from spmd_rl.sandbox.packages import ENVIRONMENT, ROOM, find_pytest
+from spmd_rl.sandbox.served import spawn
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 """Interpreters below `/usr`; another user id could not run one in somebody's home directory."""
-GUEST = ["process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server", "zones"))]
-"""The modules of ours that run in it, beside all of `sandbox/guest`."""
-PACKAGES, PACKAGES_BYTES = "/packages", 512 << 20
-"""Where code finds the packages that it may import, and the address space that it gets for them."""
-COMPILE = """
-import __future__, importlib.util, json, marshal, sys, zipfile
-assert sys.version_info >= (3, 9)
-lazy = __future__.annotations.compiler_flag
-with zipfile.ZipFile(sys.stdout.buffer, "w") as archive:
-    for name, source in json.load(sys.stdin).items():
-        code = marshal.dumps(compile(source, name, "exec", lazy))
-        archive.writestr(name + "c", importlib.util.MAGIC_NUMBER + bytes([1]) + bytes(11) + code)
-"""
-"""Run by the system's Python: makes an archive of the guest's modules that it can import without compiling."""
+PACKAGES = "/packages"
+"""Where code finds the packages that it may import."""
 
 
-class Bubblewrap(ServedSandbox):
+class Bubblewrap(BaseSandbox):
     """A server in bubblewrap that gives each child namespaces of its own. RuntimeError where it cannot work."""
 
     own_processes = 2
@@ -68,33 +54,25 @@ class Bubblewrap(ServedSandbox):
                 self._layout += ["--ro-bind", path, path]
         for name, source in (find_pytest() | dict(packages or {})).items():
             self._layout += ["--ro-bind", str(source.resolve()), f"{PACKAGES}/{name}"]
-        for name, value in (ENVIRONMENT if packages else {}).items():
+        environment = {"PYTHONPATH": "/guest.zip", "PYTHONHASHSEED": "0", **(ENVIRONMENT if packages else {})}
+        for name, value in environment.items():
             self._layout += ["--setenv", name, value]
+        self.own_bytes = ROOM if packages else 0
         super().__init__()
-        self.own_bytes = PACKAGES_BYTES if packages else 0
 
-    def launch(self, fd: int, stack: ExitStack) -> subprocess.Popen:
+    def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
         """Start the server, as `ServedSandbox.launch` says."""
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read when the server dies
         if not _suits(self.python, self._packages):
             raise RuntimeError(f"the packages are for Python {_VERSION}")
-        guest = memory_file(_compiled_guest(self.python))
         prefix = str(Path(self.python).parents[1])
         own = [] if prefix.startswith("/usr") else ["--ro-bind", prefix, prefix]
-        stack.callback(os.close, guest)
         command = [self._bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
         command += [*self._layout, *own, "--ro-bind-data", str(guest), "/guest.zip"]
-        command += ["--setenv", "PYTHONPATH", "/guest.zip"]
-        command += ["--setenv", "PYTHONHASHSEED", "0", "--uid", "65534", "--gid", "65534", "--hostname", "box"]
+        command += ["--uid", "65534", "--gid", "65534", "--hostname", "box"]
         command += ["--dir", "/proc", "--remount-ro", "/", "--cap-add", "ALL", "--", self.python, "-s", "-S", "-B"]
-        code = f"from spmd_rl.sandbox.forkserver_main import start; start{fd, None, True, PACKAGES}"
         user = {} if self.first_uid is None else {"user": self.first_uid, "group": self.first_uid, "extra_groups": []}
-        return spawn([*command, "-X", "utf8", "-c", code], [fd, guest], {}, stderr=self._stderr, **user)
-
-    def last_words(self) -> str:
-        """Return what bubblewrap has written."""
-        self._stderr.seek(0)
-        return self._stderr.read().decode(errors="replace").strip()[-300:]
+        start = f"{orders}, {PACKAGES!r}, main.NamespaceServer"
+        return spawn([*command, "-X", "utf8"], start, [orders, guest], {}, **user)
 
 
 _VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -106,16 +84,3 @@ def _suits(python: str, packages: Mapping[str, Path] | None) -> bool:
         return True
     command = [python, "-I", "-S", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     return subprocess.run(command, capture_output=True, text=True, env={}, timeout=60).stdout.strip() == _VERSION
-
-
-def _compiled_guest(python: str) -> bytes:
-    here = Path(__file__).parents[1]
-    paths = [here / f"{name}.py" for name in GUEST] + list(here.glob("sandbox/guest/*.py"))
-    sources = {str(path.relative_to(here.parent)): path.read_text() for path in paths}
-    for package in ("spmd_rl", "spmd_rl/sandbox"):  # our own `__init__` files load too much
-        sources[f"{package}/__init__.py"] = ""
-    command = [python, "-I", "-S", "-c", COMPILE]
-    done = subprocess.run(command, input=json.dumps(sources).encode(), capture_output=True, env={}, timeout=60)
-    if done.returncode:
-        raise RuntimeError(f"{python} cannot compile for it: {done.stderr.decode(errors='replace').strip()[-200:]}")
-    return done.stdout

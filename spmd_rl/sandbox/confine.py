@@ -17,6 +17,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 NEW_NS, NEW_UTS, NEW_IPC, NEW_PID, NEW_NET = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 32, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
+ROOT = "/proc"  # the directory that exists everywhere, at which a root is mounted in a mount namespace of our own
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 38, 22, 36
 
 
@@ -38,6 +39,21 @@ def mount_tmpfs(target: str, num_bytes: int, mode: int) -> None:
     """Mount a file system in memory of `num_bytes`. OSError without CAP_SYS_ADMIN."""
     options = f"size={num_bytes},nr_inodes=1024,mode={mode:o}".encode()
     call("mount", b"tmpfs", target.encode(), b"tmpfs", MS_NOSUID, options)
+
+
+def mount_root() -> None:
+    """Change to a root in memory that holds `/dev/null` and two empty directories, for mounts. OSError if refused."""
+    call("unshare", NEW_NS | NEW_NET | NEW_IPC | NEW_UTS)
+    call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+    mount_tmpfs(ROOT, 1 << 20, 0o755)
+    for name in ("box0", "box1", "dev"):
+        os.mkdir(f"{ROOT}/{name}")
+    os.mknod(f"{ROOT}/dev/null")
+    call("mount", b"/dev/null", f"{ROOT}/dev/null".encode(), None, MS_BIND, None)
+    read_only = MS_REMOUNT | MS_BIND | MS_RDONLY
+    call("mount", None, ROOT.encode(), None, read_only, None)
+    os.chroot(ROOT)
+    os.chdir("/")
 
 
 # -- Landlock -------------------------------------------------------------------------------------------------------

@@ -13,44 +13,46 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from spmd_rl.sandbox import confine
+from spmd_rl.sandbox.base import BaseSandbox
 from spmd_rl.sandbox.packages import ENVIRONMENT as packages_environment
-from spmd_rl.sandbox.packages import find_pytest, link
-from spmd_rl.sandbox.served import ServedSandbox, spawn
+from spmd_rl.sandbox.packages import ROOM, find_pytest, link
+from spmd_rl.sandbox.served import spawn
 
-PACKAGE = Path(__file__).parents[1]
-BOOT = """
-import os, sys, types
-for name, path in ("spmd_rl", ""), ("spmd_rl.sandbox", "sandbox"):
-    module = sys.modules[name] = types.ModuleType(name)
-    module.__path__ = [os.path.join(sys.argv[1], path)]
-"""
-"""Skips our packages' own `__init__`, which load more than a confined process should hold."""
-PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8", "-c"]
+PYTHON = ["-s", "-S", "-P", "-B", "-X", "utf8"]
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}  # the same program prints its sets in the same order every time
 FIRST_UID, LAST_UID = 0x70000000, 0x7FFEFFFF  # no distribution assigns user ids from this range
 
 
-class ForkServer(ServedSandbox):
+class HostServer(BaseSandbox):
+    """A server that the interpreter of the run, or another of this machine, starts where it is."""
+
+    def __init__(self, server: str, packages: Mapping[str, Path] | None) -> None:
+        """`server`: a class of `forkserver_main` and its arguments. `packages`: the files that code may import, as
+        `find_packages` returns them; they are loaded before the first fork."""
+        self._server, self._packages = server, find_pytest() | dict(packages or {})
+        self.own_bytes = ROOM if packages else 0
+        self._environment = ENVIRONMENT | (packages_environment if packages else {})
+        super().__init__()
+
+    def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
+        """Start the server, as `ServedSandbox.launch` says."""
+        folder = stack.enter_context(link(self._packages))
+        environment = self._environment | {"PYTHONPATH": f"/proc/self/fd/{guest}"}
+        start = f"{orders}, {folder!r}, main.{self._server}"
+        return spawn([self.python, *PYTHON], start, [orders, guest], environment)
+
+
+class ForkServer(HostServer):
     """A server that gives each child a user id of its own. RuntimeError at construction where it cannot work."""
 
     def __init__(self, mounts: bool = True, packages: Mapping[str, Path] | None = None) -> None:
-        """`mounts` says whether to use a mount namespace where that is allowed. `packages`: the files that code may
-        import, as `find_packages` returns them; they are loaded before the first fork."""
-        self._mounts, self._packages = mounts, find_pytest() | dict(packages or {})
-        self._environment = ENVIRONMENT | (packages_environment if packages else {})
+        """`mounts` says whether to use a mount namespace where that is allowed."""
         if os.geteuid() != 0:
             raise RuntimeError("it needs root")
         if not confine.seccomp_supported() or not confine.landlock_version():
             raise RuntimeError("it needs x86-64 and a kernel with Landlock")
         self.first_uid = reserve_uids()
-        super().__init__()
-
-    def launch(self, fd: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server, as `ServedSandbox.launch` says."""
-        links = stack.enter_context(link(self._packages))
-        arguments = (fd, self.first_uid, self._mounts, links)
-        code = f"{BOOT}\nfrom spmd_rl.sandbox.forkserver_main import start\nstart{arguments}"
-        return spawn([self.python, *PYTHON, code, str(PACKAGE)], [fd], self._environment)
+        super().__init__(f"UserIdServer, {self.first_uid}, {mounts}", packages)
 
 
 def reserve_uids() -> int:

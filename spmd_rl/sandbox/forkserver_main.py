@@ -8,7 +8,7 @@ its socket closes, not by a parent-death signal, because its children have to go
 Where mounting is allowed, the root is a file system in memory with room for a child's files and `/dev/null`; elsewhere
 it is a directory that has been removed, and a child cannot write any file.
 
-    start(fd, first_uid, mounts)
+    start(fd, packages, UserIdServer, first_uid, mounts)
 """
 
 import contextlib
@@ -27,15 +27,15 @@ import sysconfig
 import tempfile
 import time
 import urllib.parse
+import zoneinfo
 from collections.abc import Callable
 from pathlib import Path
 
 from spmd_rl.process import die_with_parent
 from spmd_rl.sandbox import confine
-from spmd_rl.sandbox.guest import main, serve, suite, testing  # noqa: F401 - loaded before the fork
-from spmd_rl.sandbox.namespaces import NamespaceServer
-from spmd_rl.sandbox.server import Child, Server, confined, do_job, open_streams, take_descriptors
-from spmd_rl.sandbox.zones import keep_zones
+from spmd_rl.sandbox.guest import suite
+from spmd_rl.sandbox.namespaces import NamespaceServer  # noqa: F401 - for `start`
+from spmd_rl.sandbox.server import Child, PlainServer, Server, confine_and_work, confined, take_descriptors  # noqa: F401
 
 MODULES = """
 abc argparse array ast asyncio base64 binascii bisect calendar cmath codecs collections collections.abc contextlib copy
@@ -47,8 +47,6 @@ warnings weakref zlib
 """These and all extension modules are loaded before the first fork, the rest of the standard library on demand."""
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "__pycache__"}
 NEVER = ("_test", "_tkinter", "_curses", "_xx", "xx", "readline", "_gdbm", "_dbm", "nis", "oss")
-ROOT = "/proc"  # the directory that exists everywhere, at which the root is mounted in a mount namespace of our own
-FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 
 
 class SourceImporter(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
@@ -90,7 +88,8 @@ def preload() -> None:
     sqlite3.connect = sqlite3.dbapi2.connect = functools.partial(connect_without_locks, sqlite3.connect)
     sources = SourceImporter(Path(sysconfig.get_path("stdlib")))
     sys.meta_path[:] = [*sys.meta_path[:2], sources]
-    keep_zones()
+    zones = {name: zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()}  # it finds what is alive
+    zoneinfo.available_timezones = lambda: set(zones)
     sys.path[:] = []
     sys.path_importer_cache.clear()
 
@@ -102,12 +101,12 @@ def connect_without_locks(connect: Callable, database: object, *args: object, **
     return connect(database, *args, **options)
 
 
-def load_packages(folder: Path) -> int:
+def load_packages(folder: Path) -> None:
     """Import the packages in a folder, with all their extension modules: a child cannot load a library from a file.
 
-    Their other modules come from memory. Returns the address space that they take in bytes.
+    Their other modules come from memory.
     """
-    before, finder = _address_space(), importlib.machinery.PathFinder
+    finder = importlib.machinery.PathFinder
     sys.path.append(str(folder))
     sys.meta_path.insert(2, finder)
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
@@ -123,20 +122,13 @@ def load_packages(folder: Path) -> int:
     sys.meta_path[2:] = [*sys.meta_path[3:], SourceImporter(folder)]
     sys.path[:] = []
     sys.path_importer_cache.clear()
-    return _address_space() - before
-
-
-def _address_space() -> int:
-    if not os.path.exists("/proc/self"):  # bubblewrap gives a constant instead
-        return 0
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def hide_files(mounts: bool) -> bool:
     """Change to an empty root, and return whether children can have files. OSError if that is not allowed."""
     if mounts:
         with contextlib.suppress(OSError):
-            mount_root()
+            confine.mount_root()
             return True
     directory = tempfile.mkdtemp(prefix="spmd-box-")
     os.chmod(directory, 0o755)
@@ -146,31 +138,16 @@ def hide_files(mounts: bool) -> bool:
     return False
 
 
-def mount_root() -> None:
-    """Change to a root in memory that holds `/dev/null` and two empty directories, for mounts. OSError if refused."""
-    confine.call("unshare", confine.NEW_NS | confine.NEW_NET | confine.NEW_IPC | confine.NEW_UTS)
-    confine.call("mount", None, b"/", None, confine.MS_REC | confine.MS_PRIVATE, None)
-    confine.mount_tmpfs(ROOT, 1 << 20, 0o755)
-    for name in ("box0", "box1", "dev"):
-        os.mkdir(f"{ROOT}/{name}")
-    Path(f"{ROOT}/dev/null").touch()
-    confine.call("mount", b"/dev/null", f"{ROOT}/dev/null".encode(), None, confine.MS_BIND, None)
-    read_only = confine.MS_REMOUNT | confine.MS_BIND | confine.MS_RDONLY
-    confine.call("mount", None, ROOT.encode(), None, read_only, None)
-    os.chroot(ROOT)
-    os.chdir("/")
-
-
 class UserIdServer(Server):
     """Gives each child a user id that no other process has: it confines the child and finds what it leaves behind."""
 
-    def __init__(self, orders: socket.socket, proc: int, first_uid: int, files: bool) -> None:
-        """`proc` is a descriptor of the real `/proc`; `files` says whether children can have files."""
+    def __init__(self, orders: socket.socket, first_uid: int, mounts: bool) -> None:
+        """`mounts` says whether to use a mount namespace where that is allowed. OSError where it cannot work."""
         super().__init__(orders)
-        self._proc = proc
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._first_uid = first_uid
-        self._files = files
-        self._sizes: dict[int, int] = {}  # by slot: of the file system that is mounted there
+        self._files = hide_files(mounts)
 
     def fork(self, child: Child, fds: list[int]) -> int:
         """Start a job, as `Server.fork` says."""
@@ -191,14 +168,10 @@ class UserIdServer(Server):
         """Return an empty directory of that size for a child, or an empty string where it can have no files."""
         if not self._files:
             return ""
-        directory, size = f"/box{slot}", max(num_bytes, 4096)
-        used = slot in self._sizes and os.listdir(directory)
-        if used or self._sizes.get(slot, size) != size:
+        directory = f"/box{slot}"
+        with contextlib.suppress(OSError):  # the first of the slot
             confine.call("umount2", directory.encode(), confine.MNT_DETACH)
-            del self._sizes[slot]
-        if slot not in self._sizes:
-            confine.mount_tmpfs(directory, size, 0o777)
-            self._sizes[slot] = size
+        confine.mount_tmpfs(directory, max(num_bytes, 4096), 0o777)
         return directory
 
     def _any_process(self, uid: int) -> bool:
@@ -230,44 +203,33 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _become_child(child: Child, fds: list[int], uid: int, directory: str, parent: int) -> None:
-    """Confine this process, then run the job in it."""
+    """Become another user, confine this process, then run the job in it."""
+
+    def give_up() -> None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        die_with_parent(parent)
+
     take_descriptors(fds)
-    os.setsid()
-    os.chdir(directory or "/")
-    os.umask(0o077)
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    die_with_parent(parent)
-    confine.call("prctl", confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    files = {"/": confine.READ, directory: confine.WRITE, "/dev/null": confine.WRITE} if directory else {}
-    confine.landlock(files)
-    confine.install_seccomp(FILTERS[child.may_fork])
-    do_job()
+    confine_and_work(directory, child.may_fork, give_up)
 
 
-def start(fd: int, first_uid: int | None, mounts: bool, packages: str) -> None:
-    """Run the fork server on a socket. It sends `ready` and what the packages take of a child's address space, or the
-    reason why it cannot work. Without `first_uid` it is inside bubblewrap and confines children by namespaces.
-    `packages`: a folder with the packages that children may import, pytest among them.
+def start(fd: int, packages: str, kind: Callable[..., Server], *args: object) -> None:
+    """Run a server on a socket. It sends `ready`, or the reason why it cannot work. `packages`: a folder with those
+    that children may import, pytest among them. `kind(orders, *args)` gives up what the server must not have, and
+    returns it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks
     with socket.socket(fileno=fd) as orders:
         preload()
-        own_bytes = load_packages(Path(packages))
+        load_packages(Path(packages))
         suite.prepare()
-        open_streams()
         try:
-            if first_uid is None:
-                mount_root()
-                server = NamespaceServer(orders)
-            else:
-                proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-                confine.call("prctl", confine.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-                server = UserIdServer(orders, proc, first_uid, hide_files(mounts))
+            server = kind(orders, *args)
         except OSError as error:
             orders.send(str(error).encode())
             return
         gc.freeze()  # keep shared pages shared
-        orders.send(f"ready {own_bytes}".encode())
+        orders.send(b"ready")
         server.run()

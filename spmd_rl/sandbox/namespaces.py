@@ -10,7 +10,7 @@ import os
 import socket
 
 from spmd_rl.sandbox import confine
-from spmd_rl.sandbox.server import Child, Server, confined, do_job, take_descriptors
+from spmd_rl.sandbox.server import Child, Server, confine_and_work, confined, take_descriptors
 
 BOX = "/box0"
 """The working directory of a job. What another job has there cannot be seen."""
@@ -21,6 +21,7 @@ class NamespaceServer(Server):
 
     def __init__(self, orders: socket.socket) -> None:
         super().__init__(orders)
+        confine.mount_root()
         self._me = os.pidfd_open(os.getpid())
 
     def fork(self, child: Child, fds: list[int]) -> int:
@@ -35,9 +36,6 @@ class NamespaceServer(Server):
             confine.call("setns", self._me, confine.NEW_PID)  # one can only unshare from one's own
         return pid
 
-    def end_others(self, child: Child) -> None:
-        """Do nothing: the kernel has done it."""
-
 
 def _be_first(child: Child, fds: list[int]) -> None:
     """Start the job, wait for it and write its wait status to the last of `fds`."""
@@ -47,23 +45,10 @@ def _be_first(child: Child, fds: list[int]) -> None:
     confine.mount_tmpfs(BOX, max(child.disk_bytes, 4096), 0o700)
     if (job := os.fork()) == 0:
         os.close(status_fd)
-        confined(_be_job, child)
+        confined(confine_and_work, BOX, child.may_fork, confine.drop_capabilities)
     os.closerange(0, status_fd)
     ended = status = 0
     while ended != job:
         ended, status = os.wait()
     os.write(status_fd, b"%d" % status)
     os._exit(0)
-
-
-def _be_job(child: Child) -> None:
-    os.setsid()
-    os.chdir(BOX)
-    os.umask(0o077)
-    confine.drop_capabilities()
-    confine.call("prctl", confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if confine.landlock_version():
-        confine.landlock({"/": confine.READ, BOX: confine.WRITE, "/dev/null": confine.WRITE})
-    if confine.seccomp_supported():
-        confine.install_seccomp(confine.seccomp_program(child.may_fork))
-    do_job()

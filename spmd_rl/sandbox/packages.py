@@ -13,6 +13,8 @@ from pathlib import Path
 
 ENVIRONMENT = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """A sandbox has one processor's worth of time; a pool of threads would only use up its memory."""
+ROOM = 512 << 20
+"""The address space that a process gets for packages, beside its own limit."""
 _NO_MODULE = re.compile(r"\.(pth|dist-info)\b")
 PYTEST = "pytest _pytest py pluggy iniconfig packaging pygments"
 

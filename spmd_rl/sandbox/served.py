@@ -1,84 +1,119 @@
-"""Sandboxes whose confined processes are forked by a server of their own, which has the standard library loaded."""
+"""The server that a sandbox owns: a process with the standard library loaded, which forks the confined ones."""
 
+import fcntl
+import io
 import json
+import os
 import socket
 import subprocess
-from abc import abstractmethod
+import sys
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
-from spmd_rl.sandbox.base import BaseSandbox, ChildFiles
 from spmd_rl.types import RunLimits
 
 START_SECONDS = 120.0  # the time that a server has to load the standard library and the packages, on a cold disk
+GUEST = ["process", *(f"sandbox/{name}" for name in ("confine", "forkserver_main", "namespaces", "server"))]
+"""The modules of ours that run in it, beside all of `sandbox/guest`."""
+LAZY = "from __future__ import annotations\n"  # older interpreters cannot evaluate ours
+_SEALS = 0xF  # no more sealing, shrinking, growing, writing
 
 
-class ServedSandbox(BaseSandbox):
+class ServedSandbox(ABC):
     """Owns one server (see `server.py`), with at most two children at a time. RuntimeError where it cannot work."""
 
+    own_bytes = 0
+    """Address space that the packages take which code may import, beside its own limit."""
+    own_processes = 0
+    """The processes of the sandbox itself that the kernel counts beside a job's, for each job."""
+    python = sys.executable
+    """The interpreter that runs code."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.open()
 
     @abstractmethod
-    def launch(self, fd: int, stack: ExitStack) -> subprocess.Popen:
-        """Start the server's process, which finds its socket at `fd`. `stack` closes when it is ready, or dead."""
+    def launch(self, orders: int, guest: int, stack: ExitStack) -> subprocess.Popen:
+        """Start the server's process, by `spawn`. It finds its socket and the archive of our modules at these
+        descriptors. `stack` closes when it is ready, or dead."""
 
-    def last_words(self) -> str:
-        """Return what a server that did not start has written about it, if that was kept."""
-        return ""
-
-    def start(self, slot: int, limits: RunLimits, files: ChildFiles) -> "Forked":
-        """Start a job, as `BaseSandbox.start` says. A server that was killed is replaced."""
+    def start(self, slot: int, limits: RunLimits, fds: Sequence[int]) -> "Forked":
+        """Start a job in a confined process, whose descriptors are these from 0 on. They are not closed here. `slot` is
+        0 or 1 and differs for processes that run at once. A server that was killed is replaced."""
         if self.process.poll() is not None:
-            self.close()
-            self.open()
+            self.reopen()
         ours, theirs = socket.socketpair()
-        order = {"slot": slot, "disk_bytes": limits.disk_bytes, "processes": limits.processes}
-        fds = [theirs.fileno(), files.stdin, files.stdout, files.stderr, files.job, files.report]
+        order = {"slot": slot, "disk_bytes": limits.disk_bytes, "may_fork": limits.processes > 1}
         with theirs:
-            socket.send_fds(self._orders, [json.dumps(order).encode()], fds + [files.rpc][: files.rpc >= 0])
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [theirs.fileno(), *fds])
         return Forked(ours)
-
-    def use(self, python: str) -> None:
-        """Run code with another interpreter, as `Sandbox.use` says."""
-        super().use(python)
-        self.close()
-        self.open()
-        self.prove()
 
     def close(self) -> None:
         """End the server, which ends its children first."""
         self._orders.close()
         self.process.wait()
 
-    def owner(self) -> int:
-        """Return the process id of the server."""
-        return self.process.pid
+    def reopen(self) -> None:
+        """Start another server in the place of this one."""
+        ServedSandbox.close(self)
+        self.open()
 
     def open(self) -> None:
         """Start the server. RuntimeError where it cannot work."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ExitStack() as stack:
+            guest = memory_file(archive_of_guest())
+            stack.callback(os.close, guest)
             with theirs:
-                self.process = self.launch(theirs.fileno(), stack)
+                self.process = self.launch(theirs.fileno(), guest, stack)
+            for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+                stack.enter_context(stream)
             self._orders.settimeout(START_SECONDS)
             try:
                 reply = self._orders.recv(1 << 12).decode()
             except TimeoutError:
                 self.process.kill()
                 reply = f"its process was not ready after {START_SECONDS:g} s"
-            if not reply.startswith("ready "):
+            if reply != "ready":
                 self.close()
-                raise RuntimeError(reply or self.last_words() or "its process died at the start")
+                words = self.process.stderr.read().decode(errors="replace").strip()[-300:]
+                raise RuntimeError(reply or words or "its process died at the start")
         self._orders.settimeout(None)
-        self.own_bytes = int(reply.split()[1])
 
 
-def spawn(command: list[str], fds: list[int], environment: dict[str, str], **given: Any) -> subprocess.Popen:
-    """Start the process of a server, which reads and writes nothing but these descriptors."""
-    null = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=null, stdout=null, pass_fds=fds, env=environment, cwd="/", **given)
+def spawn(command: list[str], start: str, fds: list[int], environment: dict[str, str], **user: Any) -> subprocess.Popen:
+    """Start the process of a server, which calls `forkserver_main.start` with what `start` says. Its standard streams
+    are pipes, as those of its children are: what the interpreter makes of them is theirs too."""
+    code = f"from spmd_rl.sandbox import forkserver_main as main; main.start({start})"
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([*command, "-c", code], pass_fds=fds, env=environment, cwd="/", **pipes, **user)
+
+
+def archive_of_guest() -> bytes:
+    """Return a zip file of the modules that run in a server, which its interpreter can import."""
+    here, buffer = Path(__file__).parents[1], io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for package in ("spmd_rl", "spmd_rl/sandbox"):  # our own `__init__` files load too much
+            archive.writestr(f"{package}/__init__.py", "")
+        for path in here.glob("sandbox/guest/*.py"):  # which has no annotations: what it compiles must not be lazy
+            archive.writestr(str(path.relative_to(here.parent)), path.read_text())
+        for name in GUEST:
+            archive.writestr(f"spmd_rl/{name}.py", LAZY + (here / f"{name}.py").read_text())
+    return buffer.getvalue()
+
+
+def memory_file(content: bytes) -> int:
+    """Return a descriptor from which the content can be read and nothing else done."""
+    fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
 
 
 class Forked:

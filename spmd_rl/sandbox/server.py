@@ -1,6 +1,7 @@
 """The loop of a process that forks a confined child for each order and reports how it ended. Standard library only.
 
-How a child is confined is the subclass's matter: `forkserver_main.py` has user ids for it, `namespaces.py` namespaces.
+How a child is confined is the subclass's matter: `forkserver_main.py` has user ids for it, `namespaces.py` namespaces,
+`PlainServer` nothing.
 
     class Mine(Server): ...
     Mine(orders).run()
@@ -9,21 +10,21 @@ How a child is confined is the subclass's matter: `forkserver_main.py` has user 
 import array
 import contextlib
 import fcntl
-import io
 import json
 import os
 import selectors
 import signal
 import socket
-import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from spmd_rl.sandbox import confine
 from spmd_rl.sandbox.guest import main
 
+FILTERS = {may_fork: confine.seccomp_program(may_fork) for may_fork in (False, True)}
 FIRST_FREE_FD = 64  # descriptors from here on do not collide with those that a child gets
 
 
@@ -33,17 +34,12 @@ class Child:
 
     control: socket.socket
     slot: int
-    processes: int
+    may_fork: bool
     disk_bytes: int
     pid: int = 0
     pidfd: int = -1
     status_fd: int = -1
     """Where the wait status comes from, if not from `pid`."""
-
-    @property
-    def may_fork(self) -> bool:
-        """Whether the job may start processes."""
-        return self.processes > 1
 
 
 class Server(ABC):
@@ -61,8 +57,7 @@ class Server(ABC):
     def fork(self, child: Child, fds: list[int]) -> int:
         """Start the job of a child in a confined process, which gets these descriptors from 0 on. Returns its pid."""
 
-    @abstractmethod
-    def end_others(self, child: Child) -> None:
+    def end_others(self, child: Child) -> None:  # noqa: B027 - none can be known, or the kernel has done it
         """Kill and reap all processes that an ended child has left behind."""
 
     def run(self) -> None:
@@ -119,6 +114,26 @@ class Server(ABC):
                 child.control.send(json.dumps(report).encode())
 
 
+class PlainServer(Server):
+    """Confines nothing."""
+
+    def __init__(self, orders: socket.socket, directory: str) -> None:
+        super().__init__(orders)
+        self._directory = directory
+
+    def fork(self, child: Child, fds: list[int]) -> int:
+        """Start a job in the directory, as `Server.fork` says."""
+        if (pid := os.fork()) == 0:
+            confined(self._become_child, fds)
+        return pid
+
+    def _become_child(self, fds: list[int]) -> None:
+        take_descriptors(fds)
+        os.setsid()
+        os.chdir(self._directory)
+        do_job()
+
+
 def take_descriptors(fds: list[int]) -> None:
     """Make `fds` the descriptors 0, 1, 2, ... of this process, and close all others."""
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for fd in fds]
@@ -138,28 +153,22 @@ def confined(action: Callable[..., None], *args: object) -> NoReturn:
         os._exit(1)  # whatever it was, this process must not go on as a second server
 
 
-def open_streams() -> None:
-    """Open the standard streams for all children: as on pipes, whatever the descriptors of this process are."""
-    for fd, name, mode, errors in (
-        (0, "stdin", "r", "surrogateescape"),
-        (1, "stdout", "w", "surrogateescape"),
-        (2, "stderr", "w", "backslashreplace"),
-    ):
-        saved, pipe = os.dup(fd), os.pipe()
-        os.dup2(pipe[fd > 0], fd)
-        raw = io.FileIO(fd, mode, closefd=False)  # learns here that it cannot seek
-        raw.name = f"<{name}>"
-        buffer = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-        stream = io.TextIOWrapper(buffer, "utf-8", errors, newline="\n", line_buffering=fd == 2)
-        stream.mode = mode
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-        os.dup2(saved, fd)
-        for unused in (saved, *pipe):
-            os.close(unused)
+def confine_and_work(directory: str, may_fork: bool, give_up: Callable[[], None]) -> None:
+    """Confine this process, whose descriptors are in place, do its job and end it. `give_up`: gives up its rights."""
+    os.setsid()
+    os.chdir(directory or "/")
+    os.umask(0o077)
+    give_up()
+    confine.call("prctl", confine.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if confine.landlock_version():
+        files = {"/": confine.READ, directory: confine.WRITE, "/dev/null": confine.WRITE} if directory else {}
+        confine.landlock(files)
+    if confine.seccomp_supported():
+        confine.install_seccomp(FILTERS[may_fork])
+    do_job()
 
 
 def do_job() -> None:
-    """Do the job of a confined process, whose descriptors are in place, and end the process."""
+    """Do the job of a process and end it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main.main(3, 4, 5)

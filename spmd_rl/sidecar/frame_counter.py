@@ -12,9 +12,9 @@ CURVE_BYTES = 33
 """The length that CURVE adds to a frame (RFC 26): command, nonce, authenticator, flags."""
 FRAME_COST = 64
 """The bytes that libzmq takes for a frame, beside its content."""
-MAX_BODY_BYTES = wire.MAX_FRAME_BYTES + FRAME_COST
-PEER_BYTES, PEER_FRAMES = wire.MAX_FRAME_BYTES + (1 << 20), 128
-"""What one connection may have sent that is not read; it is not read from beyond."""
+SPARE_BYTES, PEER_FRAMES = 1 << 20, 128
+"""What one connection may have sent that is not read, beside one frame of the largest size; it is not read from
+beyond."""
 
 
 class BadFrame(ValueError):
@@ -24,9 +24,11 @@ class BadFrame(ValueError):
 class FrameCounter:
     """Follows one direction of a ZMTP connection and counts the frames that have begun and are not read yet."""
 
-    def __init__(self, keyed: bool = False) -> None:
-        """`keyed`: only CURVE is let in."""
-        self._keyed = keyed
+    def __init__(self, keyed: bool = False, max_bytes: int = wire.MAX_FRAME_BYTES) -> None:
+        """`keyed`: only CURVE is let in. max_bytes: of a frame."""
+        self._keyed, self._max_body = keyed, max_bytes + FRAME_COST
+        self.max_bytes = max_bytes + SPARE_BYTES
+        """What may have been sent that is not read."""
         self.unread = 0
         """Their bytes, with what each costs."""
         self._frames: deque[int] = deque()
@@ -38,12 +40,12 @@ class FrameCounter:
     @property
     def full(self) -> bool:
         """Whether the connection is at its limit."""
-        return self.unread > PEER_BYTES or len(self._frames) >= PEER_FRAMES
+        return self.unread > self.max_bytes or len(self._frames) >= PEER_FRAMES
 
     @property
     def has_room(self) -> bool:
         """Whether a connection that was at its limit is far enough below it."""
-        return self.unread <= PEER_BYTES and len(self._frames) <= PEER_FRAMES // 2
+        return self.unread <= self.max_bytes and len(self._frames) <= PEER_FRAMES // 2
 
     def feed(self, data: memoryview) -> int:
         """Follow the bytes up to the limit, and return their number. Raises BadFrame."""
@@ -71,7 +73,7 @@ class FrameCounter:
     def _begin_frame(self) -> None:
         self._body = int.from_bytes(self._header[1:], "big")
         self._header.clear()
-        if self._body > MAX_BODY_BYTES:
+        if self._body > self._max_body:
             raise BadFrame(f"a frame of {self._body} bytes")
         self._frames.append(self._body)
         self.unread += self._body + FRAME_COST

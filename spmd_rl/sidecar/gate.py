@@ -1,11 +1,13 @@
-"""The gate of a host: it accepts connections, and relays their bytes to the host's ROUTER up to a limit for each.
+"""The gate of a server: it accepts connections, and relays their bytes to its ROUTER up to a limit for each.
+
+The servers are sidecar hosts and those of training ranks.
 
 libzmq limits the size of a frame, not of a message: parts that are no message yet are kept without a limit, and nobody
 sees them. It also aborts the process when descriptors run out (`ipc_listener.cpp`), and when a connection hangs up
 whose input has stopped at a high-water mark, as soon as a heartbeat is due (`!_io_error`, `stream_engine_base.cpp`).
 So the ROUTER listens at an address that only this process can reach, without a high-water mark for what comes in, and
-the gate counts what a connection has sent and the host has not read. It never hangs up on the ROUTER, but ends its own
-direction and waits until the ROUTER closes.
+the gate counts what a connection has sent and the server has not read. It never hangs up on the ROUTER, but ends its
+own direction and waits until the ROUTER closes.
 """
 
 import errno
@@ -24,7 +26,7 @@ from spmd_rl.sidecar.frame_counter import BadFrame, FrameCounter
 from spmd_rl.sidecar.sockets import listen
 
 TOTAL_BYTES = 32 << 20
-"""What all connections together may have sent that is not read."""
+"""What all connections together may have sent that is not read; twice the largest frame where that is more."""
 STALLED_SECONDS = 1.0
 """A connection at its limit of which no message was read for this long is cut off: what it sends is none."""
 CROWDED_SECONDS = 0.1
@@ -36,6 +38,8 @@ MAX_SILENT = 256
 ACCEPTS_PER_ROUND = 16
 SPARE_FILES = 16
 """The descriptors that connections leave to workers, and to the ROUTER, which would abort without one."""
+OWN_FILES, FILES_PER_CONNECTION = 128, 3
+"""Descriptors of this process: without connections and workers, and for a connection."""
 NO_DESCRIPTORS_SECONDS = 0.2
 """The pause before the next connection is accepted, where descriptors or memory are short."""
 CLOSE_SECONDS = 10.0
@@ -49,9 +53,8 @@ SAY_SECONDS = 10.0
 class Connection:
     """A connection of a peer (`outer`) and ours to the ROUTER (`inner`), with what is on the way between them."""
 
-    def __init__(self, outer: socket.socket, inner: socket.socket, keyed: bool, now: float) -> None:
-        self.outer, self.inner = outer, inner
-        self.counter = FrameCounter(keyed)
+    def __init__(self, outer: socket.socket, inner: socket.socket, counter: FrameCounter, now: float) -> None:
+        self.outer, self.inner, self.counter = outer, inner, counter
         self.since = now
         """When it came, or was last read from."""
         self.spoke = False
@@ -72,16 +75,30 @@ class Connection:
 
 
 class Gate:
-    """Accepts and relays. The host calls `tick` in every round of its event loop, and `read` for each message."""
+    """Accepts and relays. The server calls `tick` in every round of its event loop, and `read` for each message."""
 
-    def __init__(self, address: str, inner: str, keyed: bool, limit: int, loop: EventLoop) -> None:
-        """`inner` is the name of the ROUTER's abstract socket, `limit` the most connections; `keyed`: only CURVE is let
-        in. UserError as in `listen`."""
-        self._keyed = keyed
+    def __init__(
+        self,
+        router: tuple[zmq.Socket, str],
+        address: str,
+        keyed: bool,
+        loop: EventLoop,
+        owner: str = "sidecar",
+        num_files: int = 0,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """router: see `open_router`. address: `tcp://HOST:0` is at any free port. keyed: only CURVE is let in.
+
+        owner: for what is said of it. num_files: descriptors that this process needs for workers. UserError as in
+        `listen`.
+        """
         self.num_cut = 0
         """The number of connections that were cut off for what they sent."""
-        self._inner, self._limit, self._loop = inner, min(limit, MAX_CONNECTIONS), loop
-        self._listener = listen(address)
+        self._max_bytes = router[0].getsockopt(zmq.MAXMSGSIZE)
+        self._inner, self._keyed, self._loop, self._owner = router[1], keyed, loop, owner
+        self._max_total = max(TOTAL_BYTES, 2 * self._max_bytes)
+        self._limit = min(connection_limit(num_files), max_connections)
+        self._listener, self.address = listen(address, owner)
         self._connections: dict[bytes, Connection] = {}  # by the name of our socket to the ROUTER, in order of arrival
         self._by_file: dict[int, Connection] = {}
         self._total = 0
@@ -135,17 +152,17 @@ class Gate:
             if now - connection.since > STALLED_SECONDS:
                 self._cut(connection, "sent more than one message may have")
         self._make_room()
-        if self._crowded and self._total < TOTAL_BYTES:
+        if self._crowded and self._total < self._max_total:
             self._crowded = False
             for connection in list(self._connections.values()):
                 self._relay(connection)
 
     def _make_room(self) -> None:
-        """While `TOTAL_BYTES` are reached, cut off those that hold the most and of which nothing was read lately."""
+        """While the limit of all is reached, cut off those that hold the most and of which nothing was read lately."""
         going = sum(size for _, size in self._freed)
         going += sum(c.counter.unread for c in self._connections.values() if c.closing)
-        excess = self._total - going - TOTAL_BYTES // 2
-        if excess < TOTAL_BYTES // 2:
+        excess = self._total - going - self._max_total // 2
+        if excess < self._max_total // 2:
             return
         self._crowded = True
         since = self._loop.now - CROWDED_SECONDS
@@ -198,7 +215,7 @@ class Gate:
         except OSError:
             inner.close()
             raise
-        connection = Connection(outer, inner, self._keyed, self._loop.now)
+        connection = Connection(outer, inner, FrameCounter(self._keyed, self._max_bytes), self._loop.now)
         self._connections[inner.getsockname()] = connection
         self._relay(connection)
 
@@ -233,7 +250,7 @@ class Gate:
         if self._loop.now >= self._say_at:
             self._say_at = self._loop.now + SAY_SECONDS
             text = f"a connection is cut off: it {why} ({self.num_cut} so far)"
-            tell(f"sidecar: {text}")
+            tell(f"{self._owner}: {text}")
         self._end(connection)
 
     def _end(self, connection: Connection) -> None:
@@ -311,7 +328,7 @@ class Gate:
             self._total += c.counter.unread - before
 
     def _is_crowded(self) -> bool:
-        self._crowded = self._crowded or self._total >= TOTAL_BYTES
+        self._crowded = self._crowded or self._total >= self._max_total
         return self._crowded
 
     def _relay_out(self, c: Connection) -> None:
@@ -328,3 +345,12 @@ class Gate:
         idle = not (c.ended or c.unfed or c.to_inner or c.counter.full or self._crowded)
         self._loop.watch(c.outer, lambda: self._relay(c), read=idle, write=bool(c.to_outer))
         self._loop.watch(c.inner, lambda: self._relay(c), read=not c.to_outer, write=bool(c.to_inner))
+
+
+def connection_limit(num_files: int) -> int:
+    """Raise this process's limit of open files as far as it may; return how many connections fit beside `num_files`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(8, (files - OWN_FILES - num_files) // FILES_PER_CONNECTION)

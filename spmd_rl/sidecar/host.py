@@ -6,7 +6,6 @@ host keeps no verdicts: a request that is sent again while it is in flight is th
 
 import contextlib
 import os
-import resource
 import secrets
 import socket
 import time
@@ -32,8 +31,10 @@ from spmd_rl.types import Verdict
 
 DRAIN_SECONDS = 10.0
 """The time for requests in flight when the host is asked to end."""
-OWN_FILES, FILES_PER_WORKER, FILES_PER_CONNECTION = 128, 3, 3
-"""Descriptors of this process: in all, for a worker and its fork server, for a connection through the gate."""
+FILES_PER_WORKER = 3
+"""Descriptors of this process for a worker and its fork server."""
+MAX_UNSENT = 1_000
+"""Messages that wait for one peer to read."""
 LINGER_SECONDS = 0.2
 """The time for the last frames of a host that drains or has worker nodes to send to."""
 
@@ -67,13 +68,14 @@ class Host:
         self._context = zmq.Context()
         self._loop = EventLoop()
         self._authenticator = Authenticator(self._context, keys, self._loop) if keys else None
-        self._router, inner = open_router(self._context, keys)
+        self._router, inner = open_router(self._context, keys, wire.MAX_FRAME_BYTES, MAX_UNSENT)
         num_workers = sum(spec.workers for spec in start.pools.values())
         num_workers += 2 * sum(
             spec.workers for spec in start.envs.values()
         )  # those that retire beside their successors
         try:
-            self._gate = Gate(start.address, inner, keys is not None, connection_limit(num_workers), self._loop)
+            files = FILES_PER_WORKER * num_workers
+            self._gate = Gate((self._router, inner), start.address, keys is not None, self._loop, num_files=files)
         except UserError:
             self._context.destroy(linger=0)
             raise
@@ -265,12 +267,3 @@ class Host:
             nodes=self._nodes.status(),
             envs={tag: pool.status() for tag, pool in self._env_pools.items()},
         )
-
-
-def connection_limit(num_workers: int) -> int:
-    """Raise this process's limit of open files as far as it may, and return how many connections fit beside workers."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return max(8, (files - OWN_FILES - FILES_PER_WORKER * num_workers) // FILES_PER_CONNECTION)

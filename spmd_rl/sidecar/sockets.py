@@ -15,8 +15,6 @@ from spmd_rl import wire
 from spmd_rl.curve_keys import HANDSHAKE_MS, ClientKeys, HostKeys, limit_connection
 from spmd_rl.errors import UserError
 
-HOST_QUEUE_FRAMES = 1_000
-"""The host's high-water mark in either direction for each peer, in frames."""
 BACKLOG = 1024
 """The number of connections that wait until they are accepted."""
 FRAMES_PER_ROUND = 64
@@ -46,18 +44,19 @@ def open_dealer(
     return dealer
 
 
-def open_router(context: zmq.Context, keys: HostKeys | None) -> tuple[zmq.Socket, str]:
+def open_router(context: zmq.Context, keys: HostKeys | None, max_bytes: int, max_unsent: int) -> tuple[zmq.Socket, str]:
     """Bind a ROUTER where this process alone can connect, and return it with the name of its abstract socket.
 
     It has no high-water mark for what comes in: the gate in front of it has limits of its own (`gate.py`).
+    max_bytes: of a frame. max_unsent: messages that wait for one peer to read.
     """
     name = f"spmd-rl-{secrets.token_hex(16)}"
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.SNDHWM, HOST_QUEUE_FRAMES)
+    router.setsockopt(zmq.SNDHWM, max_unsent)
     router.setsockopt(zmq.RCVHWM, 0)
-    router.setsockopt(zmq.BACKLOG, 1024)
-    router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    router.setsockopt(zmq.BACKLOG, BACKLOG)
+    router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that connects again is the same client
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -68,8 +67,11 @@ def open_router(context: zmq.Context, keys: HostKeys | None) -> tuple[zmq.Socket
     return router, name
 
 
-def listen(address: str) -> socket.socket:
-    """Listen at an address that `check_address` has let pass. UserError if it is taken or its directory is not ours."""
+def listen(address: str, owner: str) -> tuple[socket.socket, str]:
+    """Listen at an address that `check_address` has let pass; return the socket and the address, with a port.
+
+    owner: for the UserError if it is taken or its directory is not ours.
+    """
     try:
         if path := socket_path(address):
             claim_directory(path.parent)
@@ -82,11 +84,12 @@ def listen(address: str) -> socket.socket:
             listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, int(port)))
+            address = f"{address[: -len(port)]}{listener.getsockname()[1]}"
         listener.listen(BACKLOG)
     except OSError as error:
-        raise UserError(f"the sidecar cannot listen on {address}: {error.strerror}") from None
+        raise UserError(f"{owner}: cannot listen on {address}: {error.strerror}") from None
     listener.setblocking(False)
-    return listener
+    return listener, address
 
 
 def send(dealer: zmq.Socket, message: msgspec.Struct) -> bool:

@@ -26,6 +26,7 @@ class Task(NamedTuple):
     kind: Kind
     number: int
     place: Place
+    claim: int
     signature: bytes
     begun_by: int | None = None
 
@@ -59,7 +60,7 @@ class TrainerClient(WeightClient):
         )
         if not reply.known:
             self.link.give_up()
-        tasks = [Task(kind, number, tuple(one.place), one.signature, one.begun_by) for one in reply.pieces]
+        tasks = [Task(kind, number, tuple(one.place), one.claim, one.signature, one.begun_by) for one in reply.pieces]
         return reply.ended, tasks
 
     def hand_in(self, task: Task, samples: Sequence[Sample], stats: Stats = NOTHING) -> messages.Reported | None:
@@ -68,7 +69,7 @@ class TrainerClient(WeightClient):
 
     def hand_in_probe(self, version: int, answers: bytes) -> None:
         """Hand in what the engine answers to the probe of a version."""
-        self._hand_in(Task("probe", version, (), self.membership.secret), answers, NOTHING)
+        self._hand_in(Task("probe", version, (), 0, self.membership.secret), answers, NOTHING)
 
     def leave_slice(self, task: Task, begun: PartialRollouts) -> None:
         """Let others go on with a slice of which this much has been done."""
@@ -98,7 +99,7 @@ class TrainerClient(WeightClient):
         return *self.membership, task.kind, task.number, list(task.place)
 
     def _deposit(self, task: Task, payload: bytes, begun: bool) -> tuple[messages.Deposited, memoryview]:
-        deposit = messages.Deposit(*self._about(task), task.signature, digest(payload), begun)
+        deposit = messages.Deposit(*self._about(task), task.claim, task.signature, digest(payload), begun)
         deposited, report = self._ask(self.holder, messages.Deposited, deposit, payload)
         if deposited.state == "refused":
             what = f"{task.kind} {task.number} {list(task.place)}"

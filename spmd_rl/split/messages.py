@@ -89,6 +89,8 @@ class Claimed(wire.WireMessage):
     """A piece that the sender shall do."""
 
     place: Place
+    claim: wire.Id
+    """The number of this claim, later ones are larger."""
     signature: Signature
     begun_by: wire.Id | None = None
     """The member that has begun it and left it; see `TakeBegun`."""
@@ -113,6 +115,7 @@ class AboutPiece(FromMember):
 class Deposit(AboutPiece, tag=28):
     """Leave a piece with the training rank that shall hold it; answered with `Deposited`. Its bytes follow."""
 
+    claim: wire.Id
     signature: Signature
     """Of the claim; of a probe, which nobody claims, the secret."""
     digest: Digest

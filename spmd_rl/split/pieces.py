@@ -5,8 +5,10 @@ is reported of its samples the training rank finds for itself: who makes things 
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -62,11 +64,21 @@ def unpack(payload: bytes | memoryview, kind: Any) -> Any:
     return _decoders[kind].decode(payload)
 
 
-def max_piece_bytes(rollout: RolloutConfig, num_answers: int) -> int:
+def max_piece_bytes(rollout: RolloutConfig, has_turns: bool, num_answers: int) -> int:
     """Return how large a piece of so many answers can be by these settings."""
-    one_turn = rollout.max_prompt_tokens + rollout.max_answer_tokens
-    tokens = rollout.max_context_tokens or (DEFAULT_TOKENS if rollout.max_turns != 1 else one_turn)
+    one_turn = rollout.max_prompt_tokens + rollout.max_new_tokens
+    tokens = rollout.max_context_tokens or (DEFAULT_TOKENS if has_turns else one_turn)
     return num_answers * (SAMPLE_BYTES + tokens * (TOKEN_BYTES + 4 * rollout.top_k))
+
+
+class Asked(NamedTuple):
+    """What a piece is to answer."""
+
+    prompt: Prompt
+    ticket: int
+    """Or the place of a held-out prompt."""
+    prompt_ids: array | None
+    """The tokens ('i') that are answered in one turn; None where an episode makes them."""
 
 
 class PieceRules:
@@ -84,25 +96,25 @@ class PieceRules:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust).get_text_config()
         return cls(cfg.rollout, cfg.generation.uses_greedy, config.vocab_size, num_experts(config))
 
-    def group(self, payload: bytes | memoryview, prompt: Prompt, ticket: int, number: int, versions: range) -> Group:
+    def group(self, payload: bytes | memoryview, asked: Asked, number: int, versions: range) -> Group:
         """Return slice `number` of a ticket. versions: those that may have sampled its tokens."""
         s = self._rollout
         first = number * s.slice_size
         size = min(s.slice_size, s.answers_per_prompt - first)
         allowed = set(range(first, first + size + s.redundancy))
         greedy = {s.answers_per_prompt} if self._uses_greedy and first + size == s.answers_per_prompt else set()
-        return self._checked(payload, Group(prompt, ticket, ()), allowed | greedy, greedy, versions, size + len(greedy))
+        return self._checked(payload, asked, allowed | greedy, greedy, versions, size + len(greedy))
 
-    def held_out(self, payload: bytes | memoryview, prompt: Prompt, index: int, drawn: list[Sampling], version: int):
+    def held_out(self, payload: bytes | memoryview, asked: Asked, drawn: list[Sampling], version: int) -> Group:
         """Return the answers to a held-out prompt, as they were to be drawn."""
         greedy = {number for number, sampling in enumerate(drawn) if sampling.temperature == 0}
         versions, allowed = range(version, version + 1), set(range(len(drawn)))
-        return self._checked(payload, Group(prompt, index, ()), allowed, greedy, versions, len(drawn))
+        return self._checked(payload, asked, allowed, greedy, versions, len(drawn))
 
     def _checked(
         self,
         payload: bytes | memoryview,
-        group: Group,
+        asked: Asked,
         allowed: Collection[int],
         greedy: Collection[int],
         versions: range,
@@ -110,9 +122,10 @@ class PieceRules:
     ) -> Group:
         samples, numbers = unpack(payload, tuple[Sample, ...]), []
         ends: dict[int, bool] = {}
+        num_turns: Counter[int] = Counter()
         for sample in samples:
             base = sample.answer % SEGMENTS
-            _require(sample.ticket == group.ticket and 0 <= sample.answer < 1 << 31, "it is about another ticket")
+            _require(sample.ticket == asked.ticket and 0 <= sample.answer < 1 << 31, "it is about another ticket")
             _require(base in allowed, f"it has an answer {sample.answer}")
             _require(sample.unit_number in (sample.answer, base), f"answer {base} is of another trajectory")
             _require(not ends.get(base), f"answer {base} goes on after its last segment")
@@ -122,11 +135,22 @@ class PieceRules:
             _check_verdict(sample.verdict)
             for turn in sample.turns:
                 self._check_turn(turn, versions)
+            num_turns[base] += len(sample.turns)
+            self._check_size(sample, num_turns[base], asked.prompt_ids)
             numbers.append(sample.answer)
         _require(numbers == sorted(set(numbers)), "its answers are not in order")
         _require(all(ends.values()), "an answer has no last segment")
         _require(len(ends) == count, f"it has {len(ends)} answers of {count}")
-        return Group(group.prompt, group.ticket, samples)
+        return Group(asked.prompt, asked.ticket, samples)
+
+    def _check_size(self, sample: Sample, num_turns: int, prompt_ids: array | None) -> None:
+        """num_turns: of the trajectory, this sample's included."""
+        s, turns = self._rollout, sample.turns
+        _require(num_turns <= (s.max_turns or inf if prompt_ids is None else 1), f"it has {num_turns} turns")
+        _require(prompt_ids in (None, turns[0].prompt_ids), "it answers another prompt")
+        _require(max(len(turn.token_ids) for turn in turns) <= s.max_new_tokens, "an answer is too long")
+        num_tokens = sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in turns)
+        _require(num_tokens <= (s.max_context_tokens or inf), f"a sample has {num_tokens} tokens")
 
     def _check_turn(self, turn: Turn, versions: range) -> None:
         ids, tokens, logprobs = _column(turn.prompt_ids, "i"), _column(turn.token_ids, "i"), _column(turn.logprobs, "f")

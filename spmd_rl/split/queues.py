@@ -35,8 +35,9 @@ class Claimant(NamedTuple):
     version: int = 0
     """Of the policy that it has loaded."""
     room: int = 1
-    share: int = 1
-    """How many it may hold, where others are there too."""
+    """How many it can take, and may."""
+    takes_lapsed: bool = True
+    """Whether it may have what others have had and not done."""
     replica: int = 0
     num_replicas: int = 1
 
@@ -49,6 +50,8 @@ class Accepted(msgspec.Struct, array_like=True):
     number: int
     since: float = 0.0
     """When it was claimed."""
+    claim: int = 0
+    """The number of the claim; later ones are larger."""
 
 
 class _Pieces:
@@ -66,10 +69,13 @@ class _Pieces:
         self.accepted: list[Accepted] = []
         self.free: list[Place] = []
         """Pieces that somebody has claimed and given back, or that nobody has claimed, in order."""
+        self.lapsed: set[Place] = set()
+        """Pieces that somebody has had and not done."""
 
     def give_back(self, member: int, place: Place | None = None) -> int:
         """Free what a member holds, or one piece of it; return the number of these pieces."""
         given = [one.place for one in self.held.values() if one.member == member and place in (None, one.place)]
+        self.lapsed.update(given)
         for one in given:
             del self.held[one]
             insort(self.free, one)
@@ -83,9 +89,9 @@ class _Pieces:
 
     def take(self, who: Claimant, fresh: Iterable[Place]) -> list[Accepted]:
         """Let a member have free pieces, then fresh ones."""
-        room = max(0, min(who.room, who.share - sum(one.member == who.member for one in self.held.values())))
-        places = list(islice(chain(self.free, fresh), room))
-        del self.free[: len(places)]
+        free = [place for place in self.free if who.takes_lapsed or place not in self.lapsed]
+        places = list(islice(chain(free, fresh), who.room))
+        self.free = [place for place in self.free if place not in places]
         return self.hold(who.member, places)
 
     def accept(self, piece: Accepted) -> None:

@@ -24,7 +24,7 @@ from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pace import is_evaluated, oldest_version
-from spmd_rl.split.pieces import PieceRules, unpack
+from spmd_rl.split.pieces import Asked, PieceRules, unpack
 from spmd_rl.split.queues import Accepted, Place
 from spmd_rl.split.server import Checked
 from spmd_rl.split.sides import TrainSide
@@ -68,6 +68,9 @@ class RemoteRollouts:
         self._cfg, self._server, self._world, self._attached = cfg, side.server, side.world, side.is_attached
         self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
         self._cursor, self._rules, self._start, self._collected = Cursor(), rules, 0, 0
+        self._render = None if isinstance(prompts, EnvTasks) or cfg.rollout.target else tokenizer.render
+        self._probed = -1
+        """The newest version whose probe has been answered."""
         self._notice = WaitMessage(side.world.rank)
         self._server.rules = self
 
@@ -156,6 +159,7 @@ class RemoteRollouts:
         """[all] Wait for what engines answer to the probe of a version; by member, what lies on this rank."""
         what = "attached engines" if self._attached else "engines"
         _, mine = self._take(f"publish: answers of {what}", "probe", version)  # [all]
+        self._probed = version
         return dict(zip((one.member for one in mine), self._server.collect("probe", mine), strict=True))
 
     @property
@@ -203,7 +207,7 @@ class RemoteRollouts:
         """See `server.Rules`."""
         settings = self._cfg
         if kind != "step":
-            return number != self._server.weights.newest
+            return number != self._server.weights.newest or (kind == "probe" and number <= self._probed)
         kept = settings.placement.max_staleness + CARRIED_STEPS if settings.rollout.partial_rollout else 0
         return number <= self._collected - kept
 
@@ -216,12 +220,17 @@ class RemoteRollouts:
             return Checked(self._probe(payload), b"")
         if kind == "eval":
             prompts, drawn = self._evaluation.questions(self.prompts.eval, number)
-            return Checked(self._rules.held_out(payload, prompts[place[0]], place[0], drawn, number), b"")
+            return Checked(self._rules.held_out(payload, self._asked(prompts[place[0]], place[0]), drawn, number), b"")
         _, prompt = self.prompts.ticket(place[0], settings.seed)
         oldest = oldest_version(number, settings.placement.max_staleness, self._start)
-        group = self._rules.group(payload, prompt, *place, range(oldest, self._server.weights.newest + 1))
+        versions = range(oldest, self._server.weights.newest + 1)
+        group = self._rules.group(payload, self._asked(prompt, place[0]), place[1], versions)
         report = SliceReport.of(group, place[1], world.rank, number - 1)
         return Checked(group, msgspec.msgpack.encode(report))
+
+    def _asked(self, prompt: Prompt, number: int) -> Asked:
+        """What a piece is to answer: one turn after the prompt's tokens, or what an episode makes of it."""
+        return Asked(prompt, number, self._render(prompt.messages) if self._render else None)
 
     def _probe(self, payload: memoryview) -> list[Answer]:
         answers = unpack(payload, list[Answer])

@@ -20,13 +20,14 @@ import zmq
 
 from spmd_rl import wire
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.curve_keys import HostKeys, limit_connection
+from spmd_rl.curve_keys import HostKeys
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.process import in_background
 from spmd_rl.sidecar.authenticator import Authenticator
 from spmd_rl.sidecar.event_loop import EventLoop
-from spmd_rl.sidecar.sockets import BACKLOG, claim_directory, received, remove_socket, socket_path
+from spmd_rl.sidecar.gate import Gate
+from spmd_rl.sidecar.sockets import open_router, received, remove_socket, socket_path
 from spmd_rl.split import messages
 from spmd_rl.split.messages import Kind
 from spmd_rl.split.pieces import DAMAGED
@@ -42,12 +43,15 @@ FETCH_SECONDS = 600.0
 """For so long a publish waits for ranks that fetch an older version; where they have a lease, for ten leases."""
 BEAT_SECONDS, BEATS_PER_SECOND = 0.05, 500
 """Between beats of a member, at least; and how many of all members a training rank answers."""
-QUEUED = 8
-"""Messages of one peer that wait to be read here; it sends no more meanwhile."""
 UNREAD = 32
 """Answers that wait for one peer to read; more are dropped. Who reads has `weights.client.AHEAD` at most, but libzmq
 counts what was read only every so often."""
 MAX_BEGUN = 1 << 16
+"""Slices that were begun, and members that have left, of which this rank knows; the oldest go first."""
+MAX_PROBED = 4096
+"""Answers to a probe that this rank keeps."""
+MAX_CONNECTIONS = 4096
+"""Generating ranks have up to three each."""
 SAY_SECONDS = 10.0
 """Between two lines about messages that make no sense."""
 
@@ -60,6 +64,13 @@ class Checked(NamedTuple):
     value: Any
     report: bytes
     """What the queue is told of it."""
+
+
+class Kept(NamedTuple):
+    """A piece that lies here."""
+
+    claim: int
+    checked: Checked
 
 
 class Rules(Protocol):
@@ -115,35 +126,24 @@ class TrainerServer:
         self._newest, self._over = b"", False
         self._heard: dict[int, float] = {}
         """When each member with a lease was last heard of here, in the seconds in which this server ran."""
-        self._deposits: dict[tuple[Kind, int], dict[tuple[int, Place], Checked]] = {}
+        self._deposits: dict[tuple[Kind, int], dict[Place, Kept]] = {}
+        """Of each place, what was made by its latest claim: no other can count. Of a probe, by (member,)."""
         self._begun: dict[Place, bytes] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, None] = {}
         self._num_dropped, self._say_at = 0, 0.0
-        self._socket = self._context.socket(zmq.ROUTER)
-        limits = {zmq.LINGER: 0, zmq.MAXMSGSIZE: self._max_bytes, zmq.RCVHWM: QUEUED, zmq.SNDHWM: UNREAD}
-        for option, value in (limits | {zmq.BACKLOG: BACKLOG}).items():
-            self._socket.setsockopt(option, value)
-        limit_connection(self._socket, bind)
         if keys is not None:
             Authenticator(self._context, keys, self._loop)
-            keys.secure(self._socket)
-        self.address = self._listen(bind)
+        router = open_router(self._context, keys, self._max_bytes, UNREAD)
+        address = bind if socket_path(bind) else f"{bind}:0"
+        try:
+            self._gate = Gate(router, address, keys is not None, self._loop, "placement.bind", 0, MAX_CONNECTIONS)
+        except UserError:
+            self._context.destroy(linger=0)
+            raise
+        self._socket, self.address = router[0], self._gate.address.replace("*", own_address() if "*" in bind else "*")
         self._loop.watch(self._socket, self._receive)
         self._closing = False
         self._served = in_background("trainer server", self._serve)
-
-    def _listen(self, bind: str) -> str:
-        """Listen; the address at which this rank can be reached."""
-        try:
-            if path := socket_path(bind):
-                claim_directory(path.parent)
-                self._socket.bind(bind)
-                return bind
-            port = self._socket.bind_to_random_port(bind)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise UserError(f"placement.bind: cannot listen on {bind}: {error.strerror}") from None
-        return f"{bind.replace('*', own_address()) if '*' in bind else bind}:{port}"
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
@@ -180,10 +180,11 @@ class TrainerServer:
     def collect(self, kind: Kind, pieces: list[Accepted]) -> list[Any]:
         """Return these pieces, which lie here, and forget whatever cannot count any more."""
         with self._lock:
-            found = [self._deposits[kind, piece.number].pop((piece.member, piece.place)).value for piece in pieces]
+            kept = [self._deposits[kind, one.number].pop(one.place or (one.member,)) for one in pieces]
+            assert [one.claim for one in kept] == [one.claim for one in pieces], "a piece lies here that does not count"
             for key in [key for key in self._deposits if self.rules.is_late(*key)]:
                 del self._deposits[key]
-        return found
+        return [one.checked.value for one in kept]
 
     def end(self) -> None:
         """Let members know that the run has ended."""
@@ -209,9 +210,6 @@ class TrainerServer:
             self._served.result()
             raise AssertionError("the server has been closed")
         self._lock.wait(WAIT_SECONDS)
-        now = self._loop.now
-        for member in [member for member, heard in self._heard.items() if now - heard > self._lease]:
-            self._forget(member)
         if self.queue is not None:
             self.queue.expire()
 
@@ -225,19 +223,25 @@ class TrainerServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._loop.run_once(busy=False)
+                self._loop.run_once(self._gate.busy)
+                self._gate.tick()
+                with self._lock:
+                    for member in [one for one, heard in self._heard.items() if self._loop.now - heard > self._lease]:
+                        self._forget(member)
         finally:
+            self._gate.close()
             self._context.destroy(linger=0)
 
     def _receive(self) -> None:
         for peer, *frames in received(self._socket, copy=False):
+            self._gate.read([peer, *frames])
             try:
                 header, *payload = frames
                 if len(payload) > 1 or len(header) > wire.MAX_FRAME_BYTES:
                     raise wire.WireError("a message has one or two frames")
                 message = messages.FROM_MEMBERS.decode(header.bytes)
                 with self._lock:
-                    reply = self._answer(message, payload[0].buffer if payload else memoryview(b""))
+                    reply = self._answer(peer.bytes, message, payload[0].buffer if payload else memoryview(b""))
                     self._lock.notify_all()
             except DAMAGED as error:
                 self._say(f"dropped a message that makes no sense: {error}")
@@ -255,10 +259,10 @@ class TrainerServer:
             self._say_at = self._loop.now + SAY_SECONDS
             tell(f"split: {text} ({self._num_dropped} so far)")
 
-    def _answer(self, message: wire.WireMessage, payload: memoryview) -> list[Any]:
+    def _answer(self, peer: bytes, message: wire.WireMessage, payload: memoryview) -> list[Any]:
         """The frames of the answer, if there is one."""
         if not isinstance(message, FromMember):
-            reply = self._welcome_to(message) if self._welcome else None
+            reply = self._welcome_to(message, peer) if self._welcome else None
             return [wire.encode(reply)] if reply else []
         if not self._seal.admits(message):
             raise wire.WireError(f"{type(message).__name__} of who is no member")
@@ -271,7 +275,7 @@ class TrainerServer:
                 found = self._begun.pop(tuple(message.place), b"")
                 return [wire.encode(messages.Begun(message.place, digest(found))), found]
             case messages.Leave():
-                self._left.add(message.member)
+                _remember(self._left, message.member, None)
                 self._forget(message.member)
                 if self.queue is not None:
                     self.queue.leave(message.member)
@@ -281,13 +285,13 @@ class TrainerServer:
             case _ if isinstance(message, REQUESTS):
                 if message.member in self._left:
                     raise wire.WireError("weights are for members, and the sender has left")
-                return self.weights.answer(message)
+                return self.weights.answer(message, self._lease == inf or message.member in self._heard)
         return [wire.encode(self._from_queue(message, payload))] if self.queue is not None else []
 
-    def _welcome_to(self, message: wire.WireMessage) -> wire.WireMessage | None:
+    def _welcome_to(self, message: wire.WireMessage, peer: bytes) -> wire.WireMessage | None:
         if isinstance(message, messages.Hello):
             return self._welcome
-        if self.queue is None or (member := self.queue.join(message.name, message.leads)) is None:
+        if self.queue is None or (member := self.queue.join(message.name, message.leads, peer)) is None:
             return None
         return messages.Joined(*self._seal.membership(member))
 
@@ -297,9 +301,12 @@ class TrainerServer:
         if isinstance(message, messages.ClaimRequest):
             member, _, kind, number, version, room = msgspec.structs.astuple(message)
             known, ended, pieces, begun_by = queue.claim(member, kind, number, version, room)
-            signed = [self._seal.sign("claim", member, kind, one.number, one.place) for one in pieces]
-            claimed = zip((list(one.place) for one in pieces), signed, begun_by, strict=True)
-            return messages.ClaimReply(known, ended, [messages.Claimed(*one) for one in claimed])
+            signed = [self._seal.sign("claim", member, kind, one.number, one.place, one.claim) for one in pieces]
+            claimed = [
+                messages.Claimed(list(one.place), one.claim, signature, by)
+                for one, signature, by in zip(pieces, signed, begun_by, strict=True)
+            ]
+            return messages.ClaimReply(known, ended, claimed)
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
         known = member in queue.members
         if isinstance(message, messages.GiveBack):
@@ -314,9 +321,10 @@ class TrainerServer:
     def _deposited(self, message: messages.Deposit, payload: memoryview) -> list[Any]:
         """Keep a piece once it has been found to be what it should."""
         member, kind, number, place = message.member, message.kind, message.number, tuple(message.place)
-        if (kind == "probe" and place) or (message.begun and self._lease < inf):
+        claim = message.claim
+        if (kind == "probe" and (place or claim)) or (message.begun and self._lease < inf):
             raise wire.WireError("a piece of no work that there is")
-        if kind != "probe" and not self._seal.is_signed(message.signature, "claim", member, kind, number, place):
+        if kind != "probe" and not self._seal.is_signed(message.signature, "claim", member, kind, number, place, claim):
             raise wire.WireError("a piece that the sender has not claimed")
         report, state, why = b"", "kept", ""
         if self.rules is None or self.rules.is_late(kind, number):
@@ -324,15 +332,16 @@ class TrainerServer:
         elif len(payload) > self._max_bytes or digest(payload) != message.digest:
             state, why = "refused", "it arrived damaged"
         elif message.begun:
-            if len(self._begun) >= MAX_BEGUN:
-                self._begun.pop(next(iter(self._begun)))
-            self._begun[place] = bytes(payload)
+            _remember(self._begun, place, bytes(payload))
         else:
-            kept = self._deposits.setdefault((kind, number), {})
+            kept, key = self._deposits.setdefault((kind, number), {}), place or (member,)
             try:
-                if (member, place) not in kept:  # the first counts, whatever comes later
-                    kept[member, place] = self.rules.check(member, kind, number, place, payload)
-                report = kept[member, place].report
+                before = kept.get(key)
+                if before is None and kind == "probe" and len(kept) >= MAX_PROBED:
+                    raise ValueError("too many answer the probe")
+                if before is None or before.claim < claim:  # the first of a claim counts, whatever comes later
+                    kept[key] = Kept(claim, self.rules.check(member, kind, number, place, payload))
+                report, state = kept[key].checked.report, "kept" if kept[key].claim == claim else "late"
             except DAMAGED as error:
                 state, why = "refused", str(error)[:300]
                 self._say(f"refused a piece, {kind} {number} {list(place)}: {why}")
@@ -354,3 +363,10 @@ class TrainerServer:
             over=self._over,
             pause=min(max(BEAT_SECONDS, len(queue.members) / BEATS_PER_SECOND), self._lease / 4),
         )
+
+
+def _remember(kept: dict, key: Any, value: Any) -> None:
+    """Put something into a dict whose oldest entries go first."""
+    if len(kept) >= MAX_BEGUN:
+        kept.pop(next(iter(kept)))
+    kept[key] = value

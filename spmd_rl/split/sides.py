@@ -72,7 +72,7 @@ class Sides:
 def _server(cfg: RlConfig, seal: Seal, world: World, **lease: float) -> TrainerServer:
     keys = cfg.sidecar.keys
     answers = max(cfg.rollout.slice_size + cfg.rollout.redundancy, cfg.eval.answers) + 1
-    limit = max_piece_bytes(cfg.rollout, answers)
+    limit = max_piece_bytes(cfg.rollout, cfg.has_turns, answers)
     return TrainerServer(bind_of(cfg.placement, world), seal, limit, HostKeys.load(keys) if keys else None, **lease)
 
 

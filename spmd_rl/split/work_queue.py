@@ -21,8 +21,11 @@ from spmd_rl.split.messages import Stats
 from spmd_rl.split.pace import oldest_version, oldest_version_at
 from spmd_rl.split.queues import Accepted, Claimant, EvalQueue, Place, ProbeQueue, StepEnd, StepQueue
 
-MAX_MEMBERS, MAX_SILENT = 4096, 64
-"""Members, and those among them that have joined and have never said anything since: the oldest of these goes first."""
+MAX_MEMBERS, MAX_SILENT = 4096, 1024
+"""Members, and those among them that have joined and have never said anything since, one for each connection: the
+oldest of these goes first."""
+WAIT_SECONDS = 1.0
+"""A member that has asked for something to do and does not ask again in this time waits no more."""
 
 
 class Limits(NamedTuple):
@@ -64,6 +67,15 @@ class Member:
     has_beaten: bool = False
     ready: bool = False
     """Whether its engine is built."""
+    peer: bytes = b""
+    """The connection by which it joined."""
+    proven: bool | None = None
+    """Whether the last piece that it had was done; None: it has had none. Only who is proven has more than one at a
+    time, where somebody is; who has failed has no part in the others' shares."""
+    asked: float = -inf
+    """When it last asked for something to do that it had room for."""
+    waits_since: float = inf
+    """Since when it has asked in vain."""
 
 
 @dataclass(slots=True)
@@ -95,6 +107,7 @@ class WorkQueue:
         self._lease, self._claim_seconds = limits
         self._clock, self._tell, self._next_number = clock, tell, first
         self.members: dict[int, Member] = {}
+        self._num_claims = 0
         self.progress = 0
         """Of all members together; it only rises."""
         self.horizon = Horizon()
@@ -104,21 +117,25 @@ class WorkQueue:
 
     # -- who is there ----------------------------------------------------------------------------------------------
 
-    def join(self, name: str, leads: bool) -> int | None:
-        """Return the number of a new member, which nobody has had before; None if there are too many."""
+    def join(self, name: str, leads: bool, peer: bytes = b"") -> int | None:
+        """Return the number of a new member, which nobody has had before; None if there are too many.
+
+        peer: the connection by which it joins; who joins again by the same one before it has begun has left.
+        """
         self.expire()
         silent = [number for number, one in self.members.items() if not one.has_beaten]
-        if len(silent) >= MAX_SILENT:
-            self._drop(silent[0], "has not begun")
+        again = [number for number in silent if peer and self.members[number].peer == peer]
+        if again or len(silent) >= MAX_SILENT:
+            self._drop((again or silent)[0], "has not begun")
         if len(self.members) >= MAX_MEMBERS:
             return None
         number, self._next_number = self._next_number, self._next_number + 1
-        self.members[number] = Member(name, leads, self._clock())
+        self.members[number] = Member(name, leads, self._clock(), peer=peer)
         return number
 
     def enroll(self, number: int, name: str, leads: bool, fetches: bool = True) -> None:
         """Take a rank of the same job for a member from the beginning, under its own number."""
-        self.members[number] = Member(name, leads, self._clock(), fetches, has_beaten=True, ready=True)
+        self.members[number] = Member(name, leads, self._clock(), fetches, has_beaten=True, ready=True, proven=True)
         self._next_number = max(self._next_number, number + 1)
 
     def beat(self, member: int, progress: int, ready: bool) -> bool:
@@ -146,6 +163,8 @@ class WorkQueue:
         for queue in self._queues.values():
             for piece in [one for one in queue.held.values() if now - one.since > self._claim_seconds]:
                 queue.give_back(piece.member, piece.place)
+                if piece.member in self.members:
+                    self.members[piece.member].proven = False
         for member in [number for number, one in self.members.items() if now - one.heard > self._lease]:
             self._drop(member, f"is given up: silent for more than {self._lease:g} s")
 
@@ -203,16 +222,34 @@ class WorkQueue:
         queue = self._queues.get((kind, number))
         if queue is None or queue.ended:
             return Given(True, True, [], [])
-        if not known.leads or (version < self.oldest if kind == "step" else version != number):
-            return Given(True, False, [], [])
         leaders = [number for number, one in sorted(self.members.items()) if one.leads and one.ready]
-        share = -(-queue.num_initial // max(1, len(leaders)))
-        replica = leaders.index(member) if member in leaders else 0
-        pieces = queue.next(Claimant(member, version, room, share, replica, max(1, len(leaders))))
+        if member not in leaders or (version < self.oldest if kind == "step" else version != number):
+            return Given(True, False, [], [])
+        standing, now = [self.members[one].proven for one in leaders], self._clock()
+        of = sum(one is not False for one in standing) or len(leaders)
+        share = 1 if any(standing) and not known.proven else -(-queue.num_initial // of)
+        if self._settings.claim == "store":  # else each gets what it is dealt
+            room = max(0, min(room, share - sum(piece.member == member for piece in queue.held.values())))
+        place = leaders.index(member), len(leaders)
+        pieces = queue.next(Claimant(member, version, room, self._is_first(member, leaders, now), *place))
         for piece in pieces:
-            piece.since = self._clock()
+            self._num_claims += 1
+            piece.since, piece.claim = now, self._num_claims
+        known.asked = now if room > 0 else -inf
+        known.waits_since = min(known.waits_since, now) if room > 0 and not pieces else inf
         begun = [self._begun.pop(piece.place, None) if kind == "step" else None for piece in pieces]
         return Given(True, False, pieces, begun)
+
+    def _is_first(self, member: int, leaders: list[int], now: float) -> bool:
+        """Return whether it is this member's turn to have what others have had and not done.
+
+        Of those that wait: first who has proven to do what it claims, then who has waited longest. So nobody gets a
+        piece again and again that it never does, under whatever number, while others ask for it.
+        """
+        waiting = [one for one in leaders if one == member or now - self.members[one].asked < WAIT_SECONDS]
+        return member == min(
+            waiting, key=lambda one: (not self.members[one].proven, self.members[one].waits_since, one)
+        )
 
     def _held(
         self, member: int, kind: str, number: int, place: Place
@@ -233,7 +270,7 @@ class WorkQueue:
         if (held := self._held(member, kind, number, place)) is None:
             return False
         queue, piece = held
-        self.members[member].heard = self._clock()
+        self.members[member].heard, self.members[member].proven = self._clock(), True
         queue.done(piece, content, stats)
         self.progress += 1
         while kind == "step" and queue.ended and queue.number == self.horizon.step:
@@ -245,6 +282,7 @@ class WorkQueue:
         if (held := self._held(member, kind, number, place)) is None:
             return False
         held[0].give_back(member, place)
+        self.members[member].proven = self._lease == inf
         if begun:
             self._begun[place] = member
         return True

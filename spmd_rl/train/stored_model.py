@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
-from spmd_rl.model.load import WeightFiles, load_weights, mismatch
+from spmd_rl.model.load import RegionReader, WeightFiles, load_weights, mismatch
 
 
 class Stored(NamedTuple):
@@ -18,6 +18,8 @@ class Stored(NamedTuple):
     """Fills this rank's shards; None of a model that is whole."""
     num_bytes: Callable[[], int]
     """Bytes read so far."""
+    reader: Callable[..., RegionReader] | None = None
+    """Called with the model, on the meta device: how any part of its weights is read; None of one that is whole."""
 
 
 Source = Callable[..., Stored]
@@ -28,10 +30,10 @@ def stored_model(path: str, dtype: torch.dtype, remote_code: bool, on_progress: 
     """The model of a directory or a name of the hub; on the meta device, where its shards can be read one by one."""
     folder = model_directory(path)
     model, files = build_on_meta(folder, dtype, remote_code), WeightFiles(folder)
-    load = partial(load_weights, files=files, on_progress=on_progress)
+    load, reader = partial(load_weights, files=files, on_progress=on_progress), partial(RegionReader, files=files)
     if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
-        model, load = build_model(folder, dtype, "cpu", remote_code), None
-    return Stored(model, load, lambda: files.bytes_read)
+        model, load, reader = build_model(folder, dtype, "cpu", remote_code), None, None
+    return Stored(model, load, lambda: files.bytes_read, reader)
 
 
 def materialize(model: torch.nn.Module, device: torch.device) -> None:

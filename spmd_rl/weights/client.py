@@ -76,7 +76,7 @@ class WeightClient:
         held = self._hold(version, base.version if base else None)
         for rank, reply in enumerate(held):
             if not reply.kept:
-                raise RunFailed(f"training rank {rank} does not keep version {version} of the weights")
+                self.refused(f"version {version} of the weights", rank)
         deltas = all(reply.deltas for reply in held)
         asked: deque[int] = deque()
         for index in range(num_tensors):

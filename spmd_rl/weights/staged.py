@@ -70,6 +70,8 @@ class StagedWeights:
         """By version, what its deltas are deltas of."""
         self._fetching: dict[int, set[int]] = {}
         """By version, the generating ranks that have begun and not ended to fetch it."""
+        self._slow: set[int] = set()
+        """Those for which one of them has been kept in vain: nobody waits for them again."""
 
     def stage(
         self, version: int, pieces: dict[int, Staged], base: messages.Base | None, waiting: AbstractContextManager
@@ -83,15 +85,16 @@ class StagedWeights:
             # `or None`: would only this version be kept, [:-0] is none of them, and [:None] all.
             old, until = sorted(self._versions)[: -(KEPT_VERSIONS - 1) or None], self._clock() + self._fetch_seconds
             with waiting:
-                while any(self._fetching[kept] for kept in old) and self._clock() < until:
+                while any(self._fetching[kept] - self._slow for kept in old) and self._clock() < until:
                     self._wait()
             for kept in old:
+                self._slow |= self._fetching[kept]
                 del self._versions[kept], self._bases[kept], self._fetching[kept]
             self._versions[version], self._bases[version], self._fetching[version] = pieces, base, set()
             self.newest = version
 
-    def answer(self, message: messages.FromMember) -> list[bytes | memoryview]:
-        """Return the frames that answer one of `messages.REQUESTS`."""
+    def answer(self, message: messages.FromMember, may_hold: bool = True) -> list[bytes | memoryview]:
+        """Return the frames that answer one of `messages.REQUESTS`. may_hold: whether a version is kept for it."""
         match message:
             case messages.FetchTensor(member, _, version, index, wants_delta):
                 piece = self._versions.get(version, {}).get(index)
@@ -101,7 +104,7 @@ class StagedWeights:
                 described = piece.name, piece.dtype, piece.shape, sent.digest, piece.digest, sent.base
                 return [wire.encode(messages.TensorMessage(version, index, *described)), sent.payload]
             case messages.Hold(member, _, version, base):
-                if known := version in self._versions:
+                if known := may_hold and version in self._versions:
                     self._fetching[version].add(member)
                 deltas = known and base is not None and base == self._bases[version]
                 return [wire.encode(messages.HoldReply(version, known, deltas))]
@@ -112,5 +115,5 @@ class StagedWeights:
 
     def forget(self, member: int) -> None:
         """Wait for this rank no more."""
-        for fetching in self._fetching.values():
-            fetching.discard(member)
+        for members in (*self._fetching.values(), self._slow):
+            members.discard(member)

@@ -4,6 +4,7 @@ python -m tests.bench.judge cheats 3 forkserver    # every cheat three times; or
 python -m tests.bench.judge right 1 bwrap
 python -m tests.bench.judge flaky 5 forkserver     # a sample beside two busy loops
 python -m tests.bench.judge speed 4 forkserver     # verdicts per second of processor time, by shape
+python -m tests.bench.judge rows 3 forkserver /tmp/mine.txt    # a file of rows of your own, with the packages' numpy
 """
 
 import json
@@ -18,7 +19,8 @@ from rewards.code import CodeReward
 from spmd_rl.sandbox import open_sandbox
 from tests.unit.sandbox.cases import FOLDER, Case, cheats, right_answers, rows, table
 
-ROWS = {"objects": "0", "stdin_cheats": "0", "never": "error|0", "outside": "0|error", "aliases": "0", "callbacks": "0"}
+ROWS = {"never": "error|0", "outside": "0|error"}
+ROWS |= dict.fromkeys(("objects", "stdin_cheats", "aliases", "arrays", "callbacks", "faults", "iterators"), "0")
 BUSY = "import os\nos.nice(10)\nwhile True: pass"
 
 
@@ -42,7 +44,7 @@ def show_right(reward: CodeReward, times: int) -> None:
     sets |= {"table": right_answers()}
     sets |= {
         name: [case for case in rows(name, "0") if case.kind[1] == "right"]
-        for name in ("outside", "aliases", "callbacks")
+        for name in ("outside", "aliases", "arrays", "callbacks", "iterators")
     }
     print("| set | answers | 1 | unsupported | 0, error, timeout |\n|---|---|---|---|---|")
     for name, cases in sets.items():
@@ -53,6 +55,15 @@ def show_right(reward: CodeReward, times: int) -> None:
             asked - found["1"] - found["unsupported"],
             "|",
         )
+
+
+def show_rows(reward: CodeReward, times: int) -> None:
+    """Print the table of a file of rows, and each verdict that is not the expected one: 0 or error by default."""
+    found = [(case, *case.judge(reward)) for _ in range(times) for case in rows(sys.argv[4], "0|error")]
+    print(table((case, verdict) for case, verdict, _ in found if case.kind[1] != "right"))
+    for case, verdict, why in found:
+        if verdict not in case.expect:
+            print(f"{case.id}: {verdict}, not {' or '.join(case.expect)} {why}")
 
 
 def show_flaky(reward: CodeReward, times: int) -> None:
@@ -76,7 +87,7 @@ def show_speed(reward: CodeReward, times: int) -> None:
 
     def used() -> float:
         """Our processor time, and that of the sandbox's process with all that it has reaped."""
-        words = Path(f"/proc/{sandbox.owner()}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{sandbox.process.pid}/stat").read_text().rpartition(")")[2].split()
         return time.process_time() + sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
 
     for name, cases in shapes.items():
@@ -91,7 +102,7 @@ def show_speed(reward: CodeReward, times: int) -> None:
 
 if __name__ == "__main__":
     what, times, name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    sandbox = open_sandbox(name, "sandbox")
+    sandbox = open_sandbox(name, "sandbox", ["numpy"] if what in ("cheats", "right", "rows") else [])
     seconds = 60.0 if what == "right" else 20.0
     globals()[f"show_{what}"](CodeReward(sandbox, seconds=2 if what == "cheats" else 4, total_seconds=seconds), times)
     sandbox.close()

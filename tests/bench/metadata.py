@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig
-from spmd_rl.learn import prepare
 from spmd_rl.rollout.collected import Collected, RankReport
 from spmd_rl.rollout.coordinator import coordinate
 from spmd_rl.rollout.step_plan import Cursor, plan_step
 from spmd_rl.rollout.table import ANSWER, SliceReport
+from tests import plans
 from tests.bench import show
 
 TICKETS, ANSWERS = 32, 8
@@ -72,7 +72,7 @@ def step(payloads: list[bytes]) -> dict[str, float]:
     collected = timed("result", read)
     timed("metrics", collected.metrics)
     sizes = {"num_updates": 1, "num_shards": ranks, "hidden_size": 576, "max_tokens": MOST_TOKENS}
-    timed("plan", lambda: prepare.plan(collected, AlgorithmConfig(), Moments(), **sizes))
+    timed("plan", lambda: plans.plan(collected, AlgorithmConfig(), Moments(), **sizes))
     return seconds
 
 

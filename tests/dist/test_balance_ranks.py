@@ -13,10 +13,10 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, World
 from spmd_rl.errors import RunFailed
 from spmd_rl.learn import losses, prepare
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests import plans
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
 from tests.models import tiny
@@ -63,7 +63,7 @@ def moved(world: World, layout: str, num_ranks: int, groups: list[Group] = GROUP
     """`num_ranks=1`: everything goes to rank 0, the reference."""
     collected = harvest(world, layout, groups)
     plan = plan_of(collected, AlgorithmConfig(), NUM_UPDATES, num_ranks)
-    return plan, redistribute(collected, plan, NUM_UPDATES, Layout(world).data, world)
+    return plan, plans.redistribute(collected, plan, NUM_UPDATES, Layout(world).data, world)
 
 
 def samples_of(batch: Batch) -> dict[str, list]:
@@ -160,7 +160,7 @@ def misled(world: World, how: str) -> str:
         else:  # samples that it does not have
             plan = replace(plan, src_rank=(plan.src_rank + 1) % world.size)
     with pytest.raises(RunFailed) as failed:
-        redistribute(collected, plan, NUM_UPDATES, Layout(world).data, world)
+        plans.redistribute(collected, plan, NUM_UPDATES, Layout(world).data, world)
     return str(failed.value)
 
 

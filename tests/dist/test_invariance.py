@@ -28,13 +28,13 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout as RankLayout
 from spmd_rl.distributed import World, solo
-from spmd_rl.learn import prepare, token_advantages
+from spmd_rl.learn import token_advantages
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.types import AgentStep, Group, Message, Prompt, Sample, Verdict, concat
+from tests import plans
 from tests.agents import SEGMENTS
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
@@ -141,9 +141,9 @@ def prepared(world: World, arrangement: Arrangement, settings: AlgorithmConfig) 
     """[all] This rank's share of the step, as the learner makes it; old and reference logprobs are made up."""
     collected = harvest(world, arrangement)
     sizes = {"num_updates": 1, "num_shards": world.size, "hidden_size": 32, "max_tokens": 32}
-    plan, _ = prepare.plan(collected, settings, Moments(), **sizes)
+    plan, _ = plans.plan(collected, settings, Moments(), **sizes)
     data = RankLayout(world).data
-    (batch,) = redistribute(collected, plan, 1, data, world)
+    (batch,) = plans.redistribute(collected, plan, 1, data, world)
     place = batch.token_ids.double() + 7 * batch.position_ids
     batch.old_logprobs, batch.ref_logprobs = (
         ((batch.rollout_logprobs + 0.4 * noise) * batch.loss_mask).float() for noise in (place.sin(), place.cos())

@@ -5,11 +5,11 @@ import torch
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig, PolicyConfig, TrainConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.learn import prepare, token_advantages
+from spmd_rl.learn import token_advantages
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.model.build import build_model
 from spmd_rl.train.sharing import share_prefixes
+from tests import plans
 from tests.agents import Step, collected, group, trajectory
 from tests.dist.harness import run_ranks
 from tests.models import tiny
@@ -23,9 +23,9 @@ def update(world: World, path: str, rewards: tuple[float, float]) -> dict:
     steps = [[Step(1.0, 1, 5), Step(reward, 2, 6, observation=4)] for reward in rewards]
     c = collected([group(0, [trajectory(0, answer, some) for answer, some in enumerate(steps)])])
     sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 64}
-    plan, _ = prepare.plan(c, SETTINGS, Moments(), **sizes)
+    plan, _ = plans.plan(c, SETTINGS, Moments(), **sizes)
     data = Layout(world).data
-    (batch,) = redistribute(c, plan, 1, data, world)
+    (batch,) = plans.redistribute(c, plan, 1, data, world)
     token_advantages.finish([batch], plan, SETTINGS, 0.0, data, seed=0)
     assert int((~batch.loss_mask).sum()) == 2 * (3 + 4), "a prompt and an observation each"
     model = build_model(path, torch.float32, "cpu")

@@ -5,8 +5,7 @@ import pytest
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import RlvrConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.learn import prepare
-from spmd_rl.learn.transfer import redistribute
+from tests import plans
 from tests.dist.harness import run_ranks
 from tests.fakes import FakeEngine, FakePrompts, FakeScorer, make_rollouts, tickets_of
 
@@ -22,10 +21,10 @@ def steps(world: World, claim: str, prompts_per_step: int, slow_rank: int) -> li
     seen = []
     for step in (1, 2, 3):
         collected = rollouts.collect(step)
-        plan, _ = prepare.plan(
+        plan, _ = plans.plan(
             collected, cfg.algorithm, Moments(), num_updates=1, num_shards=world.size, hidden_size=64, max_tokens=12
         )
-        (batch,) = redistribute(collected, plan, 1, Layout(world).data, world)
+        (batch,) = plans.redistribute(collected, plan, 1, Layout(world).data, world)
         weight = world.reduce("weights", {"sum": float(batch.weights.double().sum())})["sum"]
         used = [[o.ticket, o.reject_reason, o.answers["score"].tolist()] for o in tickets_of(collected.table)]
         seen.append([used, [g.ticket for g in collected.groups], weight])

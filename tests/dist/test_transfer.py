@@ -10,8 +10,9 @@ import torch
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, World
-from spmd_rl.learn.transfer import RoleShards, Route, redistribute, transfer
+from spmd_rl.learn.transfer import RoleShards, Route, transfer
 from spmd_rl.rollout.collected import Collected
+from tests import plans
 from tests.columns import assert_same, teacher_batch
 from tests.dist.harness import run_ranks
 from tests.fakes import table_of
@@ -64,7 +65,7 @@ def asked(world: World, policy_block: int, role_block: int) -> list[list[int]]:
     mine = tuple(g for g in GROUPS if g.ticket % world.size == world.rank)
     collected = Collected(1, mine, (), table_of(GROUPS, lambda s: s.ticket % world.size), 0.0, 0, 0)
     plan = plan_of(collected, AlgorithmConfig(), 2, policy.layout.data.size)
-    batches = redistribute(collected, plan, 2, policy.layout.data, world)
+    batches = plans.redistribute(collected, plan, 2, policy.layout.data, world)
     shards, seen = RoleShards(policy, other, plan, world), []
 
     def compute(batch: Batch) -> torch.Tensor:

@@ -15,7 +15,7 @@ CASES = {
     "split ppo": (3, "split", "algorithm=ppo"),  # a critic on the ranks that train alone
     "split remax": (3, "split", "algorithm=remax"),  # greedy answers come from other ranks
     "split pp": (4, "split", "train.pp=2"),  # stages share out what is published
-    "split zero": (3, "split", "train=deepspeed placement.train=1,2"),  # the backend meets those that train, not all
+    "split zero": (3, "split", "train=deepspeed placement.train=1,2"),  # its groups are not all of the job's ranks
     "split megatron": (3, "split", "train=megatron train.pp=2 placement.train=1,2"),
     "lent": (2, "lent", ""),  # nothing is carried
     "lent tp": (4, "lent", f"train.tp=2 {CARRIED}"),  # ranks of one data shard generate apart

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from spmd_rl.algo.moments import Moments
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import prepare, token_advantages
-from spmd_rl.learn.transfer import redistribute
+from spmd_rl.learn import token_advantages
 from spmd_rl.types import Group
+from tests import plans
 from tests.agents import SEGMENTS, Step, collected, group, trajectory
 
 EPS = 1e-6
@@ -81,10 +81,10 @@ def finished(groups: list[Group], **keys) -> dict[tuple[int, int], list[float]]:
     algorithm = AlgorithmConfig(**keys)
     c = collected(groups)
     sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 1024}
-    plan, _ = prepare.plan(c, algorithm, Moments(), **sizes)
+    plan, _ = plans.plan(c, algorithm, Moments(), **sizes)
     with solo() as world:
         data = Layout(world).data
-        batches = redistribute(c, plan, 1, data, world)
+        batches = plans.redistribute(c, plan, 1, data, world)
         if algorithm.uses_critic:
             batches[0].values = values_of(batches[0])
         token_advantages.finish(batches, plan, algorithm, 0.0, data, seed=0)

@@ -17,9 +17,9 @@ from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
 from spmd_rl.learn import prepare
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.types import Group, Message, Prompt, Sample, Turn, Verdict
+from tests import plans
 from tests.fakes import table_of
 
 
@@ -55,7 +55,7 @@ def planned(groups: list[Group], num_updates: int = 1, num_shards: int = 1, vers
 
 def plan_of(c: Collected, algorithm: AlgorithmConfig, num_updates: int = 1, num_shards: int = 1) -> Plan:
     sizes = {"num_updates": num_updates, "num_shards": num_shards, "hidden_size": 64, "max_tokens": 1024}
-    return prepare.plan(c, algorithm, Moments(), **sizes)[0]
+    return plans.plan(c, algorithm, Moments(), **sizes)[0]
 
 
 def columns(plan: Plan) -> list:
@@ -66,7 +66,7 @@ def columns(plan: Plan) -> list:
 def batches(groups: list[Group], num_updates: int = 1, **settings) -> list[Batch]:
     with solo() as world:
         plan = planned(groups, num_updates, **settings)
-        return redistribute(collected(groups), plan, num_updates, Layout(world).data, world)
+        return plans.redistribute(collected(groups), plan, num_updates, Layout(world).data, world)
 
 
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
@@ -104,9 +104,9 @@ def test_no_estimator_sees_a_verdict_that_is_no_score(advantage: str, shaping: d
         dirty.append(structs.replace(g, samples=(*g.samples, *more)))
     dirty.append(group(3, [(5, None), (5, None), (5, None), (5, None)]))
     sizes = {"num_updates": 2, "num_shards": 2, "hidden_size": 64, "max_tokens": 1024, "greedy_answer": greedy}
-    plans = [prepare.plan(collected(some), algorithm, Moments(), **sizes) for some in (clean, dirty)]
-    assert columns(plans[0][0]) == columns(plans[1][0]) and plans[0][1] == plans[1][1]
-    assert any(plans[0][0].advantages) and len(plans[0][0].keys) == (9 if greedy else 12)
+    made = [plans.plan(collected(some), algorithm, Moments(), **sizes) for some in (clean, dirty)]
+    assert columns(made[0][0]) == columns(made[1][0]) and made[0][1] == made[1][1]
+    assert any(made[0][0].advantages) and len(made[0][0].keys) == (9 if greedy else 12)
 
 
 def test_each_minibatch_is_balanced_by_itself() -> None:

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from spmd_rl import sidecar
-from spmd_rl.sidecar.frame_counter import PEER_BYTES, PEER_FRAMES, BadFrame, FrameCounter
+from spmd_rl.sidecar.frame_counter import PEER_FRAMES, BadFrame, FrameCounter
 from spmd_rl.sidecar.status import fetch_status
 from tests import sockets
 from tests.unit.sidecar_helpers import ask, host_of, numbers, private_node, rewards, workers_of
@@ -50,7 +50,7 @@ def test_a_connection_is_followed_up_to_its_limit():
     assert counter.feed(tiny) == 64 + 3 * PEER_FRAMES - 1 and counter.full and counter.feed(tiny) == 0
     large = FrameCounter()
     fed = large.feed(memoryview(GREETING + frame(bytes(8 << 20), flags=1) * 3))
-    assert PEER_BYTES - (8 << 20) < fed < 2 * (8 << 20) and large.full
+    assert large.max_bytes - (8 << 20) < fed < 2 * (8 << 20) and large.full
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import zmq
 from spmd_rl import sidecar, wire
 from spmd_rl.sidecar import host as host_module
 from spmd_rl.sidecar import remote_nodes as nodes_module
-from spmd_rl.sidecar import sockets as sockets_module
 from spmd_rl.sidecar.event_loop import EventLoop
 from spmd_rl.sidecar.frames import receive_frame
 from spmd_rl.sidecar.host import Host
@@ -88,7 +87,7 @@ def test_bytes_of_all_clients_together_are_bounded(node, monkeypatch):
 
 
 def test_a_client_that_never_reads_is_not_written_to_for_ever(node, monkeypatch):
-    monkeypatch.setattr(sockets_module, "HOST_QUEUE_FRAMES", 10)
+    monkeypatch.setattr(host_module, "MAX_UNSENT", 10)
     with hosted(node.address) as (host, _, dealer):
         for i in range(20_000):
             dealer.send(wire.encode(wire.ScoreRequests([score(i, "a", "nowhere" * 28)])))

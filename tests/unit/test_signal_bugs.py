@@ -19,12 +19,12 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import prepare, sample_log, token_advantages
+from spmd_rl.learn import sample_log, token_advantages
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.rollout.table import answer_row, answer_rows
 from spmd_rl.types import Group
+from tests import plans
 from tests.agents import Step, collected, group, trajectory
 
 SIZES = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 64}
@@ -33,10 +33,10 @@ SIZES = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 64}
 def prepared(some: list[Group], **keys) -> tuple[Plan, Batch]:
     """The plan, and the batch with finished advantages; a critic says 0 of everything."""
     settings, c = AlgorithmConfig(**keys), collected(some)
-    plan, _ = prepare.plan(c, settings, Moments(), **SIZES)
+    plan, _ = plans.plan(c, settings, Moments(), **SIZES)
     with solo() as world:
         data = Layout(world).data
-        (batch,) = redistribute(c, plan, 1, data, world)
+        (batch,) = plans.redistribute(c, plan, 1, data, world)
         if settings.uses_critic:
             batch.values = torch.zeros(batch.num_tokens)
         token_advantages.finish([batch], plan, settings, 0.0, data, seed=0)

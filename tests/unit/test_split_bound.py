@@ -205,7 +205,7 @@ class Job:
 
     def claim(self, kind: str, number: int, version: int, room: int) -> tuple[bool, list[Task]]:
         given = self.queue.claim(0, kind, number, version, room)
-        return given.ended, [Task(kind, number, piece.place, b"") for piece in given.pieces]
+        return given.ended, [Task(kind, number, piece.place, piece.claim, b"") for piece in given.pieces]
 
     def hand_in(self, task: Task, samples, stats: Stats) -> Reported:
         checked = self.remote.check(0, task.kind, task.number, task.place, memoryview(pack(samples)))

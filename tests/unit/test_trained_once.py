@@ -9,15 +9,16 @@ from random import Random
 import pytest
 import torch
 
+from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import prepare, token_advantages
+from spmd_rl.learn import token_advantages
 from spmd_rl.learn.losses import bind_loss
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.microbatch import plan
 from spmd_rl.train.sharing import share_prefixes
 from spmd_rl.types import Group
+from tests import plans
 from tests.agents import Step, collected, group, trajectory
 from tests.models import tiny
 from tests.unit.test_sharing import assert_equal, gradients, separate
@@ -42,10 +43,10 @@ def batch_of(groups: list[Group], settings: AlgorithmConfig = GIGPO) -> Batch:
     """As the learner makes it, with old logprobs that differ from the model's."""
     c = collected(groups)
     sizes = {"num_updates": 1, "num_shards": 1, "hidden_size": 64, "max_tokens": 1024}
-    made, _ = prepare.plan(c, settings, prepare.Moments(), **sizes)
+    made, _ = plans.plan(c, settings, Moments(), **sizes)
     with solo() as world:
         data = Layout(world).data
-        (batch,) = redistribute(c, made, 1, data, world)
+        (batch,) = plans.redistribute(c, made, 1, data, world)
         token_advantages.finish([batch], made, settings, 0.0, data, seed=0)
     batch.old_logprobs = batch.rollout_logprobs
     return batch

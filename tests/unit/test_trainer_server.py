@@ -17,6 +17,7 @@ from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import RunFailed
 from spmd_rl.process import in_background
 from spmd_rl.sidecar.sockets import send
+from spmd_rl.split import messages as split_messages
 from spmd_rl.split.pieces import pack, unpack
 from spmd_rl.split.server import TrainerServer
 from spmd_rl.types import AgentStep, CandidateIds, Sample, Turn, Verdict
@@ -107,17 +108,37 @@ def test_damage_on_the_way_is_found(servers, client) -> None:
 
 
 def test_a_fetch_that_is_never_ended_holds_up_nobody_for_ever(tmp_path: Path) -> None:
-    (server,) = serve(tmp_path, lease_seconds=0.05)  # ten of these
-    with closing(server), closing(connect([server.address])) as client:
+    """And nobody a second time; who does not beat holds nothing."""
+    (server,) = serve(tmp_path, lease_seconds=0.1)  # ten of these
+    over = threading.Event()
+
+    def beat(dealer: zmq.Socket) -> None:
+        while not over.wait(0.02):
+            send(dealer, split_messages.Beat(*SEAL.membership(0), 0, True))
+
+    with closing(server), closing(connect([server.address])) as client, sockets.context() as context:
         stage([server], 0)
-        pieces = client.fetch(0, len(TENSORS), None)
-        next(pieces)
-        stage([server], 1)
-        began = time.monotonic()
-        stage([server], 2)
-        assert 0.3 < time.monotonic() - began < patient(10)
-        with pytest.raises(RunFailed, match="training rank 0 does not keep version 0 of the weights for this rank"):
-            list(client.fetch(0, len(TENSORS), None)) if not list(pieces) else None
+        assert not client.hold(0)
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(server.address)
+            beating = threading.Thread(target=beat, args=(dealer,), daemon=True)
+            beating.start()
+            while not client.hold(0):
+                time.sleep(0.01)
+            pieces = client.fetch(0, len(TENSORS), None)
+            next(pieces)
+            stage([server], 1)
+            began = time.monotonic()
+            stage([server], 2)
+            assert 0.8 < time.monotonic() - began < patient(10)
+            with pytest.raises(RunFailed, match="training rank 0 does not keep version 0 of the weights for this rank"):
+                list(client.fetch(0, len(TENSORS), None)) if not list(pieces) else None
+            assert client.hold(1)
+            began = time.monotonic()
+            stage([server], 3)
+            assert time.monotonic() - began < 0.5
+            over.set()
+            beating.join()
 
 
 def test_only_listed_keys_are_served(tmp_path: Path) -> None:

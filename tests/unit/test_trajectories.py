@@ -14,11 +14,11 @@ from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.distributed import Layout, solo
-from spmd_rl.learn import advantages, prepare, sample_log, token_advantages
+from spmd_rl.learn import advantages, sample_log, token_advantages
 from spmd_rl.learn.losses import bind_loss
 from spmd_rl.learn.prepare import Plan
-from spmd_rl.learn.transfer import redistribute
 from spmd_rl.types import Group
+from tests import plans
 from tests.agents import SEGMENTS, Step, collected, group, trajectory
 from tests.unit.algo.cases import KEYS
 
@@ -44,14 +44,14 @@ def plan_of(some: list[Group], num_updates: int = 1, **keys) -> Plan:
     told = None
     if settings.repetition_coef:
         with solo() as world:
-            told = advantages.repetition_penalties(c, settings, world)
-    return prepare.plan(c, settings, Moments(), num_updates=num_updates, penalties=told, **SIZES)[0]
+            told = advantages.repetition_penalties(plans.trajectories(c), settings, world)
+    return plans.plan(c, settings, Moments(), num_updates=num_updates, penalties=told, **SIZES)[0]
 
 
 def batches(some: list[Group], num_updates: int = 1, **keys) -> tuple[Plan, list[Batch]]:
     plan = plan_of(some, num_updates, **keys)
     with solo() as world:
-        return plan, redistribute(collected(some), plan, num_updates, Layout(world).data, world)
+        return plan, plans.redistribute(collected(some), plan, num_updates, Layout(world).data, world)
 
 
 def columns(made: list[Batch], *names: str) -> dict[tuple[int, int], list[tuple[float, ...]]]:
@@ -190,7 +190,7 @@ def test_the_sample_log_has_a_row_for_each_segment_with_the_mean_advantage_of_it
     steps = [Step(1.0, num_tokens=1), Step(2.0, num_tokens=3), Step(4.0)]
     c = collected([group(0, [trajectory(0, 0, steps, cuts=(2,)), trajectory(0, 1, steps, status="error")])])
     keys = {"advantage": "step_reinforce", "step_reward_gamma": 0.0}
-    plan, _ = prepare.plan(c, AlgorithmConfig(**keys), Moments(), num_updates=1, **SIZES)
+    plan, _ = plans.plan(c, AlgorithmConfig(**keys), Moments(), num_updates=1, **SIZES)
     rows = list(sample_log.rows(c, plan))
     assert [(row.answer, row.advantage, row.reject_reason) for row in rows] == [
         (0, (1 + 3 * 2) / 4, None), (SEGMENTS, 4.0, None), (1, None, "no score"),

@@ -1,5 +1,6 @@
 """The work road under attack: whatever strangers and a member send, the run goes on with what honest members made."""
 
+import contextlib
 import os
 import random
 import socket
@@ -35,17 +36,20 @@ from tests.fakes import FakePrompts, FakeTokenizer
 from tests.forked import executor
 from tests.patience import patient
 from tests.servers import SEAL, connect, serve
+from tests.unit.sidecar_storm import GREETING, READY
 
 KINDS = [Hold, FetchTensor, Release]
 KINDS += [messages.Hello, messages.Join, messages.Beat, messages.ClaimRequest, messages.Deposit, messages.Report]
 KINDS += [messages.GiveBack, messages.TakeBegun, messages.Leave]
 GROWTH_BYTES = 64 << 20
 SECRET_WEIGHTS = b"weights!" * 512
+PROMPTS = FakePrompts(9)
 
 
 def samples(ticket: int) -> tuple[Sample, ...]:
     """What an honest rank makes of a ticket."""
-    turn = Turn(array("i", [1, 2]), array("i", [3, 0]), array("f", [-0.5, -0.25]), array("i", [0, 0]), "stop", "text")
+    prompt_ids = FakeTokenizer().render(PROMPTS.ticket(ticket, 0)[1].messages)
+    turn = Turn(prompt_ids, array("i", [3, 0]), array("f", [-0.5, -0.25]), array("i", [0, 0]), "stop", "text")
     return tuple(Sample(ticket, answer, (turn,), Verdict("ok", float(answer))) for answer in range(2))
 
 
@@ -54,18 +58,15 @@ class Run:
 
     def __init__(self, folder: Path, stack) -> None:
         world = stack.enter_context(solo())
-        self.cfg = RlvrConfig(
-            steps=3, rollout=RolloutConfig(prompts_per_step=2, answers_per_prompt=2, max_prompt_tokens=8)
-        )
+        rollout = RolloutConfig(prompts_per_step=2, answers_per_prompt=2, max_prompt_tokens=9, max_new_tokens=4)
+        self.cfg = RlvrConfig(steps=3, rollout=rollout)
         self.cfg.placement.max_staleness, self.cfg.eval.every = 2, 0
         (self.server,) = serve(folder, lease_seconds=600.0)
         stack.enter_context(closing(self.server))
         self.queue = WorkQueue(self.cfg.rollout, 2, self.server.clock, Limits(600.0, 1.0))
         self.server.open(self.queue, messages.Welcome({}, [self.server.address], 600.0))
         side = TrainSide(world, self.server, is_attached=True)
-        self.remote = RemoteRollouts(
-            self.cfg, FakePrompts(9), FakeTokenizer(), side, PieceRules(self.cfg.rollout, False, 9)
-        )
+        self.remote = RemoteRollouts(self.cfg, PROMPTS, FakeTokenizer(), side, PieceRules(self.cfg.rollout, False, 256))
         payload = memoryview(SECRET_WEIGHTS)
         piece = Staged("weight", "uint8", [len(payload)], payload, digest(payload))
         self.server.weights.stage(0, {0: piece}, None, nullcontext())
@@ -269,7 +270,10 @@ def test_forged_answers_are_refused(run: Run) -> None:
             (*honest, msgspec.structs.replace(honest[0], answer=SEGMENTS, unit=0)),
             (msgspec.structs.replace(honest[0], verdict=Verdict("ok", 1e308)), honest[1]),
             (msgspec.structs.replace(honest[0], turns=()), honest[1]),
-            changed(token_ids=array("i", [9, 0])),
+            changed(token_ids=array("i", [256, 0])),
+            changed(token_ids=array("i", [3] * 5), logprobs=array("f", [-1] * 5), versions=array("i", [0] * 5)),
+            changed(prompt_ids=other[0].turns[0].prompt_ids),
+            (msgspec.structs.replace(honest[0], turns=honest[0].turns * 2), honest[1]),
             changed(prompt_ids=array("i", [-1])),
             changed(versions=array("i", [0, 1])),
             changed(logprobs=array("f", [float("nan"), 0])),
@@ -302,10 +306,13 @@ def test_what_is_oversized_half_open_or_slow_costs_little(trainer: Trainer) -> N
     big = bytes(9 << 20)
     host = trainer.address.removeprefix("ipc://")
     open_ones = []
-    for index in range(50):  # connections that never say what they are, or stop in the middle of it
+    begun = GREETING + READY + b"\3" + (1 << 20).to_bytes(8) + bytes(600_000)
+    for index in range(800):  # connections that never say what they are, or stop in the middle of it
         half = socket.socket(socket.AF_UNIX)
+        half.settimeout(patient(5))
         half.connect(host)
-        half.send(b"\xff\0\0\0\0\0\0\0\1\x7f"[: index % 10])
+        with contextlib.suppress(OSError):  # it is cut off
+            half.sendall(begun if index % 8 == 0 else GREETING[: index % 10])
         open_ones.append(half)
     joins = wire.encode(messages.Join("half open", True))
     hold, fetch = wire.encode(Hold(*member, 0, None)), wire.encode(FetchTensor(*member, 0, 0, False))
@@ -313,6 +320,7 @@ def test_what_is_oversized_half_open_or_slow_costs_little(trainer: Trainer) -> N
     with sockets.context() as context, context.socket(zmq.DEALER) as slow:  # asks, and reads nothing
         slow.setsockopt(zmq.RCVHWM, 1)
         slow.connect(trainer.address)
+        slow.send(wire.encode(messages.Beat(*member, 0, True)))
         slow.send(hold)
         for _ in range(2000):
             try:
@@ -333,10 +341,32 @@ def test_a_server_is_told_of_no_more_than_it_keeps(trainer: Trainer) -> None:
         for index in range(100):
             turn = msgspec.structs.replace(samples(0)[0].turns[0], text=text + str(index))
             made = tuple(msgspec.structs.replace(one, turns=(turn,)) for one in samples(task.place[0]))
-            header = messages.Deposit(*member_of(task, trainer.insider), task.signature, digest(pack(made)))
+            header = messages.Deposit(*member_of(task, trainer.insider), task.claim, task.signature, digest(pack(made)))
             client.send(0, header, pack(made))
             assert client.receive(0, messages.Deposited)[0].state == "kept"
         assert trainer.memory - before < GROWTH_BYTES
+
+
+def test_what_members_leave_behind_is_bounded(trainer: Trainer) -> None:
+    """One after the other joins, claims, deposits as much as it can, and leaves."""
+    before = trainer.memory
+    with sockets.context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(trainer.address)
+        for index in range(40):
+            dealer.send(wire.encode(messages.Join("evil", True)))
+            member = messages.TO_MEMBERS.decode(dealer.recv()).member
+            dealer.send(wire.encode(messages.Beat(*SEAL.membership(member), 0, True)))
+            dealer.recv()
+            with closing(connect([trainer.address], member)) as client:
+                _, (task, *_) = client.claim("step", 1, 0, 1)
+                turn = msgspec.structs.replace(samples(task.place[0])[0].turns[0], text=str(index) * (2 << 20))
+                made = pack(tuple(msgspec.structs.replace(one, turns=(turn,)) for one in samples(task.place[0])))
+                about = *member_of(task, member), task.claim, task.signature, digest(made)
+                client.send(0, messages.Deposit(*about), made)
+                assert client.receive(0, messages.Deposited)[0].state == "kept"
+                client.send(0, messages.Leave(*SEAL.membership(member)))
+    assert trainer.memory - before < GROWTH_BYTES
+    assert trainer.process.submit(train, 0.1).result(patient(60)) < 10
 
 
 def member_of(task, member: int) -> tuple:

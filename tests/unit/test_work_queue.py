@@ -160,11 +160,16 @@ def queue(**settings) -> tuple[WorkQueue, list[float]]:
     return made, now
 
 
+def members(made: WorkQueue, count: int) -> list[int]:
+    """Members whose engines are built."""
+    found = [made.join("rank", True) for _ in range(count)]
+    assert all(made.beat(member, 0, True) for member in found)
+    return found
+
+
 def test_what_a_silent_rank_claimed_is_done_by_another() -> None:
     made, now = queue()
-    first, second = made.join("first", True), made.join("second", True)
-    for member in (first, second):
-        assert made.beat(member, 0, True)
+    first, second = members(made, 2)
     mine = places(made.claim(first, "step", 1, 0, 9))
     assert mine == [(0, 0), (1, 0)], "no more than its share"
     theirs = places(made.claim(second, "step", 1, 0, 9))
@@ -180,25 +185,25 @@ def test_a_version_that_is_too_old_gets_nothing() -> None:
     made, _ = queue()
     made.begin(0, 3, 3, Cursor())
     member = made.join("rank", True)
+    assert made.claim(member, "step", 3, 1, 9) == (True, False, [], []), "its engine is not built"
+    made.beat(member, 0, True)
     assert made.claim(member, "step", 3, 0, 9) == (True, False, [], [])
     assert made.claim(member, "step", 3, 1, 9).pieces
 
 
 def test_a_probe_waits_for_those_who_were_there_and_live() -> None:
     made, now = queue()
-    members = [made.join("rank", True) for _ in range(3)]
-    for member in members:
-        made.beat(member, 0, True)
+    first, second, _ = members(made, 3)
     made.ask_probe(0)
     late = made.join("late", True)
-    assert made.report(members[0], "probe", 0, (), b"", Stats()) and not made.ended("probe", 0)
-    made.leave(members[1])
+    assert made.report(first, "probe", 0, (), b"", Stats()) and not made.ended("probe", 0)
+    made.leave(second)
     now[0] = LEASE - 1
-    made.beat(members[0], 0, True), made.beat(late, 0, True)
+    made.beat(first, 0, True), made.beat(late, 0, True)
     assert not made.ended("probe", 0)
     now[0] = LEASE + 1
     assert made.ended("probe", 0)
-    assert [piece.member for piece in made.take("probe", 0).accepted] == [members[0]]
+    assert [piece.member for piece in made.take("probe", 0).accepted] == [first]
 
 
 def test_a_probe_that_nobody_who_was_there_answers_is_answered_by_who_comes_later() -> None:
@@ -215,9 +220,9 @@ def test_a_probe_that_nobody_who_was_there_answers_is_answered_by_who_comes_late
 def test_held_out_prompts_are_answered_once() -> None:
     made, _ = queue()
     made.ask_eval(2, 3)
-    first, second = made.join("first", True), made.join("second", True)
+    first, second = members(made, 2)
     assert places(made.claim(first, "eval", 2, 1, 2)) == [], "it has another version"
-    assert places(made.claim(first, "eval", 2, 2, 2)) == [(0,), (1,)] and made.offers_eval(2)
+    assert places(made.claim(first, "eval", 2, 2, 9)) == [(0,), (1,)] and made.offers_eval(2), "no more than its share"
     made.leave(first)
     assert places(made.claim(second, "eval", 2, 2, 9)) == [(0,), (1,), (2,)] and not made.offers_eval(2)
     assert all(made.report(second, "eval", 2, (index,), b"", Stats()) for index in range(3))
@@ -267,14 +272,45 @@ def test_what_is_carried_goes_on_and_what_is_done_early_counts_later() -> None:
 
 def test_a_piece_that_is_never_done_is_free_again_however_often_its_member_beats() -> None:
     made, now = queue()
-    slow, other = made.join("slow", True), made.join("other", True)
-    for member in (slow, other):
-        made.beat(member, 0, True)
+    slow, other = members(made, 2)
     mine = places(made.claim(slow, "step", 1, 0, 9))
     for now[0] in range(0, 110, 4):
         assert made.beat(slow, int(now[0]), True) and made.beat(other, 0, True)
-    assert places(made.claim(other, "step", 1, 0, 9)) == mine
+    assert places(made.claim(other, "step", 1, 0, 9))[:2] == mine, "all of it: who failed has no share"
     assert not made.report(slow, "step", 1, mine[0], report(0), Stats())
+
+
+@pytest.mark.parametrize("how", ["too long", "leaves", "gives back"])
+def test_nobody_takes_a_piece_again_and_again_and_keeps_it_from_others(how: str) -> None:
+    """Nor does who comes back under another number, in the moment in which it is free."""
+    made, now = queue()
+    greedy, other = members(made, 2)
+    wanted = places(made.claim(greedy, "step", 1, 0, 9))
+    theirs = places(made.claim(other, "step", 1, 0, 9))
+    while theirs:
+        assert made.report(other, "step", 1, theirs[0], report(theirs.pop(0)[0]), Stats(0.0, 1.0))
+    for now[0] in range(0, 101, 4):
+        assert made.beat(greedy, 0, True) and made.beat(other, 0, True)
+    assert not places(made.claim(other, "step", 1, 0, 9)), "it asks in vain"
+    match how:
+        case "too long":
+            now[0] = 100.5
+        case "leaves":
+            made.leave(greedy)
+            (greedy,) = members(made, 1)
+        case "gives back":
+            assert all(made.give_back(greedy, "step", 1, place, False) for place in wanted)
+    assert not places(made.claim(greedy, "step", 1, 0, 9)), "others wait for it"
+    assert places(made.claim(other, "step", 1, 0, 9)) == wanted
+
+
+def test_who_has_done_nothing_has_one_piece_at_a_time_where_others_have() -> None:
+    made, _ = queue(over_sample=4)
+    first, second = members(made, 2)
+    (mine,) = places(made.claim(first, "step", 1, 0, 1))
+    assert made.report(first, "step", 1, mine, report(mine[0]), Stats(0.0, 1.0))
+    assert len(places(made.claim(second, "step", 1, 0, 9))) == 1 and not places(made.claim(second, "step", 1, 0, 9))
+    assert len(places(made.claim(first, "step", 1, 0, 9))) == 4
 
 
 def test_who_joins_and_says_nothing_makes_room_for_others() -> None:
@@ -284,3 +320,5 @@ def test_who_joins_and_says_nothing_makes_room_for_others() -> None:
     silent = [made.join("silent", True) for _ in range(3 * MAX_SILENT)]
     assert len(made.members) == 1 + MAX_SILENT and honest in made.members
     assert list(made.members)[1:] == silent[-MAX_SILENT:]
+    again = [made.join("again", True, b"one connection") for _ in range(9)]
+    assert list(made.members)[-1:] == again[-1:] and not set(again[:-1]) & set(made.members)

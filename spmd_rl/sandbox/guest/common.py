@@ -3,8 +3,11 @@
 Tests get only modules and the names of types: a function that an answer was to write must not exist already.
 """
 
+import builtins
 import importlib
 import re
+import sys
+import types
 
 MODULES = """
 bisect collections copy datetime decimal fractions functools heapq itertools json math operator os random re statistics
@@ -37,3 +40,15 @@ def common(source, functions=False):
 
 def _get(module, name):
     return getattr(importlib.import_module(module), name, None)
+
+
+def execute(job, name, shared=False):
+    """Execute the code as a module and return its names. `shared`: its builtins are those of all modules."""
+    module = sys.modules[name] = types.ModuleType(name)
+    namespace = vars(module)
+    # beside the builtins, so that what the code imports itself is its own
+    known = common(job["prelude"] + job["code"], functions=True)
+    namespace.update(known if shared else {"__builtins__": {**known, **vars(builtins)}})
+    exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
+    exec(compile(job["code"], "<code>", "exec"), namespace)
+    return namespace

@@ -3,7 +3,7 @@
 import os
 import struct
 
-from spmd_rl.sandbox.guest.values import Malformed, dumps, loads
+from spmd_rl.sandbox.guest.values import dumps, loads
 
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
@@ -21,9 +21,9 @@ class Link:
         self._fd, self._most = fd, most
         self._data = bytearray()  # read, and of a later message
 
-    def send(self, build):
-        """Send the JSON of `build(big)`, as `values.dumps` has it. Gone if nobody reads, MemoryError if it is large."""
-        body = dumps(build)
+    def send(self, message):
+        """Send a message. Gone if nobody reads, MemoryError or ValueError if it or a number in it is too long."""
+        body = dumps(message)
         if len(body) > self._most:
             raise MemoryError(f"{len(body)} bytes; a message has at most {self._most}")
         data = memoryview(_LENGTH.pack(len(body)) + body)
@@ -40,7 +40,7 @@ class Link:
             raise Gone(f"a message of {size} bytes; it has at most {self._most}")
         try:
             return loads(self._read(size))
-        except Malformed:
+        except (ValueError, RecursionError):
             raise Gone("a malformed message") from None
 
     def _read(self, size):

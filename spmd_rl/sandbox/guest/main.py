@@ -10,18 +10,13 @@ descriptor is closed before untrusted code runs, except in mode `beside`, whose 
     main(job=3, report=4, rpc=5)  # in a process of its own, which it ends
 """
 
-import atexit
 import builtins
-import importlib
 import json
 import os
 import resource
 import sys
-import threading
-import types
 
-from spmd_rl.sandbox.guest import program
-from spmd_rl.sandbox.guest.common import common
+from spmd_rl.sandbox.guest import program, serve, testing
 
 MAX_DIGITS = 100_000  # the longest number that tests may make a text of: the time grows with the square of its length
 THREADS = 64  # the number of threads that a program may have if it may not fork
@@ -33,23 +28,23 @@ def main(job, report, rpc):
         job = json.load(file)
     set_limits(job["limits"])
     builtins.exit = builtins.quit = sys.exit
+    try:
+        os.getcwd()
+    except OSError:  # it has been removed: there are no files
+        os.getcwd = lambda: "/"
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(MAX_DIGITS if job["mode"] == "test" else 0)
     os.write(report, b"r")
     if job["mode"] in ("test", "beside"):
-        found = _part("testing").test(job, report, rpc)
+        found = testing.test(job, report, rpc)
         with open(report, "wb") as file:
             file.write(found)
         os._exit(0)
     os.close(report)
     if job["mode"] == "run":
         program.run(job)
-    _leave(_part("serve").serve(job, rpc))
-
-
-def _part(name):
-    """Import a module that only one mode needs."""
-    return importlib.import_module(f"spmd_rl.sandbox.guest.{name}")
+    serve.serve(job, rpc)
+    os._exit(0)
 
 
 def set_limits(limits):
@@ -67,27 +62,3 @@ def set_limits(limits):
     ]:
         if soft or name != "NPROC":
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard))
-
-
-def execute(job, name, shared=False):
-    """Execute the code as a module and return its names. `shared`: its builtins are those of all modules."""
-    module = sys.modules[name] = types.ModuleType(name)
-    namespace = vars(module)
-    # beside the builtins, so that what the code imports itself is its own
-    known = common(job["prelude"] + job["code"], functions=True)
-    namespace.update(known if shared else {"__builtins__": {**known, **vars(builtins)}})
-    exec(compile(job["prelude"], "<prelude>", "exec"), namespace)
-    exec(compile(job["code"], "<code>", "exec"), namespace)
-    return namespace
-
-
-def _leave(code):
-    """End the process as an interpreter would, with its threads, exit hooks and buffers."""
-    try:
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - untrusted code
-        code = code or 1
-    os._exit(code)

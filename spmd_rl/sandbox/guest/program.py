@@ -27,7 +27,7 @@ STREAMS.update((f"{folder}/{i}", i) for folder in ("/dev/fd", "/proc/self/fd") f
 def run(job):
     """Execute the job's code as `__main__`, then end the process as an interpreter would. Never returns."""
     sys.modules["__main__"] = module = types.ModuleType("__main__")
-    path, source = os.path.join(_directory(), NAME), job["code"]
+    path, source = os.path.join(os.getcwd(), NAME), job["code"]
     sys.argv[:], sys.orig_argv = [NAME], ["python3", NAME]
     sys.path.insert(0, os.path.dirname(path))
     linecache.cache[path] = len(source), None, source.splitlines(True), path
@@ -39,13 +39,6 @@ def run(job):
     namespace.update(common(source, functions=True))
     namespace.update(__file__=path, __builtins__=builtins)
     os._exit(_finish(_execute(source, path, namespace), namespace))
-
-
-def _directory():
-    try:
-        return os.getcwd()
-    except OSError:  # it has been removed: nothing can be written
-        return "/"
 
 
 # Functions that replace others while a program runs; they are made before the fork, which is cheaper.
@@ -117,12 +110,8 @@ def _finish(status, namespace):
             _report(error)
     status = _flush((sys.stdout, sys.stderr), status)
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
-    for name in list(namespace):
-        if name != "__builtins__":
-            try:
-                namespace[name] = None
-            except BaseException:  # noqa: BLE001 - a destructor of untrusted code
-                continue
+    for name in [name for name in namespace if name != "__builtins__"]:
+        namespace[name] = None
     _flush(_writers(), 0)
     _flush((sys.stdout, sys.stderr), 0)
     return status

@@ -1,9 +1,9 @@
 """What stands for objects of the code on the tests' side: a name, an object, or an iterator. See `stubs`."""
 
 import builtins
+import importlib
 import math
 import operator
-import types
 
 ASKED = ["delitem", "getitem", "iter", "len", "next", "repr", "setitem", "str"]
 """Special methods that are called on the code's side, of objects that the tests have made of its classes."""
@@ -26,18 +26,16 @@ class Maker:
         """`defaults` are those of the last fields; a type among them makes one."""
         self.kind, self.fields, self.defaults, self.is_tuple = kind, fields, defaults, is_tuple
 
-    def record(self, name, args, kwargs):
+    def record(self, args, kwargs):
         """Return the record of an object made with these arguments. TypeError if they do not fit."""
-        optional = self.fields[len(self.fields) - len(self.defaults) :]
-        optional = zip(optional, self.defaults)  # noqa: B905 - Python 3.8
-        found = {field: value() if value in (list, dict, set) else value for field, value in optional}
-        given = dict(zip(self.fields, args))  # noqa: B905 - Python 3.8
-        if len(args) > len(self.fields) or given.keys() & kwargs.keys() or kwargs.keys() - set(self.fields):
-            raise TypeError(f"{name}() got unexpected arguments")
-        found.update(given, **kwargs)
-        if missing := [field for field in self.fields if field not in found]:
-            raise TypeError(f"{name}() missing required arguments: {', '.join(missing)}")
-        return self.kind, self.fields, tuple(found[field] for field in self.fields), self.is_tuple
+        inspect = importlib.import_module("inspect")
+        defaults = [inspect.Parameter.empty] * (len(self.fields) - len(self.defaults)) + list(self.defaults)
+        wanted = dict(zip(self.fields, defaults))  # noqa: B905 - Python 3.8
+        parameters = [inspect.Parameter(name, 1, default=default) for name, default in wanted.items()]
+        found = inspect.Signature(parameters).bind(*args, **kwargs).arguments
+        for name in wanted.keys() - found:
+            found[name] = wanted[name]() if wanted[name] in (list, dict, set) else wanted[name]
+        return self.kind, self.fields, tuple(found[name] for name in self.fields), self.is_tuple
 
 
 class Remote:
@@ -53,7 +51,7 @@ class Remote:
     def __call__(self, *args, **kwargs):
         client, maker, node = _client(self), maker_of(self), node_of(self)
         if maker:
-            return Remote(client, None, None, maker.record(node[1], args, kwargs), (self, args, kwargs))
+            return Remote(client, None, None, maker.record(args, kwargs), (self, args, kwargs))
         found = client.ask("call", self, [*args, *kwargs.values()], kwargs)
         if type(found) is Remote and node and node[0] == "name" and node[1][:1].isupper():
             _set_made(found, (self, args, kwargs))
@@ -151,37 +149,6 @@ def _apply(name, value, *args):
 
 for _name in (*ASKED, *REFUSED.split()):
     setattr(Remote, f"__{_name}__", _special(_name))
-
-
-class Stream:
-    """Stands for a generator or another builtin iterator of the code's, which gives one plain value after the other."""
-
-    __slots__ = ("_client", "_is_generator", "remote")
-
-    def __init__(self, client, remote, is_generator):
-        self.remote, self._is_generator, self._client = remote, is_generator, client
-
-    __class__ = property(lambda self: types.GeneratorType if self._is_generator is True else Stream)
-    __hash__ = object.__hash__
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self._client.ask("next", self.remote)
-
-    def remote_of(self):
-        """Return what stands for it as an object."""
-        return self.remote
-
-    def __getattr__(self, name):
-        return getattr(self.remote, name)
-
-    def __eq__(self, other):
-        return other is self or (other is not None and self._client.want("the tests compare an iterator of the code's"))
-
-    def __bool__(self):
-        return self._client.want("the tests use the truth of an iterator of the code's")
 
 
 def member(remote, plain):

@@ -10,8 +10,9 @@ the numbers of containers that the tests no longer have:
 | set | set that attribute |
 | value | the target, which may have a plain form |
 | type | the class of the target |
+| next, send, throw, close | the next item of an iterator; what generators have beside |
 | isinstance, issubclass | whether the target is among the classes of the other |
-| len, iter, next, getitem, setitem, delitem, str, repr | that of the target |
+| len, iter, getitem, setitem, delitem, str, repr | that of the target |
 
 An answer is [sort, references, texts, nodes, printed]. `sort`: `=` a value; `!` an exception and its
 arguments, its module, name (empty for a builtin), text and builtin bases as texts; `~=` and `~!` the same of a
@@ -37,52 +38,55 @@ import operator
 import sys
 import threading
 import types
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 
 from spmd_rl.sandbox.guest import values
+from spmd_rl.sandbox.guest.common import execute
 from spmd_rl.sandbox.guest.handed import FRAMES, Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
-from spmd_rl.sandbox.guest.main import execute
 from spmd_rl.sandbox.guest.shared import Shared
 
 _Missing = type("_Missing", (Exception,), {})
 MAX_TEXT = 100_000  # characters of what an exception says
-SPECIAL = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
-SPECIAL.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format)})
+STREAM = "next", "send", "throw", "close"
+VERBS = {name: getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
+VERBS.update({kind.__name__: kind for kind in (len, iter, next, str, repr, format, type)})
+VERBS.update(get=getattr, set=setattr, value=lambda it: it)
+VERBS.update({name: getattr(types.GeneratorType, name) for name in STREAM[1:]})
+VERBS.update(isinstance=lambda kind, it: kind in type(it).__mro__, issubclass=lambda kind, it: kind in it.__mro__)
 
 
 def serve(job, rpc):
-    """Execute the code and answer its tests until they hang up. Return the exit status."""
+    """Execute the code and answer its tests until they hang up."""
     link = Link(rpc, job["message_bytes"])
     with suppress(Gone):
         try:
             namespace = execute(job, "solution")
-            server = CodeServer(link, namespace, job["prints"])
+            server = CodeServer(link, namespace)
             told = classes_of(namespace, server)
-            link.send(lambda big: ["ready", *values.encode(told, server.node, None, None, big)])
+            link.send(["ready", *values.encode(told, server.node)])
         except Gone:
             raise
         except BaseException as error:  # noqa: BLE001 - untrusted code
-            why = f"{type(error).__name__}: {error}"[:1000]
-            link.send(lambda big: ["failed", why])
-            return 1
+            link.send(["failed", f"{type(error).__name__}: {error}"[:1000]])
+            return
         while True:
             server.answer(link.receive())
-    return 0
 
 
 class CodeServer:
     """Answers questions. It keeps each object that the tests have a number for."""
 
-    def __init__(self, link, namespace, prints):
-        """`prints`: whether the tests want what is printed during a call."""
-        self._link, self._namespace, self._prints = link, namespace, prints
+    def __init__(self, link, namespace):
+        self._link, self._namespace = link, namespace
         self._objects, self._numbers = [], {}
         self._shared, self._records = Shared(-1), {}  # fields of objects by number, as the tests know them
         self._lock, self._open = threading.RLock(), False  # whether the code may call the tests' functions
         self._stubs = Stubs(self._call_back, namespace)
-        self._special = {"handle": self._objects.__getitem__, "name": self._named, "builtin": _builtin}
-        self._special["handed"] = self._stubs.thing
+        self._special = {"handle": self._objects.__getitem__, "name": self._named, "handed": self._stubs.thing}
+        self._special["builtin"] = lambda module, *names: functools.reduce(
+            getattr, names, importlib.import_module(module)
+        )
 
     def answer(self, question):
         """Answer one question. Gone if nobody waits for it."""
@@ -92,13 +96,12 @@ class CodeServer:
             with self._lock:
                 target, *given = self._shared.unpack(refs, nodes, self._special, gone)
                 self._open = True
-            with redirect_stdout(printed[0]) if self._prints else nullcontext():
-                with redirect_stderr(printed[1]) if self._prints else nullcontext():
-                    reply = self._do(verb, target, given, names)
+            with redirect_stdout(printed[0]), redirect_stderr(printed[1]):
+                reply = self._do(verb, target, given, names)
         except _Missing as error:
             reply = "refused", [], [str(error)]
         except StopIteration as error:
-            reply = ("end", [], []) if verb == "next" else ("!", *_described(error))
+            reply = ("end", [], []) if verb in STREAM else ("!", *_described(error))
         except BaseException as error:  # noqa: BLE001 - untrusted code
             reply = ("!", *_described(error))
         with self._lock:
@@ -108,8 +111,7 @@ class CodeServer:
             except Gone:
                 raise
             except BaseException as error:  # noqa: BLE001 - most likely it is too large
-                why = f"{type(error).__name__}: {error}"[:1000]
-                self._link.send(lambda big: ["refused", [], [why], [], []])
+                self._link.send(["refused", [], [f"{type(error).__name__}: {error}"[:1000]], [], []])
             self._open = before
 
     def _call_back(self, number, verb, args, kwargs):
@@ -136,18 +138,8 @@ class CodeServer:
 
     def _do(self, verb, target, given, names):
         """Return the sort of the answer, its objects and its texts."""
-        if verb == "get":
-            return "=", [getattr(target, names[0])], []
-        if verb == "set":
-            setattr(target, names[0], given[0])
-            return "=", [None], []
-        if verb in ("isinstance", "issubclass"):
-            kind = type(given[0]) if verb == "isinstance" else given[0]
-            return "=", [any(base is target for base in kind.__mro__)], []
-        if verb in ("value", "type"):
-            return "=", [target if verb == "value" else type(target)], []
-        if verb in SPECIAL:
-            return "=", [SPECIAL[verb](target, *given)], []
+        if verb != "call":
+            return "=", [VERBS[verb](target, *names, *given)], []
         split = len(given) - len(names)
         value = target(*given[:split], **dict(zip(names, given[split:])))  # noqa: B905 - Python 3.8
         if type(value) is not types.CoroutineType:
@@ -157,15 +149,12 @@ class CodeServer:
         except Exception as error:  # noqa: BLE001 - untrusted code
             return ("~!", *_described(error))
 
-    def _tell(self, *said):
-        self._link.send(lambda big: self._packed(*said, big))
-        self._shared.sent()
-
-    def _packed(self, sort, objects, texts, printed, big):
+    def _tell(self, sort, objects, texts, printed):
         changed = [n for n, items in self._records.items() if not values.same_items(_items(self._objects[n]), items)]
         roots = [*objects, *(self._objects[number] for number in changed)]
-        refs, nodes = self._shared.pack(roots, self.node, big, self._record)
-        return [sort, refs[: len(objects)], texts, nodes, printed]
+        refs, nodes = self._shared.pack(roots, self.node, self._record)
+        self._link.send([sort, refs[: len(objects)], texts, nodes, printed])
+        self._shared.sent()
 
     def number(self, value):
         """Return the number by which the tests know an object."""
@@ -201,10 +190,6 @@ class CodeServer:
         if name not in self._namespace or name.startswith("__"):
             raise _Missing(f"the code defines no {name}")
         return self._namespace[name]
-
-
-def _builtin(module, *names):
-    return functools.reduce(getattr, names, importlib.import_module(module))
 
 
 def has_truth(kind):

@@ -18,7 +18,7 @@ class Shared:
         self._things, self._numbers, self._before = {}, {}, {}
         self._changed, self._fresh, self.gone = (), {}, []
 
-    def pack(self, roots, other, big, record=None, release=False):
+    def pack(self, roots, other, record=None, release=False):
         """Return references to the roots, and nodes, with those of the containers that have changed. If they are sent,
         `sent` is called. `release`: forget the containers that nobody has here; their numbers are then in `gone`."""
         self._changed = {
@@ -28,7 +28,7 @@ class Shared:
             self._release()
         self._fresh = {}
         roots = [*roots, *map(self._things.__getitem__, self._changed)]
-        refs, nodes = values.encode(roots, other, self._known, self._number, big, record)
+        refs, nodes = values.encode(roots, other, self._known, self._number, record)
         return refs[: len(refs) - len(self._changed)], nodes
 
     def sent(self):
@@ -42,9 +42,9 @@ class Shared:
         for number in gone:
             del self._numbers[id(self._things.pop(number))], self._before[number]
         found = values.decode(refs, nodes, {**special, "known": self._things.__getitem__}, self._things)
-        told = {node[3] for node in nodes if node[0] in values.MUTABLE and len(node) > 3}
+        told = {node[3] for node in nodes if node[0] in values.NUMBERED and len(node) > 3}
         if any(number * self._sign > 0 for number in told - self._before.keys()):
-            raise values.Malformed
+            raise ValueError(told)
         self._note({number: self._things[number] for number in told})
         return found
 
@@ -64,14 +64,9 @@ class Shared:
         return number
 
     def _release(self):
-        waiting = [number for number in self._things if number not in self._changed]
-        while waiting:
-            number = waiting.pop()
-            if number in self._things and sys.getrefcount(self._things[number]) == _ALONE:
-                del self._numbers[id(self._things[number])], self._things[number]
-                found = self._before.pop(number)
-                inner = [self._numbers[id(part)] for part in found if id(part) in self._numbers]
-                waiting += [number for number in inner if number not in self._changed]
-                self.gone.append(number)
-                del found
+        """Forget what only we have. What is in that is forgotten the next time."""
+        alone = [n for n in self._things if n not in self._changed and sys.getrefcount(self._things[n]) == _ALONE]
+        for number in alone:
+            del self._numbers[id(self._things.pop(number))], self._before[number]
+        self.gone += alone
         self._kept = len(self._things)

@@ -19,15 +19,16 @@ from contextlib import redirect_stderr, redirect_stdout
 from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import DEPTH, FRAMES, Handed
 from spmd_rl.sandbox.guest.link import Gone
-from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, Stream, member, node_of, set_record, set_truth, settle
+from spmd_rl.sandbox.guest.remote import Maker, Pending, Remote, member, node_of, set_record, set_truth, settle
 from spmd_rl.sandbox.guest.shared import Shared
-from spmd_rl.sandbox.guest.values import Malformed
 
 ENDS = {"StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "KeyboardInterrupt", "BaseException"}
 """Exceptions that end something on the tests' side without a failure, if the code raises them."""
 STANDARD = "asyncio.exceptions binascii csv dataclasses decimal json.decoder re statistics struct zlib"
 """Modules whose exceptions are the same on both sides."""
 
+FAULTS = (ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""What a message raises that does not say what a message can say."""
 _FUNCTIONS = type(len), type(str.upper), type(int.__add__), type(dict.fromkeys)
 _OWNERS = {"builtins", "math", "_operator", *values.TYPES} - {"object"}
 
@@ -47,11 +48,12 @@ class Client:
         self._link, self._first = link, first
         self._thread = _thread.get_ident()
         self.remotes, self._names, self._members, self._shared = {}, {}, {}, Shared(1)
+        self._streams = {}  # by id: an iterator that stands for one of the code's, and that as an object
         self._handed, self._depth = Handed(), 0
         self._special = {
             "handle": self._handle,
             "record": self._record,
-            "stream": lambda number, real: Stream(self, self._handle(number), real),
+            "stream": self._stream,
             "member": self._member,
             "name": lambda name: self.name(str(name)),
             "handed": self._handed.thing,
@@ -66,7 +68,7 @@ class Client:
                 return
             for name, sort, *said in values.decode(*rest, self._special):
                 self._names[str(name)] = self._learnt(str(name), sort, *said)
-        except (Gone, Malformed, AttributeError, LookupError, TypeError, ValueError):
+        except (Gone, *FAULTS):
             self.gone = "the code ended before its tests began"
 
     def _learnt(self, name, sort, *said):
@@ -78,10 +80,6 @@ class Client:
         maker = Maker(number if type(number) is int else -1, tuple(map(str, fields)), tuple(defaults), is_tuple)
         is_named = sort == "named"
         return values.named(name, maker.fields, maker.defaults) if is_named else Remote(self, ["name", name], maker)
-
-    def start(self):
-        """Begin a source of tests."""
-        self.asked, self.refused, self.unsupported = 0, "", ""
 
     def name(self, name):
         """Return what stands for a name of the code's."""
@@ -118,13 +116,13 @@ class Client:
             answer, printed = self._understood(verb, *message)
         except Gone as error:
             self.gone = str(error)
-        except (Malformed, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        except FAULTS as error:
             self.gone = f"an answer that is none: {type(error).__name__}"
         if self.gone or self.refused:
             self.refuse(self.gone or self.refused)
-        for text, stream in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
+        for text, output in zip(printed, (sys.stdout, sys.stderr)):  # noqa: B905 - Python 3.8
             if text:
-                stream.write(text)
+                output.write(text)
         return answer()
 
     def _called(self, refs, texts, nodes):
@@ -156,15 +154,12 @@ class Client:
             self._send("ended", [None], [])
 
     def _send(self, verb, targets, names):
-        def build(big):
-            refs, nodes = self._shared.pack(targets, self._packed, big, release=True)
-            return [verb, refs, names, nodes, self._shared.gone]
-
         while True:
             try:
-                self._link.send(build)
+                refs, nodes = self._shared.pack(targets, self._packed, release=True)
+                self._link.send([verb, refs, names, nodes, self._shared.gone])
                 return self._shared.sent()
-            except MemoryError as error:
+            except (MemoryError, ValueError) as error:
                 self.want(f"the tests hand over {error}")
             except Pending as pending:
                 settle(pending.args[0])
@@ -175,7 +170,7 @@ class Client:
         sort, printed, texts = str(sort), list(map(str, printed)), list(map(str, texts))
         if sort == "refused":
             return lambda: self.refuse(texts[0][:1000]), printed
-        if (sort, verb) == ("end", "next"):
+        if sort == "end" and verb in ("next", "send", "throw"):
             return lambda: next(iter(())), printed
         value = found[0] if sort.endswith("=") else None
         error = self._error(found[0], found[1:], *texts) if sort.endswith("!") else None
@@ -211,20 +206,27 @@ class Client:
 
     def _handle(self, number, truth=True):
         if type(number) is not int or number < 0:
-            raise Malformed
+            raise ValueError(number)
         remote = self._remote("handle", number)
         set_truth(remote, truth is False)
         return remote
 
+    def _stream(self, number, is_generator):
+        remote = self._handle(number)
+        made = stream(self, remote)
+        made = made if is_generator is True else map(lambda item: item, made)  # noqa: C417 - it shall be no generator
+        self._streams[id(made)] = made, remote
+        return made
+
     def _member(self, number, plain):
         if type(plain) not in (int, str, float):
-            raise Malformed
+            raise ValueError(plain)
         remote = self._handle(number)
         return self._members.setdefault(number, member(remote, plain))
 
     def _record(self, remote, found, kind, names, is_tuple):
         if type(kind) is not int or len(names) != len(found):
-            raise Malformed
+            raise ValueError(kind)
         set_record(remote, (kind, tuple(map(str, names)), tuple(found), bool(is_tuple)))
 
     def _remote(self, *node):
@@ -234,6 +236,7 @@ class Client:
 
     def _packed(self, value):
         """Return the node of an object that has no plain form."""
+        _, value = self._streams.get(id(value), (None, value))
         value = getattr(type(value), "remote_of", lambda value: value)(value)
         if type(value) in _FUNCTIONS:
             owner = getattr(value, "__objclass__", None) or value.__self__
@@ -249,6 +252,24 @@ class Client:
         if node_of(value) is None:
             raise Pending(value)
         return node_of(value)
+
+
+def stream(client, remote):
+    """Yield what an iterator of the code's gives, one plain value after the other."""
+    verb, given = "next", []
+    while True:
+        try:
+            item = client.ask(verb, remote, given)
+        except StopIteration:
+            return
+        try:
+            sent = yield item
+            verb, given = ("next", []) if sent is None else ("send", [sent])
+        except GeneratorExit:
+            client.ask("close", remote)
+            raise
+        except Exception as error:  # noqa: BLE001 - of the tests, for the code to handle
+            verb, given = "throw", [error]
 
 
 def _text_of(error):

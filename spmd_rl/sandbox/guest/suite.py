@@ -1,35 +1,34 @@
 """Runs test functions and classes that are in memory under the real pytest, with its own fixtures and without plug-ins,
 files of settings and rewriting of assertions."""
 
+import functools
 import importlib
 import os
 import types
 
-from spmd_rl.sandbox.guest.remote import Remote, Stream
+from spmd_rl.sandbox.guest.remote import Remote
 
 PLUGINS = "cacheprovider terminal junitxml pastebin doctest faulthandler stepwise legacypath setuponly setupplan"
 PLUGINS += " unraisableexception threadexception warnings"
 """Those of pytest's own that tests do not need."""
 OPTIONS = ["--noconftest", "--assert=plain", "--capture=no", "--rootdir=.", "-c", os.devnull]
 COROUTINE = 0x80  # the flag of an `async def` (`inspect` takes long to import)
-_prepared = []
 
 
+@functools.lru_cache(None)
 def prepare():
     """Return pytest's session, ready for tests. In a fork server this is done before the fork: it takes long."""
-    if not _prepared:
-        pytest, config = importlib.import_module("pytest"), importlib.import_module("_pytest.config")
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        plugins = [word for name in PLUGINS.split() for word in ("-p", "no:" + name)]
-        settings = config._prepareconfig([*plugins, *OPTIONS])
-        settings._do_configure()
-        settings.option.tbstyle = "no"
-        # its descriptor would be another file in a child, which must not be closed at the end
-        settings.pluginmanager.get_plugin("logging-plugin").log_file_handler.close()
-        _prepared.append(pytest.Session.from_config(settings))
-        settings.hook.pytest_sessionstart(session=_prepared[0])
-        del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
-    return _prepared[0]
+    pytest, config = importlib.import_module("pytest"), importlib.import_module("_pytest.config")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    settings = config._prepareconfig([*(word for name in PLUGINS.split() for word in ("-p", "no:" + name)), *OPTIONS])
+    settings._do_configure()
+    settings.option.tbstyle = "no"
+    # its descriptor would be another file in a child, which must not be closed at the end
+    settings.pluginmanager.get_plugin("logging-plugin").log_file_handler.close()
+    session = pytest.Session.from_config(settings)
+    settings.hook.pytest_sessionstart(session=session)
+    del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
+    return session
 
 
 def run(names, client, told):
@@ -41,10 +40,6 @@ def run(names, client, told):
     session = prepare()
     module = types.ModuleType("tests")
     vars(module).update(names)
-    try:
-        os.getcwd()
-    except OSError:  # it has been removed: there are no files
-        os.getcwd = lambda: "/"
     plugin = _plugin(importlib.import_module("pytest"), module, client, told)
     session.config.pluginmanager.register(plugin)
     client.collects = True
@@ -71,7 +66,7 @@ def _plugin(pytest, module, client, told):
             self.asked = 0, client.asked  # before the test that runs, and before all tests
 
         def pytest_make_parametrize_id(self, val, argname):
-            return argname if type(val) in (Remote, Stream) else None  # nothing is asked of an object of the code's
+            return argname if type(val) is Remote else None  # nothing is asked of an object of the code's
 
         def pytest_collection(self, session):
             found = in_memory.from_parent(session, path=session.config.rootpath / "tests.py", name="tests.py")

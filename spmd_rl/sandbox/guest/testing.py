@@ -14,9 +14,8 @@ import sys
 import types
 
 from spmd_rl.sandbox.guest import suite
-from spmd_rl.sandbox.guest.common import MODULES, WORD, common
+from spmd_rl.sandbox.guest.common import MODULES, WORD, common, execute
 from spmd_rl.sandbox.guest.link import Link
-from spmd_rl.sandbox.guest.main import execute
 from spmd_rl.sandbox.guest.remote import Remote, maker_of, record_of
 from spmd_rl.sandbox.guest.stubs import Client, Refused
 from spmd_rl.sandbox.guest.survey import TYPE_OF, BadTests, Survey
@@ -73,25 +72,9 @@ class Beside:
         except BaseException as error:  # noqa: BLE001 - untrusted code
             self.gone = f"{type(error).__name__}: {error}"[:1000]
 
-    def start(self):
-        """Begin a source of tests."""
-
     def named(self, names):
         """Return what the code has under these names, by name."""
         return {name: self._names[name] for name in names if name in self._names}
-
-
-class Solution(types.ModuleType):
-    """The module `solution` as the tests see it: it has every name."""
-
-    def __init__(self, client):
-        super().__init__("solution")
-        self._client = client
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._client.name(name)
 
 
 class Tester:
@@ -101,7 +84,8 @@ class Tester:
         """`job`: with the prelude, and the name of the code's that the prelude or a builtin may have too."""
         self._client, self._entry, self._beside = client, job["entry"], type(client) is Beside
         if not self._beside:
-            sys.modules["solution"] = Solution(client)
+            sys.modules["solution"] = solution = types.ModuleType("solution")
+            solution.__getattr__ = self._name  # it has every name
             _teach_dataclasses()
             signal.signal(signal.SIGXCPU, self._out_of_time)
         source = "\n".join([job["prelude"], *job["tests"]])
@@ -137,13 +121,18 @@ class Tester:
         details = [f"{name}: {why}" for name, why in outcomes if why]
         return True, [not why for _, why in outcomes], (details or [""])[0][:1000], client.beyond
 
+    def _name(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._client.name(name)
+
     def _has(self, name, survey):
         """Return whether the tests have a name without defining it. A module's name that is called is the code's."""
         return name in self._base and not (name in MODULES.split() and name in survey.called)
 
     def _outcomes(self, survey, names):
         """Return the name of each test, and why it failed or an empty string. A source without any is one itself."""
-        self._client.start()
+        self._client.asked, self._client.refused, self._client.unsupported = 0, "", ""
         module = types.ModuleType("tests")
         namespace = vars(module)
         namespace.update(self._base)

@@ -15,10 +15,8 @@ import importlib
 import json
 import operator
 import re
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
-DIGITS = 4300  # longer integers travel as hexadecimal digits, which take a time that is linear in their number
 SCALARS = frozenset((type(None), bool, int, float, str))
 MUTABLE = {kind.__name__: kind for kind in (list, set, deque, dict, OrderedDict, Counter, defaultdict, bytearray)}
 VIEWS = {type(getattr(made, name)()): name for made in ({}, OrderedDict()) for name in ("keys", "values", "items")}
@@ -27,8 +25,11 @@ FROZEN = {
     "frozenset": frozenset,
     "view": lambda items: _method(items[0], {name: name for name in VIEWS.values()}[items[1]])(),
     "method": lambda items: _method(*items),
+    "part": lambda items: _array(items[0].ravel("K"), *items[1:]),
     "error": lambda items: {kind.__name__: kind for kind in _ERRORS}[items[0]](*items[1:]),
 }
+NUMBERED = {*MUTABLE, "ndarray", "part"}
+"""Nodes of what has a number, by which the other side knows it again: containers, arrays, and parts of arrays."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
 _OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
@@ -36,7 +37,6 @@ _ITEMS = {tuple: "tuple", frozenset: "frozenset", **dict.fromkeys(VIEWS, "view")
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
 _ISO = (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text))
 LEAVES = {
-    "builtins.int": (lambda n: [format(n, "x")], lambda kind, text: kind(text, 16)),
     "builtins.bytes": (lambda b: [b.hex()], lambda kind, text: kind.fromhex(text)),
     "builtins.complex": (lambda z: [z.real, z.imag], lambda kind, *parts: kind(*parts)),
     "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda kind, *parts: kind(*parts)),
@@ -46,40 +46,21 @@ LEAVES = {
     "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
-_DTYPE = re.compile(r"bool_?|u?int\d+|float(16|32|64)|str_?")
-_set_digits = getattr(sys, "set_int_max_str_digits", lambda digits: None)
-_get_digits = getattr(sys, "get_int_max_str_digits", lambda: 0)
-
-
-class Malformed(Exception):
-    """Raised when a message does not say what a message can say."""
+_DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
 
 
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
-def dumps(build):
-    """Return the JSON bytes of `build(big)`, which is called with `big` true if there are long integers in it."""
-    before = _get_digits()
-    _set_digits(DIGITS)
-    try:
-        return _ENCODER.encode(build(False)).encode()
-    except ValueError:
-        return _ENCODER.encode(build(True)).encode()
-    finally:
-        _set_digits(before)
+def dumps(message):
+    """Return a message as JSON bytes. ValueError if an integer in it has more digits than this interpreter allows."""
+    return _ENCODER.encode(message).encode()
 
 
 def loads(body):
-    """Return what JSON bytes hold. Malformed if they are none, or hold an object or an integer that is too long."""
-    before = _get_digits()
-    _set_digits(DIGITS)
-    try:
-        return _DECODER.decode(body.decode())
-    except (ValueError, RecursionError):
-        raise Malformed from None
-    finally:
-        _set_digits(before)
+    """Return what JSON bytes hold. ValueError or RecursionError if they are none, or hold an object or an integer that
+    is too long."""
+    return _DECODER.decode(body.decode())
 
 
 def _refuse(pairs):
@@ -93,7 +74,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse)
 # -- to JSON --------------------------------------------------------------------------------------------------------
 
 
-def encode(roots, other, known=None, number=None, big=False, record=None):
+def encode(roots, other, known=None, number=None, record=None):
     """Return (references to the roots, nodes).
 
     `other(value)` returns the node of an object without a plain form, or raises. `known(value)`: the number of a
@@ -101,59 +82,57 @@ def encode(roots, other, known=None, number=None, big=False, record=None):
     from now on. `record(value)` returns the values of an object's fields and the rest of its node, or None.
     """
     nodes, refs, entered, unfilled, kept = [], {}, set(), [], {}
-    inline = SCALARS - {int} if big else SCALARS
-    stack = [root for root in roots if type(root) not in inline]
+    stack = [root for root in roots if type(root) not in SCALARS]
     while stack:
         value = stack.pop()
         kind, key = type(value), id(value)
         if key in refs:
             continue
-        is_container = MUTABLE.get(kind.__name__) is kind and plain_factory(value)
-        if is_container and known and (place := known(value)):
+        memory = memory_of(value)
+        is_container = memory is value or (MUTABLE.get(kind.__name__) is kind and plain_factory(value))
+        is_frozen = memory is not None or kind in _ITEMS or _is_method(value) or is_named(kind)
+        place = known(value) if known and (is_container or memory is not None) else None
+        held = (parts(value), None) if is_container else record(value) if record and not is_frozen else None
+        if place:
             node = ["known", place]
-        elif is_container:
+        elif held:
             refs[key] = [len(nodes)]
-            items = parts(value)
-            unfilled.append((len(nodes), value, items, None))
+            unfilled.append((len(nodes), value, *held))
             nodes.append(None)
-            stack += [part for part in items if type(part) not in inline and id(part) not in entered]
+            stack += [part for part in held[0] if type(part) not in SCALARS and id(part) not in entered]
             continue
-        elif kind in _ITEMS or _is_method(value) or is_named(kind):
+        elif is_frozen:
             if key not in kept:
                 kept[key] = _items(value, kind)
             items = kept[key]
-            if key not in entered and not inline.issuperset(map(type, items)):
+            if key not in entered and not SCALARS.issuperset(map(type, items)):
                 entered.add(key)
                 stack.append(value)
-                stack += [part for part in items if type(part) not in inline and id(part) not in entered]
+                stack += [part for part in items if type(part) not in SCALARS and id(part) not in entered]
                 continue
-            node = [_ITEMS.get(kind, "method"), _refer(items, refs, inline)]
+            node = [_ITEMS.get(kind, "method"), _refer(items, refs)]
+            if memory is not None:
+                node = ["part", node[1], None, *([number(value)] if number else [])]
             if hasattr(kind, "_fields"):
                 _named[kind.__name__, kind._fields] = kind
                 node = ["named", node[1], kind.__name__, list(kind._fields)]
-        elif kind is int and -(1 << 64) < value < 1 << 64:
-            refs[key] = value
-            continue
-        elif record and (found := record(value)):
-            refs[key] = [len(nodes)]
-            unfilled.append((len(nodes), value, *found))
-            nodes.append(None)
-            stack += [part for part in found[0] if type(part) not in inline and id(part) not in entered]
-            continue
         else:
             node = _leaf(value) or other(value)
         refs[key] = [len(nodes)]
         nodes.append(node)
     for i, value, items, rest in unfilled:
-        nodes[i] = [type(value).__name__, _refer(items, refs, inline), _extra(value)]
+        nodes[i] = [type(value).__name__, _refer(items, refs), _extra(value)]
         if rest:
-            nodes[i] = ["record", _refer(items, refs, inline), *rest]
+            nodes[i] = ["record", _refer(items, refs), *rest]
         elif number:
             nodes[i].append(number(value))
-    return _refer(roots, refs, inline), nodes
+    return _refer(roots, refs), nodes
 
 
 def _items(value, kind):
+    if (memory := memory_of(value)) is not None:
+        offset = value.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+        return [memory, offset, *_layout(value)]
     if _is_method(value):
         return [value.__self__, value.__name__]
     if _ITEMS.get(kind) == "error":
@@ -179,25 +158,28 @@ def _method(owner, name):
 
 def parts(value):
     """Return the objects in a container; those of a dictionary as its keys, then its values."""
-    if isinstance(value, bytearray):
+    if isinstance(value, bytearray) or is_array(value):
         return []
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
 def contents(container):
     """Return what is in a container, to find later whether that has changed."""
-    return tuple(container if type(container) is bytearray else parts(container))
+    if is_array(container):
+        own = container.tobytes() if memory_of(container) is container else b""
+        return repr(_layout(container)).encode() + own
+    return bytes(container) if type(container) is bytearray else tuple(parts(container))
 
 
 def same_items(left, right):
-    """Return whether two sequences have the same objects."""
-    return len(left) == len(right) and all(map(operator.is_, left, right))
+    """Return whether two sequences have the same objects, or bytes."""
+    return left == right if type(left) is bytes else len(left) == len(right) and all(map(operator.is_, left, right))
 
 
-def _refer(items, refs, inline):
-    if inline.issuperset(map(type, items)):
+def _refer(items, refs):
+    if SCALARS.issuperset(map(type, items)):
         return list(items)
-    return [item if type(item) in inline else refs[id(item)] for item in items]
+    return [item if type(item) in SCALARS else refs[id(item)] for item in items]
 
 
 def _extra(value):
@@ -206,6 +188,9 @@ def _extra(value):
         return value.default_factory and value.default_factory.__name__
     if isinstance(value, bytearray):
         return value.hex()
+    if is_array(value):
+        kept = value.copy("K")  # without gaps; what shares memory in an unknown way can only be read over there
+        return [kept.ravel("K").tobytes().hex(), 0, *_layout(kept, value.flags.writeable and value.flags.owndata)]
     return value.maxlen if isinstance(value, deque) else None
 
 
@@ -235,42 +220,90 @@ def _leaf(value):
             return [path, *LEAVES[path][0](value)]
     elif kind is type and TYPES.get(value.__name__) is value:
         return ["type", value.__name__]
-    elif kind.__module__ == "numpy" and hasattr(value, "dtype") and _DTYPE.fullmatch(value.dtype.type.__name__):
-        name = value.dtype.type.__name__.rstrip("_")
-        if kind.__name__ == "ndarray":
-            return ["ndarray", name, list(value.shape), value.ravel().tolist()]
-        return ["ndarray", name, None, [value.item()]]
+    elif kind.__module__ == "numpy" and "generic" in {base.__name__ for base in kind.__mro__}:
+        return ["scalar", value.tobytes().hex(), value.dtype.str] if _DTYPE.fullmatch(value.dtype.str) else None
     return None
+
+
+# -- arrays of numpy ------------------------------------------------------------------------------------------------
+
+
+def is_array(value):
+    """Return whether a value is an array of numpy's, of numbers, dates or texts."""
+    kind = type(value)
+    return kind.__name__ == "ndarray" and kind.__module__ == "numpy" and bool(_DTYPE.fullmatch(value.dtype.str))
+
+
+def memory_of(value):
+    """Return the array that owns the memory of an array, or itself if that is no such array's; None of what is none."""
+    if not is_array(value):
+        return None
+    owner = value
+    while getattr(owner, "base", None) is not None:
+        owner = owner.base
+    return owner if is_array(owner) and owner.flags.owndata else value
+
+
+def _layout(array, writeable=None):
+    writeable = array.flags.writeable if writeable is None else writeable
+    return [array.dtype.str, bool(writeable), *array.shape, *array.strides]
+
+
+def _array(memory, offset, dtype, writeable, *layout):
+    """Return the array of that layout, shape and strides, in some memory."""
+    if not _DTYPE.fullmatch(dtype):
+        raise ValueError(dtype)
+    shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+    made = importlib.import_module("numpy").ndarray(shape, dtype, memory, offset, strides)
+    made.flags.writeable = writeable and made.flags.writeable
+    return made
+
+
+def _known_array(array, node, known):
+    """Return an array that a node describes: the one that is here under its number, changed to be the same, or this."""
+    found = array if known is None or len(node) < 4 else known.setdefault(node[3], array)
+    if found is not array:
+        found.shape = array.shape
+        if array.flags.owndata:
+            found.flags.writeable = True
+            found[...] = array
+        found.flags.writeable = array.flags.writeable
+        if _layout(found) != _layout(array):
+            raise ValueError("another layout")
+    return found
 
 
 # -- from JSON ------------------------------------------------------------------------------------------------------
 
 
 def decode(refs, nodes, special, known=None):
-    """Return the values of references. Malformed if they are none.
+    """Return the values of references. An exception of any kind if they are none.
 
     `special`: by a node's first word, a function from the rest of the node to an object. `known`: containers by number;
     a node with such a number changes that container, and a container with another number is added.
     """
-    try:
-        made, unfilled = [None] * len(nodes), []
-        for i, node in enumerate(nodes):
-            if node[0] in MUTABLE:
-                made[i] = _shell(node, known)
-                unfilled.append((i, node))
-            elif node[0] == "record":
-                made[i] = special["handle"](node[2], node[6])
-        for i, node in enumerate(nodes):
-            if node[0] not in MUTABLE and node[0] != "record":
-                made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
-        for i, node in unfilled:
-            _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
-        for i, node in enumerate(nodes):
-            if node[0] == "record":
-                special["record"](made[i], _resolve(node[1], made), *node[3:6])
-        return _resolve(refs, made)
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError):
-        raise Malformed from None
+    made, unfilled = [None] * len(nodes), []
+    for i, node in enumerate(nodes):
+        if node[0] in MUTABLE:
+            made[i] = _shell(node, known)
+            unfilled.append((i, node))
+        elif node[0] == "ndarray":
+            array = _array(bytes.fromhex(node[2][0]), *node[2][1:]).copy("K")
+            array.flags.writeable = node[2][3]
+            made[i] = _known_array(array, node, known)
+        elif node[0] == "record":
+            made[i] = special["handle"](node[2], node[6])
+    for i, node in enumerate(nodes):
+        if node[0] == "part":
+            made[i] = _known_array(_frozen(node, made), node, known)
+        elif node[0] not in MUTABLE and node[0] not in ("record", "ndarray"):
+            made[i] = special[node[0]](*node[1:]) if node[0] in special else _frozen(node, made)
+    for i, node in unfilled:
+        _fill(made[i], _resolve(node[1], made) if node[0] != "bytearray" else bytes.fromhex(node[2]))
+    for i, node in enumerate(nodes):
+        if node[0] == "record":
+            special["record"](made[i], _resolve(node[1], made), *node[3:6])
+    return _resolve(refs, made)
 
 
 def _resolve(items, made):
@@ -309,8 +342,8 @@ def _frozen(node, made):
         return named(body[1], tuple(body[2]))(*_resolve(body[0], made))
     if tag == "type":
         return TYPES[body[0]]
-    if tag == "ndarray":
-        return _array(*body)
+    if tag == "scalar":
+        return _array(bytes.fromhex(body[0]), 0, body[1], False)[()]
     module, _, name = tag.partition(".")
     return LEAVES[tag][1](getattr(importlib.import_module(module), name), *body)
 
@@ -323,11 +356,3 @@ def named(name, fields, defaults=()):
     if (name, fields) not in _named:
         _named[name, fields] = namedtuple(name, fields, defaults=defaults)
     return _named[name, fields]
-
-
-def _array(dtype, shape, items):
-    numpy = importlib.import_module("numpy")
-    if not _DTYPE.fullmatch(dtype):
-        raise ValueError(dtype)
-    array = numpy.array(items, dtype=dtype)
-    return array[0] if shape is None else array.reshape(shape)

@@ -3,16 +3,20 @@
 Under stage 3 a parameter is gathered for the module that computes with it; under 1 and 2 each rank has all weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.devices import to_device
 from spmd_rl.distributed import Layout
+from spmd_rl.model.load import Region, RegionReader
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
@@ -20,58 +24,81 @@ from spmd_rl.model.value_head import with_value_head
 from spmd_rl.train.accumulate import Critic, Policy, alone, walk
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
-from spmd_rl.train.deepspeed.partition import Partition, boxes
+from spmd_rl.train.deepspeed.partition import Partition, pieces, spread, weights_here, whole
 from spmd_rl.train.deepspeed.start import DataParallel, meeting_in, settings, start
-from spmd_rl.train.dither import dither
+from spmd_rl.train.dither import dither_region
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.recompute import recompute
 from spmd_rl.train.row import aim, filled_up, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
-from spmd_rl.train.stored_model import Source, materialize
+from spmd_rl.train.stored_model import Source
 
 
 class DeepSpeedModel:
     """See `train.base.ShardedModel`."""
 
-    def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig) -> None:
-        """[all] Take over `module`, whole and on the CPU: float32 where it is trained, else in the compute dtype."""
+    def __init__(self, module: nn.Module, layout: Layout, role: RoleConfig, read: RegionReader | None = None) -> None:
+        """[all] Take over `module`: whole, float32 where trained; or on the meta device, with weights to `read`."""
         self._layout, self._world, self._role = layout, layout.world, role
         self._dtype, self._device = getattr(torch, role.dtype), layout.world.device
-        config = module.config.get_text_config()
+        config, own, train = module.config.get_text_config(), role.optimizer, role.train
         self._parts, self.hidden_size, self.size = stored_parts(module), config.hidden_size, ModelSize.of(module)
         if role.name != "critic":
             module.set_output_embeddings(TokenHead(module.get_output_embeddings(), logit_factor(config)))
-        self.module, self._optimizer = module, None
-        self._shapes = {name: p.shape for name, p in module.named_parameters()}
-        group = layout.mesh.get_group("fsdp")
-        self._deepspeed, own, train = start(layout.world), role.optimizer, role.train
-        masters: dict[str, Tensor] = {}
         if own is None:
             module.requires_grad_(False)
         else:
             recompute(module, train.activation_checkpointing)
-            if own.dither:
-                dither(module, self._dtype)
-            masters = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-            self._optimizer = GatedAdamW([p for p in module.parameters() if p.requires_grad], own)
-        for p in module.parameters():
-            p.data = p.data.to(self._dtype)
-        self._engine = module
-        if own is not None or train.stage == 3:
-            with self._world.collective(f"{role.name}: DeepSpeed"), meeting_in(self._deepspeed, group):
-                self._engine, *_ = self._deepspeed.initialize(  # [all]
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
+        fill = read or whole(module)
+        self.module, self._engine, self._optimizer, self._partition = module, module, None, None
+        self._deepspeed, self._steps, group = start(layout.world), torch.zeros(()), layout.mesh.get_group("fsdp")
+        config = settings(train, self._dtype, on_device=self._device.type != "cpu")
+        with self._world.collective(f"{role.name}: DeepSpeed"), meeting_in(self._deepspeed, group):  # [all]
+            spread(module, self._dtype, self._device, self._sharing(config, group))
+            if own is not None:
+                self._optimizer = GatedAdamW([p for p in module.parameters() if p.requires_grad], own)
+            if own is not None or train.stage == 3:
+                self._engine, *_ = self._deepspeed.initialize(
                     model=module,
                     optimizer=self._optimizer,
-                    config=settings(train, self._dtype, on_device=self._device.type != "cpu"),
+                    config=config,
                     mpu=DataParallel(group),
                     dist_init_required=False,
                 )
-        module.to(self._device)
-        self._partition = None if own is None else Partition(self._deepspeed.utils, self._engine, module, group)
-        self._steps = torch.zeros(())
-        if own is not None:
+            module.to(self._device)
+        self._fill(fill, group)  # [all]
+
+    def _sharing(self, config: dict[str, Any], group: dist.ProcessGroup) -> Callable[[nn.Parameter], None]:
+        """What stage 3 does with each parameter as soon as it has memory."""
+        if self._role.train.stage < 3:
+            return lambda p: None
+        init = partial(self._deepspeed.zero.Init, config_dict_or_path=config, data_parallel_group=group)
+        return lambda p: init(module=nn.ParameterList([p]), dtype=self._dtype)
+
+    def _fill(self, read: Callable[[str, Region, Tensor], None], group: dist.ProcessGroup) -> None:
+        """[all] Set masters and weights from what this rank has to read of them."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if self._optimizer is not None:
+            self._partition = Partition(self._deepspeed.utils, self._engine, trained, group)
             self._optimizer.begin(self._partition.flats)
-            self._partition.fill(masters)
+            for name, own in self._partition.held.items():
+                for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name)):
+                    read(name, region, piece)
+                    if self._role.optimizer.dither:
+                        dither_region(piece, name, self._shapes[name], region, self._dtype)
+                self._world.progress()
+        for name, p in self.module.named_parameters():
+            if name not in trained:
+                own, flat = weights_here(p, group)
+                for region, piece in pieces(self._shapes[name], own, flat):
+                    read(name, region, piece)
+                self._world.progress()
+        for name, buffer in self.module.named_buffers():
+            if name in self._parts:
+                read(name, tuple(slice(0, size) for size in buffer.shape), buffer)
+        if self._partition is not None:
+            self._partition.refresh()  # [all]
 
     def run(self, loop: MicrobatchLoop) -> None:
         """See `ShardedModel`."""
@@ -140,16 +167,9 @@ class DeepSpeedModel:
         prefixes = {MODEL: ""} | {f"{OPTIMIZER}{moment}/": moment for moment in MOMENTS}
         for name, own in self._partition.held.items():
             for prefix, moment in prefixes.items():
-                tensor, begin = self._partition.tensor(name, moment), own.start
-                regions = list(boxes(self._shapes[name], own.start, own.stop))
-                if not regions:
-                    found += shards_of(prefix, None, (), self._parts[name], False)
-                for region in regions:
-                    sizes = [part.stop - part.start for part in region]
-                    end = begin + torch.Size(sizes).numel()
-                    piece = tensor[begin - own.start : end - own.start].view(sizes)
+                found += shards_of(prefix, None, (), self._parts[name], False)  # also what is elsewhere as a whole
+                for region, piece in pieces(self._shapes[name], own, self._partition.tensor(name, moment)):
                     found += shards_of(prefix, piece, region, self._parts[name], True)
-                    begin = end
         return found
 
     def on_state_loaded(self) -> None:
@@ -164,6 +184,8 @@ class DeepSpeedModel:
 
     def sleep(self) -> None:
         """See `ShardedModel`."""
+        if self._partition is not None:
+            self._partition.forget()
 
     def close(self) -> None:
         """See `ShardedModel`."""
@@ -173,21 +195,19 @@ class DeepSpeedModel:
         self._partition = self._optimizer = None
 
 
-def role_of(module: nn.Module, layout: Layout, role: RoleConfig) -> Policy | Critic:
-    """[all] The role of a whole model; a critic's is one `with_value_head`."""
-    return (Critic if role.name == "critic" else Policy)(DeepSpeedModel(module, layout, role), layout, role)
+def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: RegionReader | None = None) -> Policy | Critic:
+    """[all] The role of a model, see `DeepSpeedModel`; a critic's is one `with_value_head`."""
+    return (Critic if role.name == "critic" else Policy)(DeepSpeedModel(module, layout, role, read), layout, role)
 
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`."""
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
-    module, load, num_bytes = source(role.model, held, role.trust_remote_code, layout.world.progress)
-    if load is not None:
-        materialize(module, torch.device("cpu"))
-        module.tie_weights()  # which that undoes
-        load(module)
+    stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), set[str]()
     if role.name == "critic":
-        with_value_head(module)
-    built = role_of(module, layout, role)
-    layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())
+        head = with_value_head(stored.model).get_output_embeddings()
+        fresh = {key for key, p in stored.model.named_parameters() if any(p is value for value in head.parameters())}
+    read = stored.reader and stored.reader(stored.model, fresh=fresh)
+    built = role_of(stored.model, layout, role, read)
+    layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())
     return built

@@ -5,7 +5,7 @@ others.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,11 +20,12 @@ from spmd_rl.model.load import Region
 class Partition:
     """The masters, moments and gradients of a model's trained parameters, as far as they are on this rank; flat."""
 
-    def __init__(self, utils: ModuleType, engine: Any, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """utils: `deepspeed.utils`. engine: of `module`, over the ranks of `group`."""
-        self._utils = utils
-        self._zero, self._optimizer, self._rank = engine.optimizer, engine.basic_optimizer, dist.get_rank(group)
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    def __init__(
+        self, utils: ModuleType, engine: Any, parameters: Mapping[str, Parameter], group: dist.ProcessGroup
+    ) -> None:
+        """utils: `deepspeed.utils`. engine: DeepSpeed's, over the ranks of `group`, of the trained `parameters`."""
+        self._utils, self._group, self._parameters = utils, group, parameters
+        self._zero, self._optimizer = engine.optimizer, engine.basic_optimizer
         self._is_whole = not any(hasattr(p, "ds_id") for p in self._parameters.values())
         self._copies: list[tuple[Parameter, str, Tensor]] = []
         self.held = {name: self._held(p) for name, p in self._parameters.items()}
@@ -35,10 +36,8 @@ class Partition:
             self.flats = list(self._zero.fp32_partitioned_groups_flat)
 
     def _held(self, p: Parameter) -> slice:
-        if not self._is_whole:  # stage 3 cuts each parameter into equal parts, the last ones padded
-            size = p.ds_tensor.numel()
-            begin = min(self._rank * size, p.ds_numel)
-            return slice(begin, min(begin + size, p.ds_numel))
+        if not self._is_whole:
+            return weights_here(p, self._group)[0]
         if p._hp_mapping is None:  # stages 1 and 2 cut all of them together
             return slice(0, 0)
         address = p._hp_mapping.lp_fragment_address
@@ -53,11 +52,8 @@ class Partition:
             kept = self._optimizer.state[self.flats[0]][moment] if moment else self.flats[0]
             address = p._hp_mapping.get_hp_fragment_address()
             return kept.detach().narrow(0, address.start, address.numel)
-        found = (
-            self._utils.safe_get_local_optimizer_state(p, moment)
-            if moment
-            else self._utils.safe_get_local_fp32_param(p)
-        )
+        utils = self._utils
+        found = utils.safe_get_local_optimizer_state(p, moment) if moment else utils.safe_get_local_fp32_param(p)
         found = found.detach()
         self._copies.append((p, moment, found))  # on a device it is a copy of what lies on the host
         return found[: own.stop - own.start]
@@ -78,29 +74,60 @@ class Partition:
         return found
 
     @torch.no_grad()
-    def fill(self, wholes: Mapping[str, Tensor]) -> None:
-        """Set the masters; the weights are those already."""
-        for name, whole in wholes.items():
-            self.tensor(name).copy_(whole.flatten()[self.held[name]])
-        self._write_back()
-
-    @torch.no_grad()
     def refresh(self) -> None:
         """[all] Take over what was written into `tensor`: into the optimizer, and rounded into the weights."""
-        self._write_back()
+        for p, moment, found in self._copies:
+            if moment:
+                self._utils.safe_set_local_optimizer_state(p, found, moment)
+            else:
+                self._utils.safe_set_local_fp32_param(p, found)
+        self.forget()
         if self._is_whole:
             self._zero.update_lp_params()  # [all]
             return
         for p in self._parameters.values():
             p.ds_tensor.data.copy_(self._utils.safe_get_local_fp32_param(p))
 
-    def _write_back(self) -> None:
-        for p, moment, found in self._copies:
-            if moment:
-                self._utils.safe_set_local_optimizer_state(p, found, moment)
-            else:
-                self._utils.safe_set_local_fp32_param(p, found)
+    def forget(self) -> None:
+        """Free what `tensor` has copied."""
         self._copies.clear()
+
+
+def weights_here(p: Parameter, group: dist.ProcessGroup) -> tuple[slice, Tensor]:
+    """Which flat elements of a parameter this rank has in the compute dtype, and these, live."""
+    if not hasattr(p, "ds_id"):
+        return slice(0, p.numel()), p.data.view(-1)
+    size = p.ds_tensor.numel()  # stage 3 cuts each parameter into equal parts, the last ones padded
+    begin = min(dist.get_rank(group) * size, p.ds_numel)
+    own = slice(begin, min(begin + size, p.ds_numel))
+    return own, p.ds_tensor.data[: own.stop - own.start]
+
+
+def whole(module: nn.Module) -> Callable[[str, Region, Tensor], None]:
+    """How parts of a module's weights are read that it has now, whatever becomes of it."""
+    held = {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    return lambda name, region, target: target.copy_(held[name][region])
+
+
+@torch.no_grad()
+def spread(module: nn.Module, dtype: torch.dtype, device: torch.device, share: Callable[[Parameter], None]) -> None:
+    """[all] Give each parameter in turn memory on `device`, in place of what it holds, and `share` it; ties stay."""
+    made: dict[int, Parameter] = {}
+    for holder in module.modules():
+        for key, p in holder.named_parameters(recurse=False, remove_duplicate=False):
+            if id(p) not in made:
+                made[id(p)] = Parameter(torch.zeros_like(p, dtype=dtype, device=device), p.requires_grad)
+                share(made[id(p)])  # [all]
+            setattr(holder, key, made[id(p)])
+
+
+def pieces(shape: Sequence[int], own: slice, flat: Tensor) -> Iterator[tuple[Region, Tensor]]:
+    """The elements `own` of a tensor of this shape, which are `flat`, as regions of it and views of these."""
+    begin = 0
+    for region in boxes(shape, own.start, own.stop):
+        sizes = [part.stop - part.start for part in region]
+        yield region, flat[begin : begin + math.prod(sizes)].view(sizes)
+        begin += math.prod(sizes)
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Region]:

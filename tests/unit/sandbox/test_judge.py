@@ -19,7 +19,7 @@ from spmd_rl.sandbox.guest import values
 from spmd_rl.sandbox.guest.handed import Stubs
 from spmd_rl.sandbox.guest.link import Gone, Link
 from spmd_rl.sandbox.guest.serve import CodeServer
-from spmd_rl.sandbox.guest.stubs import Client, Refused
+from spmd_rl.sandbox.guest.stubs import FAULTS, Client, Refused
 from spmd_rl.sandbox.guest.survey import BadTests, Survey
 from tests.unit.sandbox.conftest import TIGHT
 
@@ -37,14 +37,14 @@ def sent(*roots):
     def no_form(value):
         raise TypeError(type(value))
 
-    body = values.dumps(lambda big: list(values.encode(roots, no_form, big=big)))
+    body = values.dumps(list(values.encode(roots, no_form)))
     return values.decode(*values.loads(body), {})
 
 
 PLAIN = [
     [None, True, 0, -1.5, "é\ud800", [], {}, (), set()],
     {"a": [1, (2, {3: frozenset([4])})], (5, 6): {7, 8}, None: b"9", True: bytearray(b"10")},
-    [3 + 4j, range(1, 9, 2), int, Decimal("1.10"), Fraction(1, 3), 10**20_000, -(2**64), 2**63],
+    [3 + 4j, range(1, 9, 2), int, Decimal("1.10"), Fraction(1, 3), 10**4_000, -(2**64), 2**63],
     [date(2020, 1, 2), datetime(2020, 1, 2, 3, tzinfo=UTC), time(4, 5), timedelta(days=-1, microseconds=7)],
     [deque([1, 2], 5), Counter("aab"), OrderedDict([(2, 1), (1, 2)]), defaultdict(list, a=[1]), Point(1, [2])],
     [math.inf, -math.inf, -0.0, 1e308, 5e-324],
@@ -99,7 +99,7 @@ def ask(names: dict):
     """A client that asks a server in another thread."""
     ours, theirs = socket.socketpair()
     link = Link(theirs.fileno(), MOST)
-    server = CodeServer(link, names, False)
+    server = CodeServer(link, names)
 
     def serve():
         with theirs, contextlib.suppress(Gone):
@@ -108,7 +108,6 @@ def ask(names: dict):
 
     threading.Thread(target=serve, daemon=True).start()
     client = Client(Link(ours.fileno(), MOST), None)
-    client.start()
     client.socket = ours
     return client
 
@@ -318,9 +317,8 @@ def test_answers_that_are_none_are_the_codes_failure():
         ours, theirs = socket.socketpair()
         with ours, theirs:
             message = noise(4) if dice.random() < 0.3 else [dice.choice(atoms[:5]), *(noise(3) for _ in range(4)), ""]
-            Link(theirs.fileno(), MOST).send(lambda big, message=message: message)
+            Link(theirs.fileno(), MOST).send(message)
             client = Client(Link(ours.fileno(), MOST), None)
-            client.start()
             try:
                 client.name("f")([1], {2: 3})
             except (Refused, Exception) as error:  # noqa: BLE001 - which one is the question
@@ -383,152 +381,6 @@ def test_faults_are_found_in_the_text(source):
 
 # -- whole checks ---------------------------------------------------------------------------------------------------
 
-RIGHT = {
-    "types": (
-        "def f(x):\n    'Doc.'\n    return x",
-        "assert callable(f) and f.__doc__ == 'Doc.' and f.__name__ == 'f'\n"
-        "assert type(f(1)).__name__ == 'int' and type(f(1)) == type(f(2)) and type(f([])) in (list, tuple)",
-    ),
-    "constants": (
-        "LIMIT, TABLE = 10, {'a': [1]}",
-        "from solution import LIMIT, TABLE\nassert LIMIT == 10 and LIMIT + 1 == 11 and 2 * LIMIT == 20 and TABLE['a'] == [1]\n"
-        "assert 'a' in TABLE and len(TABLE) == 1 and sorted(TABLE) == ['a'] and LIMIT",
-    ),
-    "set up": (
-        "def f(x): return x",
-        "import pytest\ndef setup_module(): global one; one = f(1)\n@pytest.mark.skip\ndef test_a(): assert f(1) == 2\n"
-        "@pytest.mark.xfail\ndef test_b(): assert f(1) == 2\n@pytest.fixture\ndef two():\n    yield f(2)\n"
-        "@pytest.mark.parametrize(argnames='x, y', argvalues=[(1, 3)])\ndef test_c(two, x, y): assert f(x) + two == y == one + 2",
-    ),
-    "own errors": (
-        "class Bad(KeyError):\n    def __init__(self, code): super().__init__('no'); self.code = code\n"
-        "class Worse(Bad, ValueError): pass\ndef f(x): raise (Worse if x else Bad)(x)",
-        "import pytest\nfrom solution import Bad, Worse\ndef test_f():\n    for x, kind in (0, Bad), (1, Worse), (2, ValueError):\n"
-        "        with pytest.raises(kind) as info: f(x)\n        assert info.value.code == x and isinstance(info.value, KeyError)\n"
-        "    try:\n        f(0)\n    except Bad as error:\n        assert not isinstance(error, Worse)",
-    ),
-    "enums": (
-        "from enum import Enum\nclass Color(Enum):\n    RED = 1\n    BLUE = 2\ndef f(): return Color.BLUE",
-        "assert f() == Color.BLUE and f() != Color.RED and f() is Color['BLUE'] and f().value == 2\n"
-        "assert [color.name for color in Color] == ['RED', 'BLUE'] and f() in {Color.BLUE: 1}",
-    ),
-    "views": (
-        "def f(d): return d.keys(), d.values(), d.items()",
-        "a, b, c = f({1: 2})\nassert a == {1} and list(b) == [2] and list(c) == [(1, 2)]",
-    ),
-    "check": ("def f(x): return x + 1", "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"),
-    "main guard": ("def f(x): return x", "def main():\n    assert f(1) == 1\nif __name__ == '__main__':\n    main()"),
-    "module called": ("def copy(x): return x * 2", "assert copy(2) == 4"),
-    "builtin": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
-    "imported": ("from math import gcd", "assert gcd(4, 6) == 2"),
-    "module": ("def f(): return 1", "import solution as s\ndef test_f(): assert s.f() == 1"),
-    "wrapped": (
-        "def f(x): return x",
-        "import functools\ndef twice(g):\n    @functools.wraps(g)\n    def h(*a, **k):\n        g(*a, **k)\n"
-        "        g(*a, **k)\n"
-        "    return h\nimport pytest\n"
-        "@pytest.mark.parametrize('x, y', [(1, 1), pytest.param(2, 2, id='two')])\n@twice\n"
-        "def test_f(x, y): assert f(x) == y",
-    ),
-    "class": (
-        "class Acc:\n    def __init__(self): self.n = 0\n    def add(self, x): self.n += x; return self.n",
-        "class TestAcc:\n    def setup_method(self): self.a = Acc()\n"
-        "    def test_a(self): assert self.a.add(2) == 2 == self.a.n",
-    ),
-    "unittest": (
-        "def f(x):\n    if x < 0: raise ValueError('no')\n    return [x]",
-        "import unittest\nclass Checks(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): cls.x = 1\n"
-        "    def setUp(self): self.y = [self.x]\n    def test_a(self):\n        for i in range(2):\n"
-        "            with self.subTest(i=i): self.assertEqual(f(i), [i])\n"
-        "        self.assertListEqual(f(self.x), self.y)\n"
-        "    def test_b(self):\n        with self.assertRaisesRegex(ValueError, 'no'): f(-1)\n"
-        "        self.assertRaises(ValueError, f, -2)\n        self.assertAlmostEqual(f(1)[0], 1.00000001)\n"
-        "        self.assertIn(1, f(1))\n        self.assertIsInstance(f(1), list)\n"
-        "if __name__ == '__main__':\n    unittest.main()",
-    ),
-    "async": (
-        "async def f(x): return x",
-        "import asyncio\nasync def test_f(): assert await f(1) == 1\nassert asyncio.run(f(2)) == 2",
-    ),
-    "printed": (
-        "def f(): print('hi')",
-        "import io\nfrom contextlib import redirect_stdout\nout = io.StringIO()\nwith redirect_stdout(out):\n    f()\n"
-        "assert out.getvalue() == 'hi\\n'",
-    ),
-    "large": ("def f(n): return [[i] for i in range(n)]", "assert len(f(20_000)) == 20_000"),
-    "digits": ("def f(n): return 10 ** n", "assert f(99_999) == 10 ** 99_999 and len(str(f(99_999))) == 100_000"),
-    "linked": (
-        "class Node:\n    def __init__(self, v, n=None): self.v, self.n = v, n\n"
-        "def rev(h):\n    p = None\n    while h: h.n, p, h = p, h, h.n\n    return p",
-        "h = Node(1, Node(2))\nr = rev(h)\nassert (r.v, r.n.v, r.n.n) == (2, 1, None) and r.n is h",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_answers_to_plain_tests_pass(sandbox, name):
-    code, test = RIGHT[name]
-    result = sandbox.check(code, [test], limits=TIGHT)
-    assert result.passed and all(result.passed) and not result.detail, result
-
-
-WRONG = {
-    "ends a loop": ("def f(x): raise StopIteration", "assert all(map(f, [1, 2]))"),
-    "ends a zip": ("def f(x): raise StopIteration", "for a, b in zip(map(f, [1]), [2]):\n    assert a == b"),
-    "leaves": ("def f(x): raise SystemExit(0)", "f(1)\nassert True"),
-    "replaces a builtin": (
-        "def abs(x): return 3\ndef f(x): return -3",
-        "from solution import *\nassert abs(f(1)) == 4",
-    ),
-    "replaces a name": (
-        "def same(a, b): return True\n__name__ = 'x'\npytest = same\ndef f(x): return 1",
-        "def same(a, b): return a == b\nfrom solution import *\nassert same(f(1), 2)",
-    ),
-    "swallowed": ("import os\ndef f(x): os._exit(0)", "try:\n    assert f(1) == 2\nexcept:\n    pass"),
-    "missing": ("x = 1", "import pytest\ndef test_f():\n    with pytest.raises(Exception):\n        f(1)"),
-    "hostile length": (
-        "import os, struct\ndef f(x):\n    for fd in range(3, 64):\n"
-        "        try: os.write(fd, struct.pack('<Q', 1 << 60) + b'x' * 99)\n"
-        "        except OSError: pass",
-        "assert f(1) == 2",
-    ),
-    "noise": (
-        "import os\ndef f(x):\n    for fd in range(3, 64):\n        try: os.write(fd, os.urandom(100))\n"
-        "        except OSError: pass",
-        "assert f(1) == 2",
-    ),
-    "deep noise": (
-        "import os, struct\nbody = b'[' * 100_000\ndef f(x):\n    for fd in range(3, 64):\n"
-        "        try: os.write(fd, struct.pack('<Q', len(body)) + body)\n        except OSError: pass",
-        "assert f(1) == 2",
-    ),
-    "a storm": (
-        'import os, struct, threading\nbody = b\'["=",[true],[],[],[],""]\'\ndef flood():\n    while True:\n'
-        "        for fd in range(3, 64):\n            try: os.write(fd, struct.pack('<Q', len(body)) + body)\n"
-        "            except OSError: pass\n"
-        "threading.Thread(target=flood, daemon=True).start()\ndef f(x): return None",
-        "assert f(1) == 2",
-    ),
-    "a long text": ("def f(x): return 'x' * (1 << 21)", "assert f(1) == 2"),
-    "a long number": ("def f(x): return 10 ** 3_000_000", "assert f(1) == 2"),
-    "a long message": (
-        "def f(x): raise ValueError('x' * (1 << 22))",
-        "import pytest\nwith pytest.raises(ValueError): f(1)",
-    ),
-    "endless work in one step": ("def f(x): return range(10 ** 12)", "assert 0.5 in f(1)"),
-    "endless printing": (
-        "def f(x):\n    while True: print('x' * 9999)",
-        "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()):\n    assert f(1) == 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_the_codes_fault_is_a_failed_test(sandbox, name):
-    code, test = WRONG[name]
-    result = sandbox.check(code, [test], limits=replace(TIGHT, message_bytes=MOST, wall_seconds=20.0))
-    assert result.passed == (False,), result
-
 
 HANDED = [
     "from solution import f\n@f\nasync def g(x): return x\nassert g(1) == 1",
@@ -552,7 +404,7 @@ def test_what_tests_hand_over_without_a_plain_form_is_unsupported_whatever_the_c
     "node", [["method", [[0], "__class__"]], ["view", [[0], "clear"]], ["error", ["list"]], ["error", ["exec", "1"]]]
 )
 def test_a_message_calls_nothing_by_name(node):
-    with pytest.raises(values.Malformed):
+    with pytest.raises(FAULTS):
         values.decode([[1]], [["dict", [], None], node], {})
 
 

@@ -105,7 +105,7 @@ def fenced(code: str) -> str:
 def read(name: str) -> list[Record]:
     """Read the records of a file."""
     found = []
-    for block in re.split(r"^=== ", (FOLDER / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]:
+    for block in re.split(r"^=== ", (FOLDER / f"{name.removesuffix('.txt')}.txt").read_text(), flags=re.MULTILINE)[1:]:
         head, _, rest = block.partition("\n")
         title, *keys = head.split()
         parts = re.split(r"^--- (\w+)\n", rest.rstrip("\n") + "\n", flags=re.MULTILINE)

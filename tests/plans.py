@@ -1,0 +1,43 @@
+"""A step's plan and batches of what tests have collected, as `Learner.prepare` makes them."""
+
+from collections.abc import Iterator, Mapping
+
+from spmd_rl.algo import AGGREGATIONS
+from spmd_rl.algo.moments import Moments
+from spmd_rl.batch import Batch, pack
+from spmd_rl.config.schema import AlgorithmConfig
+from spmd_rl.distributed import DataShard, World
+from spmd_rl.learn import prepare, transfer
+from spmd_rl.learn.advantages import Key, Samples, credit
+from spmd_rl.learn.custom import bind
+from spmd_rl.rollout.table import trajectories_of
+from spmd_rl.types import Sample
+
+
+def plan(
+    collected: Samples,
+    settings: AlgorithmConfig,
+    running: Moments,
+    *,
+    max_tokens: int,
+    greedy_answer: int | None = None,
+    penalties: Mapping[Key, float] | None = None,
+    **shares: int,
+) -> tuple[prepare.Plan, Moments]:
+    """The plan, and the moments of the run's scores. shares: the fields of `prepare.Shares`."""
+    found = credit(collected.table, settings, running, max_tokens, greedy_answer, penalties)
+    aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
+    return prepare.plan(collected.step, found, prepare.Shares(**shares), aggregate), found.running
+
+
+def redistribute(
+    collected: Samples, plan: prepare.Plan, num_updates: int, data: DataShard, world: World
+) -> list[Batch]:
+    """[all] This rank's mini-batches."""
+    packed = pack(plan.samples_of(collected.groups, world.rank), collected.step - 1)
+    return transfer.redistribute(packed, plan, num_updates, data, world)
+
+
+def trajectories(collected: Samples) -> Iterator[list[Sample]]:
+    """This rank's."""
+    return (samples for group in collected.groups for samples in trajectories_of(group.samples))
