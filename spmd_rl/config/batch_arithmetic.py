@@ -5,7 +5,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.errors import plural
 
@@ -40,21 +40,18 @@ def describe_rows(
 ) -> list[tuple[str, str]]:
     """Return the arithmetic of a supervised run on so many rows as names and texts."""
     shards, size = max(1, world_size() // train.ranks_per_shard), data.rows_per_step
-    epochs, asked = steps * size / max(num_train, 1), min(num_eval, eval.rows or num_eval)
-    often = f"every {eval.every} steps" if steps else "once, and nothing is trained"
-    training = [
+    epochs, asked = steps * size / num_train, min(num_eval, eval.rows or num_eval)
+    updates = plural(train.updates_per_step, "optimizer step")
+    evaluation = f"{asked} of {num_eval} held-out rows every {eval.every} steps" if asked and eval.every else "none"
+    return [
         ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
-        (
-            "step",
-            f"{size} rows of up to {data.max_tokens} tokens in {plural(train.updates_per_step, 'optimizer step')}",
-        ),
+        ("step", f"{size} rows of at most {data.max_tokens} tokens, {updates}"),
         ("training", f"{plural(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
+        ("evaluation", evaluation),
     ]
-    evaluation = f"{asked} of {num_eval} held-out rows {often}" if asked and eval.every else "none"
-    return [*(training if steps else []), ("evaluation", evaluation)]
 
 
-def describe_evaluation(eval: EvalConfig, steps: int, num_eval: int) -> str:
+def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:
     """Return how many of `num_eval` held-out prompts are asked, how and when."""
     asked = num_eval if eval.prompts is None else min(eval.prompts, num_eval)
     if not eval.every or not asked:
@@ -80,12 +77,12 @@ def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | No
     return f"at most {longest:,} a sample ({parts}), {samples * longest:,} a step"
 
 
-def has_turns(rollout: RolloutConfig, plays: bool) -> bool:
+def has_turns(rollout: SamplingConfig, plays: bool) -> bool:
     """Return whether episodes may have several turns: a user's own, or those of an environment (`plays`)."""
     return (plays or rollout.target is not None) and rollout.max_turns != 1
 
 
-def tokens_per_turn(rollout: RolloutConfig, prompt_tokens: int) -> int:
+def tokens_per_turn(rollout: SamplingConfig, prompt_tokens: int) -> int:
     """Return the most tokens of a prompt and one answer to it, or of a sample where the settings bound it."""
     return rollout.max_context_tokens or prompt_tokens + rollout.max_new_tokens
 
