@@ -13,7 +13,7 @@ def run(cfg: SftConfig) -> None:
     """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
     from spmd_rl.data import Examples
 
-    examples = Examples.load(cfg.data, cfg.row_kind, cfg.steps > 0)  # before torch: a mistake is told within seconds
+    examples = Examples.load(cfg.data, cfg.row_kind)  # before torch: a mistake is told within seconds
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job
@@ -24,7 +24,7 @@ def run(cfg: SftConfig) -> None:
         if job.is_over:
             return
         place, track = job.train(), job.track  # [all]
-        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer, job.world, cfg.seed, end)
+        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer.pieces, job.world, cfg.seed, end)
         teachers = Teachers.of(place.roles, cfg.teacher)
         student = Imitation(place.roles.policy, cfg.train.updates_per_step, name="sft/loss", teachers=teachers)
         saver, start = job.restore(place, rows=rows)  # [all]

@@ -90,7 +90,7 @@ def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
 def check_shapes(plan: PlanConfig, roles: list) -> None:
     """Check that each model has a `config.json`, and that `plan.rank` is one of the ranks."""
     for role in loaded_roles(roles):
-        key, model = f"{role.name}.model", role.own
+        key, model = role.model_key, role.own
         model.model = fetch_config(key, model.model, wait=local_rank() != 0)
         if not (model_folder(model.model) / "config.json").is_file():
             raise UserError(f"{key}: {model.model} has no config.json, by which to plan; or say plan.shape")
@@ -274,7 +274,7 @@ def check_models(roles: list, engine: EngineConfig | None = None, rollout: Sampl
     """
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
     for role in loaded_roles(roles):
-        key, generates = f"{role.name}.model", engine.name if engine and role.name == "policy" else ""
+        key, generates = role.model_key, engine.name if engine and role.name == "policy" else ""
         role.own.model = check_model(key, role.own.model)
         check_architecture(key, model_folder(role.own.model), generates, longest)
 
@@ -308,15 +308,15 @@ def check_vocabularies(roles: list) -> None:
     policy, *others = roles
     for role in others:
         if problem := difference(model_folder(policy.model), model_folder(role.model)):
-            raise UserError(f"{role.name}.model: {role.model} has another vocabulary than policy.model: {problem}")
+            raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
 
 
 def fetch_models(roles: list[RoleConfig]) -> None:
     """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
     for role in loaded_roles(roles):
         model = role.own.model
-        with phase(f"{role.name}.model: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
-            fetch_weights(f"{role.name}.model", model)
+        with phase(f"{role.model_key}: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
+            fetch_weights(role.model_key, model)
 
 
 def check_data(data: SourcesConfig) -> None:

@@ -27,6 +27,7 @@ from spmd_rl.config.sections.models import (
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.preference import PairsConfig, PreferenceConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
@@ -286,9 +287,6 @@ class AgenticConfig(RlConfig):
 class RowsPipelineConfig(PipelineConfig):
     """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
 
-    row_kind: ClassVar[str] = "demonstration"
-    """What rows are: see `data.conversations.KINDS`."""
-
     epochs: float | None = None
     """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
     data: RowsConfig = field(default_factory=RowsConfig)
@@ -297,6 +295,11 @@ class RowsPipelineConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         above(self, epochs=0)
+
+    @property
+    def row_kind(self) -> str:
+        """What rows are: see `data.conversations.KINDS`."""
+        return "demonstration"
 
     def count_rows(self, num_rows: int) -> int | None:
         """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
@@ -318,6 +321,55 @@ class SftConfig(RowsPipelineConfig):
     def roles(self) -> list[RoleConfig]:
         """The policy, and its teacher."""
         return [*super().roles, *teachers_of(self, self.teacher)]
+
+
+@dataclass
+class DpoConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.dpo`."""
+
+    pipeline = "dpo"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    @property
+    def kind(self) -> str:
+        """See `PipelineConfig.kind`."""
+        return self.preference.loss
+
+    @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "judged" if self.preference.is_judged else "preference"
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """The policy, and the reference unless the loss does without."""
+        return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
+
+
+@dataclass
+class RewardModelConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
+
+    pipeline = "reward_model"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    center_coef: float = 0.0
+    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, center_coef=0)
+
+    @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "ranked"
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """A critic, built from the policy's settings."""
+        return [replace(self.role("policy"), name="critic", section="policy", value_bias=False)]
 
 
 @dataclass
@@ -362,7 +414,6 @@ class EvaluateConfig(JobConfig):
         return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
 
 
-PIPELINES: dict[str, type] = {
-    schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, SftConfig, EvaluateConfig)
-}
+_SCHEMAS = (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in _SCHEMAS}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -18,6 +18,8 @@ from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, R
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import CriticConfig, PolicyConfig, TeachersConfig
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
+from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rows import ValidationConfig
 
@@ -109,6 +111,13 @@ def _of_evaluation(data: DataConfig, env: EnvsConfig) -> Idle:
     ]
 
 
+def _of_preference(preference: PreferenceConfig) -> Idle:
+    keys = {key for read in LOSSES_OF_PREFERENCES.values() for key in read}
+    reason = f"preference.loss is {preference.loss}"
+    unread = [(False, reason, f"preference.{key}") for key in keys - set(LOSSES_OF_PREFERENCES[preference.loss])]
+    return [*unread, (preference.uses_reference, "the loss has no reference", "reference")]
+
+
 def _of_validation(eval: ValidationConfig) -> Idle:
     return [(eval.every, "eval.every is 0", "eval.rows")]
 
@@ -123,15 +132,8 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
 
 
 IDLE = (
-    _of_algorithm,
-    _of_generation,
-    _of_policy,
-    _of_critic,
-    _of_teacher,
-    _of_data,
-    _of_evaluation,
-    _of_validation,
-    _of_sidecar,
+    *(_of_algorithm, _of_generation, _of_policy, _of_critic, _of_teacher, _of_data, _of_evaluation),
+    *(_of_validation, _of_preference, _of_sidecar),
 )
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 

@@ -2,26 +2,52 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.learn import prepare
 from spmd_rl.learn.advantages import Samples, all_alike
-from spmd_rl.learn.losses import measure, nll, nothing, update
+from spmd_rl.learn.losses import mean_over, measure, nll, nothing
+from spmd_rl.learn.prepare import Plan, Shares, plan
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import redistribute
-from spmd_rl.train.base import Metrics, PolicyRole
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
+
+
+class Term(NamedTuple):
+    """What an optimizer step minimises."""
+
+    batch: Batch
+    """this rank's share, with weights"""
+    loss: BoundLoss | BoundValueLoss
+    count: float
+    """over how many tokens or comparisons of the global batch it is a mean"""
+
+
+def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
+    """[all] The plan by which all learnt tokens of each of `count` optimizer steps weigh the same, whatever their
+    scores, and this rank's share of the samples in each."""
+    world, data = role.layout.world, role.layout.data
+    with world.phase("coordination"):
+        shares = Shares(count, data.size, role.hidden_size)
+        made = plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
+    packed = pack(made.samples_of(collected.groups, world.rank), collected.step - 1)
+    return made, redistribute(packed, made, count, data, world)  # [all]
 
 
 class Imitation:
-    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
+    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
+
+    A subclass whose loss is another says so in `bind`.
+    """
 
     def __init__(
         self,
-        policy: PolicyRole,
+        policy: PolicyRole | CriticRole,
         num_updates: int,
         temperature: float = 1.0,
         lr_factor: float = 1.0,
@@ -30,11 +56,11 @@ class Imitation:
     ) -> None:
         """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate. name: of the
         loss, among the metrics. teachers: who say what else could stand in the place of each token."""
-        self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
+        self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self._teachers = teachers
         self._loss = teachers.loss(nothing if teachers.alone else nll) if teachers else nll
-        self.plan: prepare.Plan | None = None
+        self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 
     @classmethod
@@ -44,43 +70,51 @@ class Imitation:
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
-    def prepare(self, collected: Samples) -> list[Batch]:
-        """[all] This rank's mini-batches, one per optimizer step."""
-        batches = self._prepare(collected, self._num_updates)  # [all]
+    def bind(self, batch: Batch, number: int) -> Term:
+        """[all] The loss of mini-batch `number` of the plan, by which every token of it weighs the same."""
+        return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
+
+    def step(self, term: Term) -> Metrics:
+        """[all] One optimizer step."""
+        return self.policy.update(term.batch, term.loss, self._temperature)  # [all]
+
+    def outputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """[all] What the loss takes, of every token: float32 [T] each."""
+        return self.policy.logprobs(batch, self._temperature)  # [all]
+
+    def prepare(self, collected: Samples) -> list[Term]:
+        """[all] The terms of this rank's mini-batches, one per optimizer step."""
+        terms = self._prepare(collected, self._num_updates)  # [all]
         if self._teachers:
             with self._world.phase("logprobs"):
-                self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
-        return batches
+                self._teachers.fill_in([term.batch for term in terms], self.plan, collected.table)  # [all]
+            terms = [term._replace(loss=self._loss) for term in terms]
+        return terms
 
-    def _prepare(self, collected: Samples, count: int) -> list[Batch]:
-        data = self._policy.layout.data
+    def _prepare(self, collected: Samples, count: int) -> list[Term]:
         with self._world.phase("prepare"):
-            with self._world.phase("coordination"):
-                shares = prepare.Shares(count, data.size, self._policy.hidden_size)
-                alike = all_alike(collected.table)
-                self.plan = prepare.plan(collected.step, alike, shares, AGGREGATIONS["token-mean"])
-            packed = pack(self.plan.samples_of(collected.groups, self._world.rank), collected.step - 1)
-            return redistribute(packed, self.plan, count, data, self._world)  # [all]
+            self.plan, batches = deal(collected, count, self.policy)  # [all]
+            return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
 
-    def update(self, batches: list[Batch]) -> Metrics:
-        """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""
-        used = [batches[i] for i in np.unique(self.plan.minibatches).tolist()]
-        self._policy.lr_factor = self._lr_factor
-        with self._world.phase("update"):
-            metrics = update(self._policy, used, self._loss, self._temperature)  # [all]
-        self._policy.lr_factor = 1.0
-        own = {self._name: metrics.pop("actor/pg_loss")} if used else {}
-        return own | metrics | self.plan.metrics()
+    def update(self, terms: list[Term]) -> Metrics:
+        """[all] See `Learner.update`; by itself, the loss is the mean negative log-likelihood of a token, in nats."""
+        used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
+        self.policy.lr_factor = self._lr_factor
+        with self._world.phase("update"), self.policy.awake():
+            found = [self.step(one) for one in used]  # [all]
+        self.policy.lr_factor = 1.0
+        metrics = mean_over([{self._name: one.pop("loss"), **one} for one in found], "actor")
+        return metrics | self.plan.metrics()
 
     def measure(self, parts: Iterable[Samples]) -> Metrics:
         """[all] The loss on samples of which nothing is learnt, as `val/*`; they come in parts. Equal on all ranks."""
         sums: dict[str, float] = defaultdict(float)
         with self._world.phase("eval"):
             for collected in parts:  # [all] have as many
-                (batch,) = self._prepare(collected, 1)  # [all]
-                with self._policy.awake():
-                    found = measure(self._policy, batch, nll, self._temperature)  # [all]
-                for name, value in found.items():
-                    sums[name] += value * (1 if name == "num_tokens" else found["num_tokens"])
-        count = sums.pop("num_tokens", 0.0)
+                (one,) = self._prepare(collected, 1)  # [all]
+                with self.policy.awake():
+                    found = measure(self.policy.layout.data, one.batch, self.outputs(one.batch), one.loss)  # [all]
+                for name, value in ({"count": 1.0} | found).items():
+                    sums[name] += one.count * value
+        count = sums.pop("count", 0.0)
         return {f"val/{name.removeprefix('actor/')}": value / count for name, value in sums.items() if count}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.hub import model_folder
 from spmd_rl.model.answers import answer_spans, header_of
-from spmd_rl.model.bridge import Bridge, find_bridge
+from spmd_rl.model.bridge import ANSWER, Bridge, find_bridge
 from spmd_rl.types import Conversation, Message
 
 if TYPE_CHECKING:
@@ -86,6 +86,22 @@ class Tokenizer:
         if pieces and not pieces[0][0]:  # nothing predicts a first token
             pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
         return pieces
+
+    def scored_pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
+        """A whole conversation, as a reward model reads it, and one token after it: before that stands its reward."""
+        messages = conversation.messages
+        if conversation.is_plain or not self._hf.chat_template:
+            ids = sum((ids for pair in self._plain_pieces(messages, len(messages) - 1) for ids in pair), array("i"))
+        else:
+            ids = self.encode(self._chat_text(messages, False))
+        return [(ids, array("i", self.stop_ids[:1] or [0]))]
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills up texts, if there is one that ends none of them."""
+        pad = self._hf.pad_token_id
+        ending = self.scored_pieces(Conversation((Message("user", ANSWER), Message("assistant", ANSWER))))[0][0][-1]
+        return None if pad == ending else pad
 
     def _plain_pieces(self, messages: Sequence[Message], num_given: int) -> list[tuple[array, array]]:
         """Texts one after the other; the last one ends with the end-of-sequence token."""

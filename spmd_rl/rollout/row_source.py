@@ -7,19 +7,24 @@ that are done. Each rank renders its part of the rows; who trains on them is the
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.data.row_store import Examples, RowStore
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
-from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.collected import Collected
-from spmd_rl.types import Conversation, Group, Prompt, Sample, Turn, Verdict
+from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
 
+CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
+"""Numbers of answers: the sides of a pair, a good or a bad one alone; an answer to another row's prompt"""
 Pieces = list[tuple[array, array]]
 """Token ids ('i') that are given and that are learnt, in turns"""
+Render = Callable[[Conversation], Pieces]
+"""Of a tokenizer: `Tokenizer.pieces`, for one"""
 
 
 class RowSource:
@@ -30,22 +35,27 @@ class RowSource:
         examples: Examples,
         data: RowsConfig,
         validation: ValidationConfig,
-        tokenizer: Tokenizer,
+        render: Render,
         world: World,
         seed: int,
         num_rows: int | None = None,
+        mismatched: bool = False,
     ) -> None:
-        """num_rows: at which the run ends, also in the middle of a step. None: at none."""
+        """render: makes token ids of a conversation. num_rows: at which the run ends, also in the middle of a step.
+        None: at none. mismatched: whether each row also has the answer of the next one, as `MISMATCHED`."""
         self._examples, self._data, self._validation = examples, data, validation
-        self._tokenizer, self._world, self._seed, self._end = tokenizer, world, seed, num_rows
-        self._done = 0
+        self._render, self._world, self._seed, self._end = render, world, seed, num_rows
+        self._done, self._mismatched = 0, mismatched
+        self.reference: dict[str, np.ndarray] = {}
+        """By `train` and `eval` what a frozen model gives the answers of each row, if there is one: float32 [rows, 3],
+        logprobs in nats, summed over the learnt tokens. Samples have them as the logprobs of their first token. Without
+        any, the first answer has its row's `Example.value` there."""
 
     def collect(self, step: int) -> Collected:
         """[all] The rows of a training step; of each group the ticket is its place in the run."""
         store, size = self._examples.train, self._data.rows_per_step
-        positions = range((step - 1) * size, step * size)[
-            : None if self._end is None else self._end - (step - 1) * size
-        ]
+        begin, end = (step - 1) * size, step * size
+        positions = range(begin, end if self._end is None else min(end, self._end))
         self._done = positions.stop
         return self._collect(step, store, [(place, store.at(place, self._seed)[1]) for place in positions])  # [all]
 
@@ -64,6 +74,10 @@ class RowSource:
         tokens = int(table.answers["num_tokens"].sum())
         return {"data/epoch": self._done / len(self._examples.train), "data/overlong": empty, "tokens": tokens}
 
+    def num_rows(self, name: str) -> int:
+        """How many rows there are for training (`train`) or held out (`eval`)."""
+        return len(getattr(self._examples, name))
+
     def state(self) -> dict[str, Any]:
         """See `checkpoint.Stateful`."""
         return {"digest": self._examples.train.digest, "done": self._done}
@@ -76,6 +90,17 @@ class RowSource:
             )
         self._done = state["done"]
 
+    def parts(self, steps: int) -> Iterator[tuple[str, list[int], Collected]]:
+        """[all] All rows that a run of so many steps has, in the groups of its first epoch: `train` or `eval`, the
+        numbers of the rows, and their samples."""
+        size, train = self._data.rows_per_step, len(self._examples.train)
+        for step in range(1, min(steps, -(-train // size)) + 1):
+            collected = self.collect(step)  # [all]
+            tickets = collected.table.tickets.tolist()
+            yield "train", [self._examples.train.at(ticket, self._seed)[1] for ticket in tickets], collected
+        for collected in self.held_out(0, steps):  # [all]
+            yield "eval", collected.table.tickets.tolist(), collected
+
     def _collect(self, step: int, store: RowStore, tickets: Sequence[tuple[int, int]]) -> Collected:
         """[all] Rows by ticket and number, dealt over the ranks."""
         with self._world.phase("data"):
@@ -86,19 +111,24 @@ class RowSource:
     def _group(self, store: RowStore, ticket: int, number: int) -> Group:
         """The samples of a row; none of one that is too long."""
         example = store[number]
-        texts = [self._pieces(conversation, store, number) for conversation in example.conversations]
-        whole = all(texts)  # a pair without one of its sides is none
-        samples = [
-            Sample(ticket, answer, tuple(map(_turn, pieces)), Verdict("ok", example.value), unit=0)
-            for answer, pieces in enumerate(texts if whole else ())
-        ]
+        answers = dict(enumerate(example.conversations, example.first))
+        if self._mismatched:
+            answers[MISMATCHED] = _exchanged(example, store[(number + 1) % len(store)])
+        texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
+        known = self.reference.get("train" if store is self._examples.train else "eval")
+        of_first = known[number] if known is not None else [example.value, 0.0, 0.0]
+        if not all(texts.values()):  # a pair without one of its sides is none
+            texts = {}
+        turns = {answer: _turns(texts[answer], of_first[answer]) for answer in texts}
+        verdict = Verdict("ok", example.value)
+        samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
         return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
 
     def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
-        """A conversation as token ids; nothing if it is too long and `data.overlong` does not cut it."""
+        """A conversation as token ids; nothing if there is nothing to learn, or if it is too long and not cut."""
         most, what = self._data.max_tokens, self._data.overlong
         try:
-            pieces = self._tokenizer.pieces(conversation)
+            pieces = self._render(conversation)
         except UserError as error:
             raise UserError(f"{store.where(number)}: {error}") from None
         length = sum(len(part) for pair in pieces for part in pair)
@@ -106,13 +136,26 @@ class RowSource:
             raise UserError(f"data.max_tokens={most}: {store.where(number)} has {length} tokens")
         if length > most:
             pieces = _cut(pieces, most) if what == "cut" else []
-        return pieces
+        return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
 
 
-def _turn(piece: tuple[array, array]) -> Turn:
-    given, learnt = piece
-    zeros = bytes(4 * len(learnt))
-    return Turn(given, learnt, array("f", zeros), array("i", zeros), "stop")
+def _turns(pieces: Pieces, logprob: float) -> tuple[Turn, ...]:
+    """The turns of an answer, whose first learnt token has the logprob of all."""
+    turns = []
+    for number, (given, learnt) in enumerate(pieces):
+        logprobs = array("f", bytes(4 * len(learnt)))
+        if not number:
+            logprobs[0] = logprob
+        turns.append(Turn(given, learnt, logprobs, array("i", bytes(4 * len(learnt))), "stop"))
+    return tuple(turns)
+
+
+def _exchanged(example: Example, other: Example) -> Conversation:
+    """The prompt of one row with the answer of another."""
+    own, theirs = example.conversations[0], other.conversations[0]
+    return Conversation(
+        own.messages[: own.num_given] + theirs.messages[theirs.num_given :], own.num_given, own.is_plain
+    )
 
 
 def _cut(pieces: Pieces, most: int) -> Pieces:

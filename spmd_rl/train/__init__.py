@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Roles(NamedTuple):
     """Who takes part in a run."""
 
-    policy: "PolicyRole"
+    policy: "PolicyRole | None"
+    """None where a reward model is trained, which is a critic."""
     reference: "PolicyRole | None" = None
     """Frozen; None where the algorithm has no KL penalty."""
     critic: "CriticRole | None" = None
@@ -31,19 +32,19 @@ class Roles(NamedTuple):
     @property
     def trained(self) -> "dict[str, Role]":
         """By name, those whose weights a checkpoint must hold."""
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+        return {name: role for name, role in (("policy", self.policy), ("critic", self.critic)) if role}
 
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
-    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load, fit, or pack."""
+    """[all] The policy, and what the pipeline wants beside it. UserError if a model does not load, fit, or pack."""
     from spmd_rl.train.packed_check import check_packing
 
     built = {role.name: build_role(role, world) for role in roles}  # [all]
     for role in roles:
-        check_packing(f"{role.name}.model: {role.model}", built[role.name], role.dtype)  # [all]
+        check_packing(f"{role.model_key}: {role.model}", built[role.name], role.dtype)  # [all]
     names = [name for name in built if name.partition(".")[0] == "teacher"]
     teachers = {name.partition(".")[2]: built[name] for name in names}
-    return Roles(built["policy"], built.get("reference"), built.get("critic"), teachers)
+    return Roles(built.get("policy"), built.get("reference"), built.get("critic"), teachers)
 
 
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:

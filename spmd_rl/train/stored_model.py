@@ -79,8 +79,8 @@ def checkpoint_model(
     parts = stored_parts(model)
     buffers = {part.name for name, _ in model.named_buffers() for part in parts.get(name, ())}
     files = CheckpointFiles(folder, saved, buffers)
-    load, reader = partial(load_weights, files=files, on_progress=on_progress), partial(RegionReader, files=files)
-    return Stored(model, load, lambda: files.bytes_read, reader)
+    load = partial(load_weights, files=files, on_progress=on_progress)
+    return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files))
 
 
 def materialize(model: torch.nn.Module, device: torch.device) -> None:

@@ -91,8 +91,10 @@ class Example(Struct, frozen=True, gc=False):
     """One row of a supervised dataset: the conversations that belong together."""
 
     conversations: tuple[Conversation, ...]
-    value: float = 1.0
-    """What else the row says of them, in one number: a margin."""
+    value: float = 0.0
+    """The margin by which the first one of a pair shall be better."""
+    first: int = 0
+    """Number of the first conversation, as an answer. Of pairs 0 is the chosen and 1 the rejected one."""
 
 
 class Request(Struct, frozen=True, gc=False):

@@ -20,10 +20,10 @@ from spmd_rl.train.state import SavedState
 from tests.dist.harness import run_ranks
 from tests.dist.test_experts import with_auxiliary
 from tests.dist.test_router_replay import replayed
-from tests.dist.test_train_parity import as_stored
+from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
-from tests.training import TEMPERATURE, built, global_batch, loss, relative, share_of
+from tests.training import TEMPERATURE, built, global_batch, loss, plain_backward, relative, share_of
 
 ARCHITECTURES = "spmd_rl.train.megatron.architectures"
 EPS = 1e-3
@@ -120,6 +120,20 @@ def rounds(world: World, path: str, axes) -> dict[str, bool]:
     }
 
 
+def with_padding(world: World, path: str, axes) -> dict[str, float]:
+    """Relative errors of gradients where samples contain the token that transformers takes for padding."""
+    batch = global_batch()
+    batch.token_ids[torch.arange(3, batch.num_tokens, 7)] = 256
+    mine = built("megatron", world, path, axes=axes, lr=100 * HUGE, **AS_GRADIENT)
+    before = whole(mine)
+    mine.update(share_of(mine, "dealt", batch), loss, TEMPERATURE)
+    plain, after = build_model(path, torch.float32, "cpu", attention="sdpa"), whole(mine)
+    assert plain.get_input_embeddings().padding_idx == 256
+    plain_backward(plain, batch)
+    wanted = as_stored(plain, {name: p.grad for name, p in plain.named_parameters()})
+    return {name: relative((before[name] - after[name]) / 100, grad) for name, grad in wanted.items()}
+
+
 def swapped_queries(rules) -> None:
     name = next(name for name in rules if "linear_qkv" in name)
     q, k, v = rules[name].names
@@ -195,6 +209,7 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
             with_auxiliary(world, paths["qwen3_moe 0"], axes, checkpointing, partial(built, "megatron"))
             for axes, checkpointing in (({"ep": 2}, "full"), ({"tp": 2}, "none"), ({"pp": 2}, "none"))
         ],
+        "padding": [with_padding(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
         "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
@@ -249,6 +264,11 @@ def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(found) -> None:
         assert seen["microbatches"] == 1 and seen["dropped"] == 0
         assert len(seen["gates"]) == 2 and min(seen["matters"]) > 0.1
         assert max(seen["gates"] + seen["others"] + seen["metrics"]) < 1e-4, seen
+
+
+def test_what_transformers_takes_for_padding_gets_no_gradient(found) -> None:
+    for errors in (errors for of_rank in found for errors in of_rank["padding"]):
+        assert max(errors.values()) < 1e-5 and len(errors) > 15, errors
 
 
 def test_what_gloo_would_mix_up_is_refused(found) -> None:

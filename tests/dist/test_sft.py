@@ -60,7 +60,7 @@ def conversation(row: dict) -> list[dict]:
 def source(world, path: str, rows: str) -> RowSource:
     data, validation = RowsConfig(train=rows, holdout=0.0, eval=rows, rows_per_step=SIZE), ValidationConfig()
     examples = Examples.load(data, "demonstration")
-    return RowSource(examples, data, validation, load_tokenizer(path), world, SEED)
+    return RowSource(examples, data, validation, load_tokenizer(path).pieces, world, SEED)
 
 
 def train_here(world, path: str, rows: str, axes: dict) -> list:

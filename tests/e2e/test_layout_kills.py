@@ -63,6 +63,7 @@ def test_a_rank_killed_in_a_layout_is_made_good_by_the_same_line(
     stage = f"stage {victim * 2 // ranks}: " if "pp" in layout else ""
     point = POINTS[phase].replace("collective ", f"collective {stage}")
     point = point.replace("backward of ", "backward of chunk 1 of ") if "vpp" in layout else point
+    point = point.replace("backward", "forward") if "megatron" in layout else point  # a schedule of its own
     name = f"struck-{layout}-{phase}"
     run = strike(toys(model), name, f"rank-{victim}", point, *settings.split(), ranks=ranks)
     assert run.wait(60) != 0

@@ -24,7 +24,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 class Written(Toy):
     """A tiny model and rows whose answers are the question again."""
 
-    metric = "sft/loss"
+    metric, fall = "sft/loss", 0.9
     own = ("eval.rows=3",)
 
     def __init__(self, path: Path, pipeline: str = "sft") -> None:
@@ -41,12 +41,44 @@ class Written(Toy):
         return [*model, *given, "checkpoint.every=1", "checkpoint.keep=9", "journal.stall_seconds=60"]
 
 
-KINDS = {"sft": Written}
+class Pairs(Written):
+    metric = "dpo/loss"
+    own = ("policy.lr=1e-3",)
+
+    def row(self, number: int) -> dict:
+        return {"prompt": f"say {number}", "chosen": f"{number} " * (1 + number % 3), "rejected": "no"}
+
+
+class Votes(Pairs):
+    own, fall = ("policy.lr=1e-3", "preference.loss=kto"), 0.95
+
+    def row(self, number: int) -> dict:
+        if number % 3 == 0:
+            return super().row(number)
+        answer = f"{number} " if number % 3 == 1 else "never"
+        return {"prompt": f"say {number}", "completion": answer, "label": number % 3 == 1}
+
+
+class Ranked(Pairs):
+    metric = "reward_model/loss"
+    own, fall = ("policy.lr=1e-3", "center_coef=0.01"), 0.97
+
+    def row(self, number: int) -> dict:
+        return super().row(number) | {"margin": 0.5}
+
+
+KINDS = {
+    "sft": (Written, "sft"),
+    "dpo": (Pairs, "dpo"),
+    "kto": (Votes, "dpo"),
+    "reward_model": (Ranked, "reward_model"),
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def toy(request, tmp_path_factory) -> Written:
-    return KINDS[request.param](tmp_path_factory.mktemp(request.param), request.param)
+    kind, pipeline = KINDS[request.param]
+    return kind(tmp_path_factory.mktemp(request.param), pipeline)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +88,7 @@ def straight(toy: Written) -> Running:
 
 def measured(run: Running) -> list[dict]:
     """The lines of a run, without what depends on the clock."""
-    kept = ("actor/", "critic/", "data/", "sft/", "rewards/", "logps/", "dpo/", "val/")
+    kept = ("actor/", "critic/", "data/", "sft/", "rewards/", "logps/", "dpo/", "reward_model/", "val/")
     lines = [{key: value for key, value in line.items() if key.startswith(kept)} for line in run.metrics()]
     assert [line["step"] for line in run.metrics()] == list(range(len(lines)))
     return lines
@@ -64,9 +96,9 @@ def measured(run: Running) -> list[dict]:
 
 def test_it_learns_and_evaluates(toy: Written, straight: Running) -> None:
     lines = measured(straight)
-    assert lines[4][toy.metric] < 0.9 * lines[1][toy.metric]
+    assert lines[4][toy.metric] < toy.fall * lines[1][toy.metric]
     assert [step for step, line in enumerate(lines) if "val/loss" in line] == [0, 2, 4]
-    assert lines[4]["val/loss"] < 0.9 * lines[0]["val/loss"]
+    assert lines[4]["val/loss"] < toy.fall * lines[0]["val/loss"]
     assert "warning" not in straight.text() and "held out" in straight.text()
     alone = measured(toy.run("steps=1", ranks=0, name="alone"))
     assert alone[1][toy.metric] == pytest.approx(lines[1][toy.metric], rel=1e-5)
@@ -92,7 +124,7 @@ def test_epochs_end_where_the_rows_end(toy: Written) -> None:
     lines = run.metrics()
     assert [line["step"] for line in lines[1:]] == list(range(1, -(-round(1.5 * rows) // 6) + 1))
     assert lines[-1]["data/epoch"] == pytest.approx(1.5, abs=0.6 / rows)
-    assert lines[-1]["actor/lr"] == pytest.approx(1e-2 / len(lines[1:]))
+    assert lines[-1]["actor/lr"] == pytest.approx(lines[1]["actor/lr"] / len(lines[1:]))
     assert "already at step" in toy.run("epochs=1.5", "eval.every=0", "policy.schedule=linear", name="epochs").text()
 
 

@@ -98,3 +98,11 @@ def test_texts_without_a_template() -> None:
     pair = Conversation((Message("user", "2+2="), Message("assistant", "4")), 1, is_plain=True)
     ((given, ids),) = t.pieces(pair)
     assert (t.visible(given), t.visible(ids)) == ("2+2=", "4<|eot_id|>")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_model_reads_the_whole_conversation_as_it_is(name: str) -> None:
+    t, messages = tokenizer(name), (USER, Message("assistant", "Four."))
+    ((ids, added),) = t.scored_pieces(Conversation(messages))
+    assert t.visible(ids) == whole_text(name, messages) and len(added) == 1
+    assert t.pad_id != ids[-1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.config.sections.preference import PairsConfig
 from spmd_rl.config.sections.rows import RowsConfig
 from spmd_rl.data import Examples
 from spmd_rl.errors import UserError
@@ -98,6 +99,41 @@ def test_a_system_message_and_a_format(tmp_path: Path) -> None:
     source = write(tmp_path / "rows", [{"q": "2+2?", "completion": "4"}])
     (one,) = load(source, keys={"prompt": "q"}, system="Be brief.", format="{question}\\nNow.").train[0].conversations
     assert [m.text for m in one.messages] == ["Be brief.", "2+2?\nNow.", "4"] and one.num_given == 2
+
+
+def pair_of(row: dict, tmp_path: Path) -> list[tuple[list[str], int, bool]]:
+    data = PairsConfig(train=write(tmp_path / "rows", [row]), holdout=0.0)
+    (example,) = Examples.load(data, "preference").train
+    return [([m.text for m in one.messages], one.num_given, one.is_plain) for one in example.conversations]
+
+
+def test_forms_of_pairs(tmp_path: Path) -> None:
+    first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    chosen, rejected = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+    whole = {"chosen": [*first, chosen], "rejected": [*first, rejected]}
+    expected = [(["a", "b", "c", "yes"], 3, False), (["a", "b", "c", "no"], 3, False)]
+    assert pair_of(whole, tmp_path) == pair_of(whole | {"prompt": "c"}, tmp_path) == expected
+    assert pair_of({"prompt": first, "chosen": "yes", "rejected": [rejected]}, tmp_path) == expected
+    texts = {"chosen": "Human: Hi\n\nAssistant: That is it", "rejected": "Human: Hi\n\nAssistant: This is it"}
+    shared = "Human: Hi\n\nAssistant:"
+    assert pair_of(texts, tmp_path) == [([shared, " That is it"], 1, True), ([shared, " This is it"], 1, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "line"),
+    [
+        ("preference", {"prompt": "a", "chosen": "b"}, "needs `rejected`; it has `prompt`, `chosen`: say data.keys."),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are the same"),
+        ("ranked", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "d"}, "`margin` is text, not a number"),
+        ("judged", {"prompt": "a", "completion": "b"}, "needs a `completion` and a `label` (true, false), or `chosen`"),
+        ("judged", {"prompt": "a", "completion": "b", "label": 1}, "needs a `completion` and a `label`"),
+    ],
+)
+def test_a_wrong_pair_is_named(kind: str, row: dict, line: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows", [row])
+    with pytest.raises(UserError) as caught:
+        Examples.load(PairsConfig(train=source, holdout=0.0), kind)
+    assert str(caught.value).startswith(f"data.train: {source}:1: {line}")
 
 
 USER = {"role": "user", "content": "a"}

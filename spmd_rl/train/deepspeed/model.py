@@ -152,7 +152,7 @@ class DeepSpeedModel:
         for name, p in self.module.named_parameters():
             with ExitStack() as stack:
                 if hasattr(p, "ds_id"):
-                    with self._world.collective("weights: gather"):  # [all]
+                    with self._world.collective("weights: gather", written=False):  # [all]
                         stack.enter_context(self._deepspeed.zero.GatheredParameters([p]))  # [all]
                 self._world.progress()
                 yield from ((part.name, part.of(p.detach())) for part in self._parts[name])
@@ -205,7 +205,7 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
     stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), set[str]()
     if role.name == "critic":
-        head = with_value_head(stored.model).get_output_embeddings()
+        head = with_value_head(stored.model, role.value_bias).get_output_embeddings()
         fresh = {key for key, p in stored.model.named_parameters() if any(p is value for value in head.parameters())}
     read = stored.reader and stored.reader(stored.model, fresh=fresh)
     built = role_of(stored.model, layout, role, read)

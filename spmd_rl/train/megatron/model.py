@@ -72,6 +72,9 @@ class MegatronModel:
                 transformer.watch_routers(chunks, self._replay, self._load_of_experts)
             for chunk in self._chunks:
                 chunk.requires_grad_(role.optimizer is not None)
+                if chunk.pre_process:
+                    padding = module.get_input_embeddings().padding_idx
+                    transformer.ignore_padding(chunk.embedding, padding, self._groups.tp)
                 chunk.rotary_pos_emb = transformer.Rotary(module.base_model.rotary_emb.inv_freq.to(self.device))
             local = local_parameters(chunks, experts, layout.rank("ep"))
             for tensor in local.values():
@@ -145,7 +148,9 @@ class MegatronModel:
         positions = to_device(row.position_ids, device)
         chosen = None if row.chosen is None else to_device(row.chosen, device)
         packed = transformer.PackedRow(positions, row.packing, to_device(row.routed, device), chosen)
-        out = chunk(to_device(row.token_ids[None], device), positions[None], None, packed_seq_params=packed)
+        way = "forward of " if loop.is_trained else ""
+        with self._layout.collective(f"{loop.name}: {way}micro-batch {number + 1}/{loop.count}"):  # [all] of the stage
+            out = chunk(to_device(row.token_ids[None], device), positions[None], None, packed_seq_params=packed)
         self._world.progress()
         return out, partial(self._finish, loop, number, micro, row)
 

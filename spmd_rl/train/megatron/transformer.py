@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -142,6 +143,17 @@ class ReplayedChoice:
         values, own = highest(scores, top_k, *limits)
         found = self._replay.choose(self._place, own)
         return (values, own) if found is None else (scores.gather(1, found[0]), found[0])
+
+
+def ignore_padding(embedding: nn.Module, padding_id: int | None, group: dist.ProcessGroup) -> None:
+    """Let the token `padding_id` give its row no gradient, as transformers' embeddings do; `group`: tensor-parallel."""
+
+    def without(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Tensor) -> Tensor:
+        is_padding = (kwargs["input_ids"][0] == padding_id).view(group.size(), -1)[group.rank()]
+        return torch.where(is_padding[:, None, None], found.detach(), found)
+
+    if padding_id is not None:
+        embedding.register_forward_hook(without, with_kwargs=True)
 
 
 class WatchedRouter(TopKRouter):
