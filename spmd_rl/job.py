@@ -124,13 +124,16 @@ class Job:
         """What plays environments, unless `rollout.target` names another; None without environments."""
         return Agent(self.envs) if self.envs and not self.cfg.rollout.target else None
 
-    def restore(self, place: Place, **parts: Stateful) -> tuple[Checkpointer, int]:
+    def restore(
+        self, place: Place, export: Callable[[Path], list[Path]] | None = None, **parts: Stateful
+    ) -> tuple[Checkpointer, int]:
         """[all] Load the newest checkpoint and publish its weights; the checkpointer, and the step that it holds.
 
-        parts: what a checkpoint holds beside the trained roles and the run's journal. 0 is a fresh run's step.
+        export: writes a checkpoint's `hf/`; by default the policy's weights. parts: what a checkpoint holds beside the
+        trained roles and the run's journal. 0 is a fresh run's step.
         """
         run_dir, parts = Path(self.cfg.run.dir), {**parts, "track": self.track}
-        export = HfExport(place.roles.policy, self.cfg.policy.model, place.world)
+        export = export or HfExport(place.roles.policy, self.cfg.policy.model, place.world)
         saver = Checkpointer(self.cfg.checkpoint, run_dir, place.world, place.roles.trained, parts, export)  # [train]
         start = saver.restore()  # [train]
         self.begin(place, start)  # [all]

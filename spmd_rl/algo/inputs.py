@@ -50,3 +50,35 @@ class Tokens:
     """float [N]"""
     marked: Tensor | None = None
     """bool [N]: tokens selected over the *global* batch (clip-cov, kl-cov)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """P pairs of answers to one prompt each. A reward is log pi - log pi_ref, summed over the tokens of an answer."""
+
+    chosen_rewards: Tensor
+    """float [P], with gradient"""
+    rejected_rewards: Tensor
+    """float [P], with gradient"""
+    chosen_lengths: Tensor
+    """int64 [P], tokens"""
+    rejected_lengths: Tensor
+    """int64 [P], tokens"""
+
+    def difference(self, of_means: bool) -> Tensor:
+        """Reward of the chosen answer less that of the rejected one, float [P]; of_means: of the mean token."""
+        if not of_means:
+            return self.chosen_rewards - self.rejected_rewards
+        return self.chosen_rewards / self.chosen_lengths - self.rejected_rewards / self.rejected_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """S single answers that were found good or bad; rewards as of `Pairs`."""
+
+    rewards: Tensor
+    """float [S], with gradient"""
+    desirable: Tensor
+    """bool [S]"""
+    baseline: float
+    """What answers gain on average"""

@@ -29,6 +29,7 @@ from spmd_rl.algo import (
 from spmd_rl.algo.advantages import ANSWER_ADVANTAGES, STEP_ADVANTAGES
 from spmd_rl.algo.advantages.tokens import token_rewards
 from spmd_rl.algo.correction import correction
+from spmd_rl.algo.preference import JUDGED_LOSSES, PAIR_LOSSES, bradley_terry
 
 Function = Callable[..., Any]
 FIELDS = ("Source", "Keys", "Use")
@@ -139,6 +140,13 @@ SECTIONS = (
         "Masks and weights",
         "These decide which answers are trained on, and with what weight.",
         _named(*MASKS, *WEIGHTS),
+    ),
+    Section(
+        "Preferences",
+        "`preference.loss` of `python -m spmd_rl.dpo`, with keys of `preference`. r is the reward of an answer, log pi "
+        "- log pi_ref summed over its tokens (of the mean token where `length_normalised`), d the reward of the chosen "
+        "answer less that of the rejected one. A step minimises the mean over its pairs, or answers.",
+        {**PAIR_LOSSES, **JUDGED_LOSSES, **_named(bradley_terry)},
     ),
     Section(
         "The critic",

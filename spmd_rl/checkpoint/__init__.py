@@ -8,6 +8,6 @@ Left out: asynchronous saves, and reading `hf/` back, which is for others to loa
 """
 
 from spmd_rl.checkpoint.checkpointer import Checkpointer, Stateful, finished, problem_of
-from spmd_rl.checkpoint.export import HfExport
+from spmd_rl.checkpoint.export import HfExport, RewardExport
 
-__all__ = ["Checkpointer", "HfExport", "Stateful", "finished", "problem_of"]
+__all__ = ["Checkpointer", "HfExport", "RewardExport", "Stateful", "finished", "problem_of"]

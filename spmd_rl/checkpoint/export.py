@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_rl.distributed import World
 from spmd_rl.hub import model_folder
-from spmd_rl.train.base import PolicyRole
+from spmd_rl.train.base import CriticRole, PolicyRole
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -35,6 +35,30 @@ class HfExport:
         """
         with self._world.collective("export: weights", "copy"):
             return write_hf(self._policy.weights(), self._model_dir, path, self._world.rank == 0, self._world.progress)
+
+
+class RewardExport:
+    """Writes a trained critic as a sequence classification model with one output, which `rewards.reward_model` loads.
+
+    Example: `RewardExport(critic, cfg.policy.model, world, pad_token_id=0)`.
+    """
+
+    def __init__(self, critic: CriticRole, model_dir: str | Path, world: World, pad_token_id: int | None) -> None:
+        """pad_token_id: of a token that ends no conversation; None: the model scores one at a time."""
+        self._critic, self._model_dir, self._world, self._pad = critic, model_folder(model_dir), world, pad_token_id
+
+    def __call__(self, path: Path) -> list[Path]:
+        """[all] As `HfExport`."""
+        weights = ((name.replace("lm_head.", "score."), tensor) for name, tensor in self._critic.weights())
+        with self._world.collective("export: weights", "copy"):
+            files = write_hf(weights, self._model_dir, path, self._world.rank == 0, self._world.progress)
+        if files:
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+            own = {"architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+            config |= own | {"pad_token_id": self._pad}
+            (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        return files
 
 
 def write_hf(

@@ -5,6 +5,23 @@ import the dataclass that they need from `schema`.
 """
 
 from spmd_rl.config.main import main
-from spmd_rl.config.schema import AgenticConfig, EvaluateConfig, PipelineConfig, RlvrConfig
+from spmd_rl.config.schema import (
+    AgenticConfig,
+    DpoConfig,
+    EvaluateConfig,
+    PipelineConfig,
+    RewardModelConfig,
+    RlvrConfig,
+    SftConfig,
+)
 
-__all__ = ["AgenticConfig", "EvaluateConfig", "PipelineConfig", "RlvrConfig", "main"]
+__all__ = [
+    "AgenticConfig",
+    "DpoConfig",
+    "EvaluateConfig",
+    "PipelineConfig",
+    "RewardModelConfig",
+    "RlvrConfig",
+    "SftConfig",
+    "main",
+]

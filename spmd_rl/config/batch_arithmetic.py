@@ -6,6 +6,7 @@ from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.errors import plural
 
 
@@ -32,6 +33,25 @@ def describe_batch(
         ),
         ("tokens", f"{describe_tokens(rollout, turns)}, {train.tokens_per_microbatch:,} a micro-batch"),
     ]
+
+
+def describe_rows(
+    num_train: int, num_eval: int, data: RowsConfig, eval: ValidationConfig, train: TrainConfig, steps: int
+) -> list[tuple[str, str]]:
+    """Return the arithmetic of a supervised run on so many rows as names and texts."""
+    shards, size = max(1, world_size() // train.ranks_per_shard), data.rows_per_step
+    epochs, asked = steps * size / max(num_train, 1), min(num_eval, eval.rows or num_eval)
+    often = f"every {eval.every} steps" if steps else "once, and nothing is trained"
+    training = [
+        ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
+        (
+            "step",
+            f"{size} rows of up to {data.max_tokens} tokens in {plural(train.updates_per_step, 'optimizer step')}",
+        ),
+        ("training", f"{plural(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
+    ]
+    evaluation = f"{asked} of {num_eval} held-out rows {often}" if asked and eval.every else "none"
+    return [*(training if steps else []), ("evaluation", evaluation)]
 
 
 def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:

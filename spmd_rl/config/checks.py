@@ -23,7 +23,7 @@ from spmd_rl.config.plugin_checks import check_envs, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
-from spmd_rl.config.sections.data import DataConfig, RewardsConfig, files, sources
+from spmd_rl.config.sections.data import DataConfig, RewardsConfig, SourcesConfig, files, sources
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, RoleConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
@@ -40,10 +40,6 @@ VOCABULARY_ROWS = 64
 """vLLM pads the vocabulary to a multiple of this before it shards it"""
 
 
-NO_DATA = (
-    "data.train: no dataset is given; to see a small model learn sums, say +experiment=demo; for math problems of "
-    "your own, say data=jsonl_math data.train=rows.jsonl (docs/DATA.md)"
-)
 NO_TRAINING_DATA = f"data.train: no training data is given; {EVALUATE} evaluates data.eval and trains nothing"
 NO_ROWS = (
     "data.eval: nothing is given to evaluate; say data.eval=test.jsonl with a reward (data=jsonl_math has one), or "
@@ -60,10 +56,10 @@ def check(cfg: JobConfig) -> None:
     apply(CHECKS, cfg)
 
 
-def check_given_data(data: DataConfig, steps: int) -> None:
+def check_given_data(data: SourcesConfig, steps: int) -> None:
     """Check that there is something to train on, or to evaluate."""
-    if not data.train:
-        raise UserError(NO_TRAINING_DATA if data.eval else NO_DATA)
+    if not data.train and (steps or not data.eval):
+        raise UserError(NO_TRAINING_DATA if data.eval else data.no_data)
 
 
 def check_given_envs(env: EnvsConfig, steps: int) -> None:
@@ -93,7 +89,7 @@ def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
 def check_shapes(plan: PlanConfig, roles: list) -> None:
     """Check that each model has a `config.json`, and that `plan.rank` is one of the ranks."""
     for role in loaded_roles(roles):
-        key, model = f"{role.name}.model", role.own
+        key, model = role.model_key, role.own
         model.model = fetch_config(key, model.model, wait=local_rank() != 0)
         if not (model_folder(model.model) / "config.json").is_file():
             raise UserError(f"{key}: {model.model} has no config.json, by which to plan; or say plan.shape")
@@ -277,7 +273,7 @@ def check_models(roles: list, engine: EngineConfig | None = None, rollout: Sampl
     """
     longest = tokens_per_turn(rollout, rollout.max_prompt_tokens) if rollout else 0
     for role in loaded_roles(roles):
-        key, generates = f"{role.name}.model", engine.name if engine and role.name == "policy" else ""
+        key, generates = role.model_key, engine.name if engine and role.name == "policy" else ""
         role.own.model = check_model(key, role.own.model)
         check_architecture(key, model_folder(role.own.model), generates, longest)
 
@@ -310,11 +306,11 @@ def fetch_models(roles: list[RoleConfig]) -> None:
     """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
     for role in loaded_roles(roles):
         model = role.own.model
-        with phase(f"{role.name}.model: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
-            fetch_weights(f"{role.name}.model", model)
+        with phase(f"{role.model_key}: fetching {model}", speaks=bool(hub_id(model)) and local_rank() == 0):
+            fetch_weights(role.model_key, model)
 
 
-def check_data(data: DataConfig) -> None:
+def check_data(data: SourcesConfig) -> None:
     """Check that data files exist. Their rows are read later, still before the process group forms."""
     for key, text in (("train", data.train), ("eval", data.eval)):
         for path in files(text):

@@ -133,7 +133,7 @@ _ABSENT = {
     "each sample is trained on once; train.updates_per_step is the number of mini-batches of a step": (
         "ppo_epochs num_iterations"
     ),
-    "the length of a run is given in steps": "num_train_epochs total_epochs epochs num_epochs",
+    "the length of a run is given in steps, or supervised in epochs": "num_train_epochs total_epochs epochs num_epochs",
     "the warm-up is given in updates: policy.warmup_steps": "warmup_ratio lr_warmup_steps_ratio",
     "micro-batches are always packed by tokens: train.tokens_per_microbatch": "use_dynamic_bsz",
     "sequences are always packed without padding": "use_remove_padding packing",

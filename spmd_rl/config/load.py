@@ -136,6 +136,9 @@ def compose(
         line = _first_line(error)
         if found := re.fullmatch(r"Error merging override \+*([\w.]+)=.*", line):
             line = f"{found[1]}: is a section, not a value; say {found[1]}.<key>=value"
+        elif found := re.match(r"Could not override '(\w+)'", line):
+            given = next((one for one in overrides if one.lstrip("+").startswith(f"{found[1]}=")), found[1])
+            line = f"{given}: {pipeline} has no group {found[1]}"
         raise UserError(line) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark

@@ -19,7 +19,7 @@ from spmd_rl.config.run_identity import identity, saved_config
 from spmd_rl.errors import UserError
 
 MAY_CHANGE = (
-    *("steps", "eval.*", "engine.*", "train.*", "*.train.*"),
+    *("steps", "epochs", "eval.*", "engine.*", "train.*", "*.train.*"),
     *("*.lr", "*.schedule", "*.warmup_steps", "*.max_grad_norm", "*.weight_decay", "*.betas", "*.eps"),
     *("*.max_skipped_updates", "rollout.max_new_tokens", "rollout.max_context_tokens", "rollout.max_turns"),
     *("rollout.over_sample", "rollout.max_prompts_per_step", "rollout.claim", "reward.*.timeout"),
@@ -68,8 +68,9 @@ def continue_run(cfg: Any, pipeline: str) -> list[str]:
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that differ, of those that count."""
-    counted = [key for key in (*identity(now), *identity(then)) if key != "steps"]
-    tuned = [key for key in now if key == "steps" or key.startswith("eval.")]
+    counted = [key for key in (*identity(now), *identity(then)) if key not in ("steps", "epochs")]
+    horizon = "epochs" if now.get("epochs") else "steps"  # which follows from the other
+    tuned = [key for key in now if key == horizon or key.startswith("eval.")]
     for key in dict.fromkeys([*counted, *tuned]):
         if then.get(key) != now.get(key):
             yield key

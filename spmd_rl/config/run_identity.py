@@ -44,24 +44,24 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a tree that change samples or gradients, by dotted key.
 
     These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
-    `steps`. `steps` is among them unless every `schedule` is `constant`: it is the horizon of a decaying learning rate.
-    Where nothing is trained, `eval` is among them: it changes which answers there are.
+    `steps`. `steps`, or `epochs`, is among them unless every `schedule` is `constant`: it is the horizon of a decaying
+    learning rate. Where nothing is trained, `eval` is among them: it changes which answers there are.
     """
     settings = dict(flatten(tree))
-    evaluates = "steps" not in settings
+    evaluates = not settings.get("steps")
 
     def changes_results(key: str) -> bool:
         endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox", ".mode", ".envs_per_worker")
         endings += (".memory_mb", ".recycle_after")
         of_sidecar = key.startswith(("reward.", "env.")) and not {"args", "eval_args"} & set(key.split("."))
         runs_where = of_sidecar and key.endswith(endings)
-        of_run = key == "steps" or key in OF_ATTACHED_JOBS or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
+        of_run = key in ("steps", "epochs") or key in OF_ATTACHED_JOBS or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
         of_answers = key.startswith("eval.") and key not in ("eval.metrics", "eval.pass_score")
         return not (of_run or runs_where) or (evaluates and of_answers)
 
     kept = {key: value for key, value in settings.items() if changes_results(key)}
     if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
-        kept["steps"] = settings["steps"]
+        kept["epochs" if settings.get("epochs") else "steps"] = settings.get("epochs") or settings["steps"]
     return kept
 
 

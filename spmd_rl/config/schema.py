@@ -25,8 +25,10 @@ from spmd_rl.config.sections.models import (
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.preference import PairsConfig, PreferenceConfig
 from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
     JournalConfig,
@@ -37,7 +39,7 @@ from spmd_rl.config.sections.run import (
     TrackConfig,
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
-from spmd_rl.config.values import at_least, require
+from spmd_rl.config.values import above, at_least, require
 from spmd_rl.errors import UserError
 
 EVALUATE = "python -m spmd_rl.evaluate"
@@ -117,7 +119,7 @@ class PipelineConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.steps > 0, f"steps: must be at least 1, not {self.steps}; {EVALUATE} evaluates and trains nothing")
+        at_least(self, steps=0)
 
 
 @dataclass
@@ -138,6 +140,7 @@ class RlConfig(PipelineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.steps > 0, f"steps: must be at least 1, not {self.steps}; {EVALUATE} evaluates and trains nothing")
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         if self.placement.swap is None:
@@ -312,5 +315,85 @@ class EvaluateConfig(JobConfig):
         return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
 
 
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, EvaluateConfig)}
+@dataclass
+class RowsPipelineConfig(PipelineConfig):
+    """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
+
+    row_kind: ClassVar[str] = "demonstration"
+    """What rows are: see `data.conversations.KINDS`."""
+
+    epochs: float | None = None
+    """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
+    data: RowsConfig = field(default_factory=RowsConfig)
+    eval: ValidationConfig = field(default_factory=ValidationConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        above(self, epochs=0)
+        require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
+
+    def count_rows(self, num_rows: int) -> int | None:
+        """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
+        if self.epochs is None or not self.steps:
+            return None
+        total = max(1, round(self.epochs * num_rows))
+        self.steps = -(-total // self.data.rows_per_step)
+        return total
+
+
+@dataclass
+class SftConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.sft`."""
+
+    pipeline = "sft"
+
+
+@dataclass
+class DpoConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.dpo`."""
+
+    pipeline = "dpo"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    @property
+    def kind(self) -> str:
+        """See `PipelineConfig.kind`."""
+        return self.preference.loss
+
+    @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "judged" if self.preference.is_judged else "preference"
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """The policy, and the reference unless the loss does without."""
+        return [self.role("policy"), *([self.role("reference")] if self.preference.uses_reference else [])]
+
+
+@dataclass
+class RewardModelConfig(RowsPipelineConfig):
+    """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
+
+    pipeline, row_kind = "reward_model", "ranked"
+    data: PairsConfig = field(default_factory=PairsConfig)
+    center_coef: float = 0.0
+    """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, center_coef=0)
+
+    @property
+    def roles(self) -> list[RoleConfig]:
+        """A critic, built from the policy's settings."""
+        return [replace(self.role("policy"), name="critic", section="policy", value_bias=False)]
+
+
+PIPELINES: dict[str, type] = {
+    schema.pipeline: schema
+    for schema in (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
+}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

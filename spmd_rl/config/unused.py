@@ -14,11 +14,14 @@ from spmd_rl.config.algorithm_targets import is_own, parameters
 from spmd_rl.config.apply import apply
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
-from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
+from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
+from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
+from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rows import ValidationConfig
 
 Idle = list[tuple[Any, str, str]]
 """What must hold for keys or sections to have an effect, the reason why they have none, and these, in one text"""
@@ -83,7 +86,7 @@ def _of_critic(critic: CriticConfig) -> Idle:
     return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
 
 
-def _of_data(data: DataConfig) -> Idle:
+def _of_data(data: SourcesConfig) -> Idle:
     generated = GENERATORS in f"{data.train},{data.eval}"
     return [
         (generated, "problems come from files", "data.size data.seed data.args"),
@@ -99,6 +102,17 @@ def _of_evaluation(data: DataConfig, env: EnvsConfig) -> Idle:
     ]
 
 
+def _of_preference(preference: PreferenceConfig) -> Idle:
+    keys = {key for read in LOSSES_OF_PREFERENCES.values() for key in read}
+    reason = f"preference.loss is {preference.loss}"
+    unread = [(False, reason, f"preference.{key}") for key in keys - set(LOSSES_OF_PREFERENCES[preference.loss])]
+    return [*unread, (preference.uses_reference, "the loss has no reference", "reference")]
+
+
+def _of_validation(eval: ValidationConfig) -> Idle:
+    return [(eval.every, "eval.every is 0", "eval.rows")]
+
+
 def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     idle: Idle = [(not debug, "debug is true", "sidecar")]
     for domain, one in reward.domains.items():
@@ -108,7 +122,17 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     return idle
 
 
-IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_evaluation, _of_sidecar)
+IDLE = (
+    _of_algorithm,
+    _of_generation,
+    _of_policy,
+    _of_critic,
+    _of_data,
+    _of_evaluation,
+    _of_validation,
+    _of_preference,
+    _of_sidecar,
+)
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 
 

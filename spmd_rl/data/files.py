@@ -9,16 +9,33 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from spmd_rl.data.rows import Record, parse_rows, plain
+from spmd_rl.data.fields import plain
+from spmd_rl.data.rows import Record, parse_rows
 from spmd_rl.errors import UserError
 
 GZIP, PARQUET, BYTE_ORDER_MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 
 
+class Found(NamedTuple):
+    """A record of a file."""
+
+    where: str
+    """`path:line`, or `path[index]`"""
+    record: Any
+    """What JSON makes of it"""
+    offset: int | None = None
+    """Where its line begins in the file; None where the file cannot be read from there"""
+
+
 def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = None) -> Iterator[Record]:
     """Yield the rows of a file. `key` is the setting that a `UserError` names, `columns` is `data.keys`."""
+    yield from parse_rows((found[:2] for found in read_records(path, key)), key, columns or {})
+
+
+def read_records(path: Path, key: str) -> Iterator[Found]:
+    """Yield the records of a file. `key` is the setting that a `UserError` names."""
     try:
         file: BinaryIO = path.open("rb")
     except OSError as error:
@@ -26,25 +43,26 @@ def read_rows(path: Path, key: str, columns: Mapping[str, str | None] | None = N
     empty = True
     with file:
         try:
-            for row in parse_rows(_records(file, path, key), key, columns or {}):
+            for found in _records(file, path, key):
                 empty = False
-                yield row
+                yield found
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{key}: {path}: broken gzip: {error}") from None
     if empty:
         raise UserError(f"{key}: {path} has no rows")
 
 
-def _records(file: BinaryIO, path: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield where each record stands, and the record."""
+def _records(file: BinaryIO, path: Path, key: str) -> Iterator[Found]:
     head = file.read(4)
     file.seek(0)
     if head == PARQUET:
         yield from _parquet(path, key)
         return
-    lines = io.BufferedReader(gzip.GzipFile(fileobj=file)) if head.startswith(GZIP) else file
-    first = True
+    is_plain = not head.startswith(GZIP)
+    lines = file if is_plain else io.BufferedReader(gzip.GzipFile(fileobj=file))
+    first, end = True, 0
     for number, line in enumerate(lines, 1):  # as bytes: a line ends at \n alone
+        begin, end = end, end + len(line)
         line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if not line.strip():
             continue
@@ -53,11 +71,15 @@ def _records(file: BinaryIO, path: Path, key: str) -> Iterator[tuple[str, Any]]:
         if array:
             line += lines.read()
         where = str(path) if array else f"{path}:{number}"
-        record = _json(line, f"{key}: {where}")
-        yield from ((f"{path}[{i}]", one) for i, one in enumerate(record)) if array else [(where, record)]
+        record = parse_json(line, f"{key}: {where}")
+        if array:
+            yield from (Found(f"{path}[{i}]", one) for i, one in enumerate(record))
+        else:
+            yield Found(where, record, begin if is_plain else None)
 
 
-def _json(text: bytes, where: str) -> Any:
+def parse_json(text: bytes, where: str) -> Any:
+    """What a text holds. UserError, which begins with `where`, if it is not JSON."""
     try:
         return json.loads(text.decode())
     except UnicodeDecodeError:
@@ -69,7 +91,7 @@ def _json(text: bytes, where: str) -> Any:
         raise UserError(f"{where}: nested too deeply") from None
 
 
-def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, key: str) -> Iterator[Found]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -79,7 +101,7 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     try:
         for batch in ParquetFile(path).iter_batches():
             for record in batch.to_pylist():
-                yield f"{path}[{number}]", without_nulls(record)
+                yield Found(f"{path}[{number}]", without_nulls(record))
                 number += 1
     except (ArrowException, OSError) as error:
         raise UserError(f"{key}: {path} is broken parquet: {str(error).splitlines()[0]}") from None

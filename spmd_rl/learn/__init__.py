@@ -4,5 +4,18 @@ from spmd_rl.learn.evaluate import Evaluation, val_metrics
 from spmd_rl.learn.imitation import Imitation
 from spmd_rl.learn.learner import Learner
 from spmd_rl.learn.losses import nll, update
+from spmd_rl.learn.preference import Preference
+from spmd_rl.learn.ranking import Ranking
+from spmd_rl.learn.reference import keep_reference
 
-__all__ = ["Evaluation", "Imitation", "Learner", "nll", "update", "val_metrics"]
+__all__ = [
+    "Evaluation",
+    "Imitation",
+    "Learner",
+    "Preference",
+    "Ranking",
+    "keep_reference",
+    "nll",
+    "update",
+    "val_metrics",
+]

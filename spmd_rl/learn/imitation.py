@@ -1,24 +1,63 @@
 """`Imitation`: supervised learning on what was collected, token by token, whatever it is worth."""
 
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
+from torch import Tensor
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
 from spmd_rl.learn import prepare
 from spmd_rl.learn.advantages import Samples, all_alike
-from spmd_rl.learn.losses import nll, update
+from spmd_rl.learn.losses import mean_over, measure, nll
 from spmd_rl.learn.transfer import redistribute
-from spmd_rl.train.base import Metrics, PolicyRole
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
+
+
+class Term(NamedTuple):
+    """What an optimizer step minimises."""
+
+    batch: Batch
+    """this rank's share, with weights"""
+    loss: BoundLoss | BoundValueLoss
+    count: float
+    """over how many tokens or comparisons of the global batch it is a mean"""
+
+
+def deal(collected: Samples, count: int, role: Role) -> tuple[prepare.Plan, list[Batch]]:
+    """[all] Share samples out over `count` optimizer steps and a role's data shards; every token weighs the same.
+
+    Returns this rank's mini-batches, one per optimizer step.
+    """
+    data, world = role.layout.data, role.layout.world
+    with world.phase("coordination"):
+        shares = prepare.Shares(count, data.size, role.hidden_size)
+        plan = prepare.plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
+    packed = pack(plan.samples_of(collected.groups, world.rank), collected.step - 1)
+    return plan, redistribute(packed, plan, count, data, world)  # [all]
 
 
 class Imitation:
-    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`."""
+    """One supervised step on the sampled tokens of what was collected, `-mean log pi(t)`.
 
-    def __init__(self, policy: PolicyRole, num_updates: int, temperature: float, lr_factor: float) -> None:
-        """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate."""
-        self._policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
-        self._temperature, self._lr_factor = temperature, lr_factor
+    A subclass whose loss is another says so in `bind`.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyRole | CriticRole,
+        num_updates: int,
+        temperature: float = 1.0,
+        lr_factor: float = 1.0,
+        name: str = "warmup/loss",
+    ) -> None:
+        """num_updates: optimizer steps of a step. lr_factor: multiplies the schedule's learning rate. name: of the
+        loss, among the metrics."""
+        self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
+        self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
         self.plan: prepare.Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 
@@ -29,23 +68,46 @@ class Imitation:
         lr_factor = (cfg.warmup.lr or cfg.policy.lr) / (cfg.policy.lr or 1.0)
         return cls(policy, cfg.train.updates_per_step, cfg.rollout.temperature, lr_factor)
 
-    def prepare(self, collected: Samples) -> list[Batch]:
-        """[all] This rank's mini-batches, one per optimizer step."""
-        data, count = self._policy.layout.data, self._num_updates
-        with self._world.phase("prepare"):
-            with self._world.phase("coordination"):
-                shares = prepare.Shares(count, data.size, self._policy.hidden_size)
-                alike = all_alike(collected.table)
-                self.plan = prepare.plan(collected.step, alike, shares, AGGREGATIONS["token-mean"])
-            packed = pack(self.plan.samples_of(collected.groups, self._world.rank), collected.step - 1)
-            return redistribute(packed, self.plan, count, data, self._world)  # [all]
+    def bind(self, batch: Batch, number: int) -> Term:
+        """[all] The loss of mini-batch `number` of the plan, by which every token of it weighs the same."""
+        return Term(batch, nll, float(self.plan.num_sampled[self.plan.minibatches == number].sum()))
 
-    def update(self, batches: list[Batch]) -> Metrics:
-        """[all] See `Learner.update`; the loss is the mean negative log-likelihood of a token, in nats."""
-        used = [batches[i] for i in np.unique(self.plan.minibatches).tolist()]
-        self._policy.lr_factor = self._lr_factor
-        with self._world.phase("update"):
-            metrics = update(self._policy, used, nll, self._temperature)  # [all]
-        self._policy.lr_factor = 1.0
-        own = {"warmup/loss": metrics.pop("actor/pg_loss")} if used else {}
-        return own | metrics | self.plan.metrics()
+    def step(self, term: Term) -> Metrics:
+        """[all] One optimizer step."""
+        return self.policy.update(term.batch, term.loss, self._temperature)  # [all]
+
+    def outputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """[all] What the loss takes, of every token: float32 [T] each."""
+        return self.policy.logprobs(batch, self._temperature)  # [all]
+
+    def prepare(self, collected: Samples) -> list[Term]:
+        """[all] The terms of this rank's mini-batches, one per optimizer step."""
+        return self._prepare(collected, self._num_updates)  # [all]
+
+    def _prepare(self, collected: Samples, count: int) -> list[Term]:
+        with self._world.phase("prepare"):
+            self.plan, batches = deal(collected, count, self.policy)  # [all]
+            return [self.bind(batch, number) for number, batch in enumerate(batches)]  # [all]
+
+    def update(self, terms: list[Term]) -> Metrics:
+        """[all] See `Learner.update`; by itself, the loss is the mean negative log-likelihood of a token, in nats."""
+        used = [terms[i] for i in np.unique(self.plan.minibatches).tolist()]
+        self.policy.lr_factor = self._lr_factor
+        with self._world.phase("update"), self.policy.awake():
+            found = [self.step(one) for one in used]  # [all]
+        self.policy.lr_factor = 1.0
+        metrics = mean_over([{self._name: one.pop("loss"), **one} for one in found], "actor")
+        return metrics | self.plan.metrics()
+
+    def measure(self, parts: Iterable[Samples]) -> Metrics:
+        """[all] The loss on samples of which nothing is learnt, as `val/*`; they come in parts. Equal on all ranks."""
+        sums: dict[str, float] = defaultdict(float)
+        with self._world.phase("eval"):
+            for collected in parts:  # [all] have as many
+                (one,) = self._prepare(collected, 1)  # [all]
+                with self.policy.awake():
+                    found = measure(self.policy.layout.data, one.batch, self.outputs(one.batch), one.loss)  # [all]
+                for name, value in ({"count": 1.0} | found).items():
+                    sums[name] += one.count * value
+        count = sums.pop("count", 0.0)
+        return {f"val/{name.removeprefix('actor/')}": value / count for name, value in sums.items() if count}

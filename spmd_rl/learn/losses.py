@@ -131,6 +131,20 @@ def update(policy: PolicyRole, batches: Iterable[Batch], loss: BoundLoss, temper
         return with_ess(mean_over([policy.update(batch, loss, temperature) for batch in batches], "actor"))  # [all]
 
 
+def measure(data: DataShard, batch: Batch, outputs: Sequence[Tensor], loss: Callable[..., PerToken]) -> Metrics:
+    """[all] The loss over a global batch and the means of what it measures, without an update; equal on all ranks.
+
+    outputs: what the role gives for the batch, [T] each, as the loss takes them.
+    """
+    index = batch.sampled.index
+    per_token, quantities = loss(*(values[index] for values in outputs), batch)
+    sums = {"loss": per_token * batch.weights[index], "num_tokens": torch.ones_like(per_token), **quantities}
+    own = {name: float(values.double().sum()) for name, values in sums.items()}
+    found = data.reduce("eval: loss", own, "sum")  # [all]
+    count, total = found.pop("num_tokens"), found.pop("loss")
+    return {name: value / max(count, 1.0) for name, value in found.items()} | {"loss": total}
+
+
 def nll(logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The negative log-likelihood of each sampled token, in nats: a `train.base.BoundLoss`."""
     return -logprobs, {"actor/entropy": entropy.detach()}

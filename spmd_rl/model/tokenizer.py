@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.errors import UserError, one_line
 from spmd_rl.hub import model_folder
-from spmd_rl.model.bridge import Bridge, find_bridge
-from spmd_rl.types import Message
+from spmd_rl.model.answers import answer_spans, header_of
+from spmd_rl.model.bridge import ANSWER, Bridge, find_bridge
+from spmd_rl.types import Conversation, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,7 @@ class Tokenizer:
         own = [] if hf.eos_token_id is None else [hf.eos_token_id]
         self.stop_ids = tuple(sorted({*stop_ids, *own}))
         self._rendered = lru_cache(RENDERED)(self._render)
+        self._header = lru_cache(1)(partial(header_of, self._chat_text))
         self._bridge = lru_cache(RENDERED)(partial(find_bridge, self._chat_text, self.encode))
         # transformers' own wrapper would take twice the time of the decoding, and twice a sample
         backend = getattr(hf, "backend_tokenizer", None)
@@ -67,14 +69,62 @@ class Tokenizer:
         """What the template puts between an answer of the model and its next one, with `messages` in between."""
         return self._bridge(tuple(messages))
 
+    def pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
+        """Token ids ('i') of a conversation: what is given and what is learnt, in turns. UserError: the template
+        refuses.
+
+        Each is encoded by itself, so that no token lies across a border, as none lies across that of a prompt.
+        """
+        messages, num_given = conversation.messages, conversation.num_given
+        if conversation.is_plain or not self._hf.chat_template:
+            pieces = self._plain_pieces(messages, num_given)
+        else:
+            ends = [self.visible([id]) for id in self.stop_ids]
+            text, spans = answer_spans(self._chat_text, messages, num_given, self._header(), ends)
+            borders = [(last, *span) for last, span in zip([0, *(end for _, end in spans)], spans, strict=False)]
+            pieces = [(self.encode(text[a:b]), self.encode(text[b:c])) for a, b, c in borders]
+        if pieces and not pieces[0][0]:  # nothing predicts a first token
+            pieces[0] = pieces[0][1][:1], pieces[0][1][1:]
+        return pieces
+
+    def scored_pieces(self, conversation: Conversation) -> list[tuple[array, array]]:
+        """A whole conversation, as a reward model reads it, and one token after it: before that stands its reward."""
+        messages = conversation.messages
+        if conversation.is_plain or not self._hf.chat_template:
+            ids = sum((ids for pair in self._plain_pieces(messages, len(messages) - 1) for ids in pair), array("i"))
+        else:
+            ids = self.encode(self._chat_text(messages, False))
+        return [(ids, array("i", self.stop_ids[:1] or [0]))]
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that fills up texts, if there is one that ends none of them."""
+        pad = self._hf.pad_token_id
+        ending = self.scored_pieces(Conversation((Message("user", ANSWER), Message("assistant", ANSWER))))[0][0][-1]
+        return None if pad == ending else pad
+
+    def _plain_pieces(self, messages: Sequence[Message], num_given: int) -> list[tuple[array, array]]:
+        """Texts one after the other; the last one ends with the end-of-sequence token."""
+        pieces, given = [], ""
+        for number, message in enumerate(messages):
+            if number < num_given or message.role != "assistant":
+                given += _text(message)
+                continue
+            ids = self.encode(_text(message))
+            if number == len(messages) - 1 and self._hf.eos_token_id is not None:
+                ids.append(self._hf.eos_token_id)
+            pieces.append((self.encode(given) if pieces else array("i", self._hf(given).input_ids), ids))
+            given = ""
+        return pieces
+
     def _render(self, messages: tuple[Message, ...]) -> array:
         text = self._chat_text(messages)
         if not self._hf.chat_template:
             return array("i", self._hf(text).input_ids)
         return self.encode(text)  # the template has written its own special tokens, BOS included
 
-    def _chat_text(self, messages: Sequence[Message]) -> str:
-        """A conversation up to where the model's answer begins. UserError: the template refuses."""
+    def _chat_text(self, messages: Sequence[Message], prompts: bool = True) -> str:
+        """A conversation, by default up to where the model's answer begins. UserError: the template refuses."""
         from jinja2 import TemplateError
 
         if not self._hf.chat_template:
@@ -82,7 +132,7 @@ class Tokenizer:
         chat = [{"role": m.role, "content": _text(m)} for m in messages]
         try:
             text = self._hf.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+                chat, tokenize=False, add_generation_prompt=prompts, **self._template_kwargs
             )
         except TemplateError as error:
             roles = ", ".join(m.role for m in messages)

@@ -3,15 +3,15 @@
 from torch import Tensor, nn
 
 
-def with_value_head(model: nn.Module) -> nn.Module:
+def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
     """The causal language model with a value head as its output embedding, in place: [.., hidden] -> [.., 1].
 
     The head starts at 0, so that the first advantages are plain returns, and nothing random is drawn.
     """
     embedding = model.get_output_embeddings().weight
-    head = _ValueHead(embedding.shape[1], 1, device=embedding.device, dtype=embedding.dtype)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
+    head = _ValueHead(embedding.shape[1], 1, bias, device=embedding.device, dtype=embedding.dtype)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
     model.set_output_embeddings(head)
     return model
 

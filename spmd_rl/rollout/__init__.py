@@ -23,6 +23,7 @@ from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
 from spmd_rl.rollout.kept import KeptAnswers, KeptRollouts
 from spmd_rl.rollout.player import Services
 from spmd_rl.rollout.replay_log import Migration
+from spmd_rl.rollout.row_source import RowSource
 from spmd_rl.rollout.source import RolloutSource
 from spmd_rl.rollout.step_run import StepRun, StepSource
 from spmd_rl.rollout.table import SampleTable, mean_parts, sum_parts
@@ -40,6 +41,7 @@ __all__ = [
     "Migration",
     "RankReport",
     "RolloutSource",
+    "RowSource",
     "Rollouts",
     "SampleTable",
     "Sampling",

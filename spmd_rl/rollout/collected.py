@@ -6,7 +6,7 @@ Collected    the step as one rank sees it: the table, and this rank's own sample
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
@@ -109,6 +109,14 @@ class Collected:
             carried=frozenset([*running, *(GroupSlice(r.ticket, r.number) for r in kept)]),
         )
         return collected.with_slices(finished)
+
+    @classmethod
+    def given(cls, step: int, groups: Sequence[Group], tickets: Iterable[int], world: World) -> "Collected":
+        """[all] Return the step whose tickets are these groups of each rank, which nobody had to generate."""
+        reports = [SliceReport.of(group, 0, world.rank, version=step - 1) for group in groups]
+        everyone = world.gather("collect: given samples", reports, list[SliceReport])  # [all]
+        table = build_table([report for theirs in everyone for report in theirs], tickets, 1)
+        return cls(step, groups=tuple(groups), dropped=(), table=table, bubble=0.0, num_aborted=0, num_carried=0)
 
     def with_slices(self, finished: Mapping[GroupSlice, Group]) -> "Collected":
         """Return the same step on a rank that holds these finished slices too; those that are carried are no part."""

@@ -21,7 +21,6 @@ from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout.agent import Agent
 from spmd_rl.rollout.collected import Collected
 from spmd_rl.rollout.episode import Budget, BudgetSpent, Context, Sampling, play
-from spmd_rl.rollout.table import SliceReport, build_table
 from spmd_rl.types import Environments, Group, Message, Prompt, Session, Turn
 
 NOBODY = None
@@ -77,12 +76,10 @@ class Demonstrations:
         with world.phase("generate"):
             mine = range(world.rank, count, world.size)
             groups = asyncio.run(self._play([(step * count + number, number) for number in mine]))
-        reports = [SliceReport.of(group, 0, world.rank, version=step - 1) for group in groups]
-        everyone = world.gather("generate: demonstrations", reports, list[SliceReport])  # [all]
-        table = build_table([report for theirs in everyone for report in theirs], range(count), 1)
-        if failed := next(iter(table.details.values()), ""):
+        collected = Collected.given(step, groups, range(count), world)  # [all]
+        if failed := next(iter(collected.table.details.values()), ""):
             raise RunFailed(f"warmup.steps: a demonstration failed: {failed}")
-        return Collected(step, groups=tuple(groups), dropped=(), table=table, bubble=0.0, num_aborted=0, num_carried=0)
+        return collected
 
     async def _play(self, numbers: Sequence[tuple[int, int]]) -> list[Group]:
         tasks = [(self._tasks.demonstration(number, self._by.seed), ticket) for number, ticket in numbers]

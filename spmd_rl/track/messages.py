@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 from spmd_rl.config.apply import apply
-from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation
+from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation, describe_rows
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
@@ -25,12 +25,13 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     where = "forward passes and the engine" if generates else "forward passes"
     trained = f"{dtype} in {where}; master weights and optimizer in float32"
     tasks = generates[0] if generates else f"each trains {layout}"
+    counted = (partial(_prompts, num_train, num_eval), partial(describe_rows, num_train, num_eval), describe_batch)
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps or 'no training'}{' steps' * bool(cfg.steps)}, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),
         ("dtype", trained if cfg.steps else dtype),
         ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
-        *chain.from_iterable(apply((partial(_prompts, num_train, num_eval), describe_batch), cfg)),
+        *chain.from_iterable(apply(counted, cfg)),
         *apply((partial(_evaluation, num_eval),), cfg),
         ("run.dir", cfg.run.dir),
     ]

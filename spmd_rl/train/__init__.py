@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Roles(NamedTuple):
     """Who takes part in a run."""
 
-    policy: "PolicyRole"
+    policy: "PolicyRole | None"
+    """None where a reward model is trained, which is a critic."""
     reference: "PolicyRole | None" = None
     """Frozen; None where the algorithm has no KL penalty."""
     critic: "CriticRole | None" = None
@@ -28,17 +29,17 @@ class Roles(NamedTuple):
     @property
     def trained(self) -> "dict[str, Role]":
         """By name, those whose weights a checkpoint must hold."""
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+        return {name: role for name, role in (("policy", self.policy), ("critic", self.critic)) if role}
 
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
-    """[all] The policy, and what the algorithm wants beside it. UserError if a model does not load, fit, or pack."""
+    """[all] The policy, and what the pipeline wants beside it. UserError if a model does not load, fit, or pack."""
     from spmd_rl.train.packed_check import check_packing
 
     built = {role.name: build_role(role, world) for role in roles}  # [all]
     for role in roles:
-        check_packing(f"{role.name}.model: {role.model}", built[role.name], role.dtype)  # [all]
-    return Roles(built["policy"], built.get("reference"), built.get("critic"))
+        check_packing(f"{role.model_key}: {role.model}", built[role.name], role.dtype)  # [all]
+    return Roles(built.get("policy"), built.get("reference"), built.get("critic"))
 
 
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:

@@ -150,6 +150,10 @@ class BaseRole:
         yield
         self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyRole`."""
+        return self.model.weights()
+
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""
         about = {"backend": self._role.train.name, "layout": str(self._role.train.used_axes)}
@@ -189,10 +193,6 @@ class Policy(BaseRole):
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
         """See `PolicyRole`."""
         return self.optimize(batch, ForwardArgs(temperature), loss)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyRole`."""
-        return self.model.weights()
 
 
 class Critic(BaseRole):

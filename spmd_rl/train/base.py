@@ -142,6 +142,10 @@ class CriticRole(Role, Protocol):
         """[all] As `PolicyRole.update`."""
         ...
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """[all] As `PolicyRole.weights`; the value head has the name of the output embedding."""
+        ...
+
 
 class ForwardArgs(NamedTuple):
     """What a forward needs beside the micro-batch."""

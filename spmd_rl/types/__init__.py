@@ -13,6 +13,8 @@ from spmd_rl.types.data import (
     AnswerInfo,
     CandidateIds,
     Completion,
+    Conversation,
+    Example,
     FinishReason,
     Group,
     ImagePart,

@@ -77,6 +77,26 @@ class Prompt(Struct, frozen=True):
     """Whatever else the row or generator gave (plain JSON values), handed to the rewarder untouched."""
 
 
+class Conversation(Struct, frozen=True, gc=False):
+    """A whole conversation, or a text with what comes before it, of which the assistant's own messages are learnt."""
+
+    messages: tuple[Message, ...]
+    num_given: int = 0
+    """The first so many messages are a prompt: nothing is learnt from them, whoever speaks."""
+    is_plain: bool = False
+    """Texts as they are, one after the other, without any chat template."""
+
+
+class Example(Struct, frozen=True, gc=False):
+    """One row of a supervised dataset: the conversations that belong together."""
+
+    conversations: tuple[Conversation, ...]
+    value: float = 0.0
+    """The margin by which the first one of a pair shall be better."""
+    first: int = 0
+    """Number of the first conversation, as an answer. Of pairs 0 is the chosen and 1 the rejected one."""
+
+
 class Request(Struct, frozen=True, gc=False):
     """What an engine is asked for: continue `prompt_ids` until a stop token or the limit."""
 

@@ -3,8 +3,10 @@
     torchrun --nproc-per-node 2 -m tests.bench.our_side key=value ...        # started by a benchmark
 
 With `EVERY` in the environment it comes to the gate only before step 0, step 1, and every so many steps after that.
+`SPMD_RL_BENCH_PIPELINE` names another pipeline.
 """
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from spmd_rl import weights
-from spmd_rl.config import RlvrConfig, main
-from spmd_rl.rlvr import run
+from spmd_rl.config import main
+from spmd_rl.config.schema import PIPELINES
 from spmd_rl.track.run import Run
 from spmd_rl.train.base import PolicyRole
 from tests.bench.gate import Gate
@@ -54,4 +56,5 @@ def save(policy: PolicyRole, path: str, rank: int) -> None:
 
 if __name__ == "__main__":
     hold()
-    main("rlvr", RlvrConfig, run)
+    PIPELINE = os.environ.get("SPMD_RL_BENCH_PIPELINE", "rlvr")
+    main(PIPELINE, PIPELINES[PIPELINE], importlib.import_module(f"spmd_rl.{PIPELINE}").run)

@@ -6,14 +6,15 @@ A point is a journal event and the phase or collective it belongs to. Beside the
 `progress <phase>`: an engine step, a weight handed over, a tensor written.
 """
 
+import importlib
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spmd_rl.config import RlvrConfig, main
+from spmd_rl.config import main
+from spmd_rl.config.schema import PIPELINES
 from spmd_rl.distributed import Journal, World
-from spmd_rl.rlvr import run
 
 SECONDS = float(os.environ.get("LINGER_SECONDS", "0.7"))
 EVENT, _, WHAT = os.environ["LINGER"].partition(" ")
@@ -54,4 +55,5 @@ def noted_progress(world: World, n: int = 1) -> None:
 
 if __name__ == "__main__":
     Journal.note, Journal.phase, World.progress = lingering_note, lingering_phase, noted_progress
-    main("rlvr", RlvrConfig, run)
+    PIPELINE = os.environ.get("LINGER_PIPELINE", "rlvr")
+    main(PIPELINE, PIPELINES[PIPELINE], importlib.import_module(f"spmd_rl.{PIPELINE}").run)

@@ -111,7 +111,8 @@ class Toy:
 
     def linger(self, point: str, *overrides: str, step: int = 2, **how) -> "Running":
         """Start a run that lingers at `point` of the step; see `lingering_rlvr.py`."""
-        return self.start(*overrides, script=LINGERING, env={"LINGER": point, "LINGER_STEP": str(step)}, **how)
+        env = {"LINGER": point, "LINGER_STEP": str(step), "LINGER_PIPELINE": self.door.rpartition(".")[2]}
+        return self.start(*overrides, script=LINGERING, env=env, **how)
 
 
 def _door(door: str, arguments: list[str]) -> None:

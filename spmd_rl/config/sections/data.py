@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from glob import glob, has_magic
 from os.path import expanduser
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_rl.config.values import above, at_least, check_fields, numbers_in, one_of, require, within
 from spmd_rl.errors import UserError
@@ -21,15 +21,26 @@ ROW_KEYS = ("question", "prompt", "messages", "problem", "ground_truth", "answer
 SANDBOXES = ("auto", "bwrap", "forkserver", "none")
 
 
+NO_DATA = (
+    "data.train: no dataset is given; to see a small model learn {what}, say +experiment={demo}; for {rows} of your "
+    "own, say {line} (docs/{page})"
+)
+
+
 @dataclass
-class DataConfig:
-    """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
+class SourcesConfig:
+    """Where the rows of any pipeline come from, and how they become messages."""
+
+    known_keys: ClassVar[tuple[str, ...]] = ()
+    """What `data.keys` may name"""
+    no_data: ClassVar[str] = ""
+    """What somebody reads who gives none"""
 
     train: str | None = None
-    """Training prompts: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
+    """Rows to train on: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
     the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
-    """Held-out prompts, given like `train`, of which all rows are kept. Default: the held-out share of `train`."""
+    """Held-out rows, given like `train`, of which all are kept. Default: the held-out share of `train`."""
     holdout: float = 0.25
     """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
     nothing is evaluated; 1: all are evaluated."""
@@ -44,14 +55,6 @@ class DataConfig:
     reaches into a column; null: the rows have none (`data.keys.ground_truth=null`, for rewards that need none)."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the model's chat template: `data.chat_template_kwargs.enable_thinking=false`."""
-    overlong: str = "drop"
-    """What happens to prompts longer than `rollout.max_prompt_tokens`: `drop` (the run says how many) or `error`."""
-    domains: dict[str, str] = field(default_factory=dict)
-    """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
-    mix: dict[str, float] = field(default_factory=dict)
-    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. They are exact: of
-    the first n tickets each domain has its share to within one. A domain with 0 is evaluated and never trained on.
-    Default: prompts as they come."""
     format: str = "{question}"
     """Template of the user message; `{question}` stands for the text of a row. Rows with `messages` do not use it."""
     system: str | None = None
@@ -62,14 +65,42 @@ class DataConfig:
         self.eval = expand_list(self.eval) if self.eval else None
         within(self, holdout=(0, 1))
         at_least(self, size=1)
-        one_of(self, overlong=("drop", "error"))
         for name in self.keys:
-            require(name in ROW_KEYS, f"keys.{name}: rows have no such field; known: {', '.join(ROW_KEYS)}")
+            require(
+                name in self.known_keys, f"keys.{name}: rows have no such field; known: {', '.join(self.known_keys)}"
+            )
+        require("{question}" in self.format, f"format: must contain {{question}}, is {self.format!r}")
+        check_fields(self, format=("question",))
+
+
+@dataclass
+class DataConfig(SourcesConfig):
+    """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
+
+    known_keys = ROW_KEYS
+    no_data = NO_DATA.format(
+        what="sums",
+        demo="demo",
+        rows="math problems",
+        line="data=jsonl_math data.train=rows.jsonl",
+        page="DATA.md",
+    )
+
+    overlong: str = "drop"
+    """What happens to prompts longer than `rollout.max_prompt_tokens`: `drop` (the run says how many) or `error`."""
+    domains: dict[str, str] = field(default_factory=dict)
+    """Map from the domains (or ROLL's tags) of rows to other domains: `{deepmath_103k: math, RLVR: general}`."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Relative shares of the domains among training prompts: `{math: 0.4, code: 0.3, general: 0.3}`. They are exact: of
+    the first n tickets each domain has its share to within one. A domain with 0 is evaluated and never trained on.
+    Default: prompts as they come."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self, overlong=("drop", "error"))
         for domain, share in self.mix.items():
             require(0 <= share < float("inf"), f"mix.{domain}: must be at least 0, not {share}")
         require(not self.mix or any(self.mix.values()), "mix: one share must be above 0")
-        require("{question}" in self.format, f"format: must contain {{question}}, is {self.format!r}")
-        check_fields(self, format=("question",))
 
 
 @dataclass

@@ -281,6 +281,10 @@ class RoleConfig:
     train: TrainConfig
     total_updates: int
     """Where the schedule of the learning rate ends."""
+    section: str = ""
+    """Of the settings, where it is not `name`."""
+    value_bias: bool = True
+    """Whether a critic's value head has a bias, which a reward model's has not."""
 
     @property
     def optimizer(self) -> TrainedModelConfig | None:
@@ -290,7 +294,12 @@ class RoleConfig:
     @property
     def key(self) -> str:
         """Where its `train` stands in the settings."""
-        return "train" if self.name == "policy" else f"{self.name}.train"
+        return "train" if (self.section or self.name) == "policy" else f"{self.name}.train"
+
+    @property
+    def model_key(self) -> str:
+        """Where its model stands in the settings."""
+        return f"{self.section or self.name}.model"
 
 
 @dataclass

@@ -205,7 +205,7 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
     stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), set[str]()
     if role.name == "critic":
-        head = with_value_head(stored.model).get_output_embeddings()
+        head = with_value_head(stored.model, role.value_bias).get_output_embeddings()
         fresh = {key for key, p in stored.model.named_parameters() if any(p is value for value in head.parameters())}
     read = stored.reader and stored.reader(stored.model, fresh=fresh)
     built = role_of(stored.model, layout, role, read)

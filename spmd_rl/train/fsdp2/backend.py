@@ -60,7 +60,7 @@ def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
     model, load, num_bytes, _ = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
-        head = with_value_head(model).get_output_embeddings()
+        head = with_value_head(model, role.value_bias).get_output_embeddings()
         fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
         load = load and partial(load, fresh=fresh)
     built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)

@@ -1,0 +1,65 @@
+"""Preferences: `preference`, and the rows of `spmd_rl.dpo`."""
+
+from dataclasses import dataclass
+
+from spmd_rl.config.sections.data import NO_DATA
+from spmd_rl.config.sections.rows import RowsConfig
+from spmd_rl.config.values import above, at_least, one_of, require
+
+LOSSES = {
+    "dpo": ("label_smoothing", "length_normalised", "reference_free"),
+    "ipo": ("reference_free",),
+    "simpo": ("label_smoothing", "margin"),
+    "hinge": ("length_normalised", "reference_free"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+}
+"""Keys of `preference` that each loss reads beside `beta`"""
+
+
+@dataclass
+class PreferenceConfig:
+    """The preference loss: `preference`. docs/ALGORITHMS.md has the formulas."""
+
+    loss: str = "dpo"
+    """`dpo`, `ipo`, `simpo` and `hinge` compare pairs of answers; `kto` takes single answers with a `label`, and pairs
+    as two of these."""
+    beta: float = 0.1
+    """By what a reward is multiplied; in most losses, how strongly the policy is held to the reference."""
+    label_smoothing: float = 0.0
+    """The share of the labels that are taken for wrong, below 0.5."""
+    length_normalised: bool = False
+    """Rewards of the mean token of an answer, not of the whole answer. `ipo` and `simpo` always do so."""
+    reference_free: bool = False
+    """Leave the reference out, as if all answers were equally likely under it. `simpo` always does so."""
+    margin: float = 0.5
+    """By how much the reward of the chosen answer shall be greater (`simpo`: gamma)."""
+    desirable_weight: float = 1.0
+    """Weight of good answers (`kto`)."""
+    undesirable_weight: float = 1.0
+    """Weight of bad answers (`kto`)."""
+
+    def __post_init__(self) -> None:
+        one_of(self, loss=LOSSES)
+        above(self, beta=0)
+        at_least(self, label_smoothing=0, desirable_weight=0, undesirable_weight=0)
+        require(self.label_smoothing < 0.5, f"label_smoothing: must be below 0.5, not {self.label_smoothing}")
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether answers stand alone."""
+        return self.loss == "kto"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the reference's logprobs are needed."""
+        return self.loss != "simpo" and not (self.reference_free and "reference_free" in LOSSES[self.loss])
+
+
+@dataclass
+class PairsConfig(RowsConfig):
+    """The rows of a run on preferences: `data`. docs/SUPERVISED.md has their forms."""
+
+    known_keys = ("prompt", "chosen", "rejected", "completion", "label", "margin")
+    no_data = NO_DATA.format(
+        what="sums", demo="demo_dpo", rows="pairs", line="data.train=pairs.jsonl", page="SUPERVISED.md"
+    )

@@ -1,0 +1,139 @@
+"""Makes examples of records whose answers are written: conversations, prompts with completions, plain texts.
+
+{"messages": [{"role": "user", ...}, {"role": "assistant", ...}, ...]}      every answer is learnt
+{"prompt": "2 + 2?", "completion": "4"}                                     texts, or messages on both sides
+{"text": "Once upon a time ..."}                                            all of it is learnt, without a template
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_rl.config.sections.data import SourcesConfig
+from spmd_rl.data.fields import BrokenRow, column_names, kind, opened, parse_messages, take_text
+from spmd_rl.data.prompts import with_line_breaks
+from spmd_rl.types import Conversation, Example, Message
+
+PROMPTS = ("prompt", "question", "problem")
+COMPLETIONS = ("completion", "answer", "response", "solution")
+
+
+def demonstration(record: Any, cfg: SourcesConfig) -> Example:
+    """The conversation of a row. BrokenRow says what is wrong with it."""
+    data, _ = opened(record, cfg.keys)
+    completion = first_of(data, COMPLETIONS)
+    if "messages" in data:
+        return Example((_with_system(Conversation(parse_messages(data["messages"], "messages")), cfg),))
+    if completion:
+        return Example((continued(prompt_of(data, cfg), data, completion, cfg),))
+    if "text" in data:
+        return Example((Conversation((Message("assistant", take_text(data, "text")),), is_plain=True),))
+    raise BrokenRow(
+        f"needs `messages`, a `prompt` with its `completion`, or `text`; it has {column_names(data)}: "
+        "say which is which with data.keys.prompt=COLUMN data.keys.completion=COLUMN"
+    )
+
+
+def first_of(data: dict[str, Any], names: Sequence[str]) -> str:
+    """The first of the names that the record has; an empty text without any."""
+    return next((name for name in names if name in data), "")
+
+
+def prompt_of(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Message, ...]:
+    """The messages of a row's prompt: its own, or its text put into `data.format`."""
+    name = first_of(data, PROMPTS)
+    if not name:
+        raise BrokenRow(f"needs a `prompt`; it has {column_names(data)}: say data.keys.prompt=COLUMN")
+    if isinstance(data[name], list):
+        return parse_messages(data[name], name)
+    return (Message("user", with_line_breaks(cfg.format).replace("{question}", take_text(data, name))),)
+
+
+def continued(prompt: tuple[Message, ...], data: dict[str, Any], name: str, cfg: SourcesConfig) -> Conversation:
+    """A prompt that goes on with column `name`: the text of an answer, or messages."""
+    if isinstance(data[name], list):
+        answer = parse_messages(data[name], name)
+    else:
+        answer = (Message("assistant", take_text(data, name)),)
+    return _with_system(Conversation((*prompt, *answer), len(prompt)), cfg)
+
+
+def _with_system(conversation: Conversation, cfg: SourcesConfig) -> Conversation:
+    """The conversation with `data.system` before it, if it has none; BrokenRow if there is nothing to learn from it."""
+    messages, num_given = conversation.messages, conversation.num_given
+    if all(message.role != "assistant" for message in messages[num_given:]):
+        raise BrokenRow("has no message of the role `assistant` to learn from")
+    if cfg.system is not None and all(message.role != "system" for message in messages):
+        messages, num_given = (Message("system", with_line_breaks(cfg.system)), *messages), num_given + 1
+    return Conversation(messages, num_given)
+
+
+SIDES = ("chosen", "rejected")
+
+
+def preference(record: Any, cfg: SourcesConfig) -> Example:
+    """The chosen and the rejected conversation of a row, in this order. BrokenRow says what is wrong with it."""
+    data, _ = opened(record, cfg.keys)
+    if lacking := [side for side in SIDES if side not in data]:
+        raise BrokenRow(f"needs `{lacking[0]}`; it has {column_names(data)}: say data.keys.{lacking[0]}=COLUMN")
+    pair = _pair(data, cfg)
+    if pair[0] == pair[1]:
+        raise BrokenRow("`chosen` and `rejected` are the same")
+    return Example(pair)
+
+
+def ranked(record: Any, cfg: SourcesConfig) -> Example:
+    """The same with the `margin` of the row, by default 0."""
+    margin = opened(record, cfg.keys)[0].get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise BrokenRow(f"`margin` is {kind(margin)}, not a number")
+    return Example(preference(record, cfg).conversations, float(margin))
+
+
+def _pair(data: dict[str, Any], cfg: SourcesConfig) -> tuple[Conversation, Conversation]:
+    """Answers to a `prompt`, or whole conversations or texts that begin alike."""
+    whole = [isinstance(data[side], list) and _is_whole(data[side]) for side in SIDES]
+    if first_of(data, PROMPTS) and not all(whole):
+        prompt = prompt_of(data, cfg)
+        chosen, rejected = (continued(prompt, data, side, cfg) for side in SIDES)
+        return chosen, rejected
+    if all(whole):
+        chats = [parse_messages(data[side], side) for side in SIDES]
+        shared = _shared(*chats)
+        chosen, rejected = (_with_system(Conversation(chat, shared), cfg) for chat in chats)
+        return chosen, rejected
+    texts = [take_text(data, side) for side in SIDES]
+    shared = len(re.match(r"(?:.*(?=\s))?", texts[0][: _shared(*texts)], re.DOTALL)[0])  # whole words
+    chosen, rejected = (
+        Conversation((Message("user", text[:shared]), Message("assistant", text[shared:])), 1, is_plain=True)
+        for text in texts
+    )
+    return chosen, rejected
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """With how many equal parts both begin."""
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _is_whole(chat: list[Any]) -> bool:
+    """Whether messages begin with somebody else's than the assistant's."""
+    return bool(chat) and isinstance(chat[0], dict) and chat[0].get("role") != "assistant"
+
+
+def judged(record: Any, cfg: SourcesConfig) -> Example:
+    """An answer with a `label`, true for a good one; or both of a pair. BrokenRow says what is wrong with the row."""
+    data, _ = opened(record, cfg.keys)
+    if all(side in data for side in SIDES):
+        return preference(record, cfg)
+    completion = first_of(data, COMPLETIONS)
+    if not completion or not isinstance(data.get("label"), bool):
+        raise BrokenRow(
+            f"needs a `completion` and a `label` (true, false), or `chosen` and `rejected`; it has {column_names(data)}"
+        )
+    return Example((continued(prompt_of(data, cfg), data, completion, cfg),), first=int(not data["label"]))
+
+
+KINDS = {"demonstration": demonstration, "preference": preference, "judged": judged, "ranked": ranked}
+"""What rows are, by the name that the settings of a pipeline have for it (`row_kind`)"""

@@ -1,0 +1,151 @@
+"""What records of all pipelines have in common: an object of JSON, its columns by their names here, texts and messages.
+
+A broken record raises `BrokenRow`; `checked` says where it stands.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from spmd_rl.errors import UserError
+from spmd_rl.types import Message
+
+ABSENT = object()
+MAX_DEPTH = 100
+"""The most levels of lists and objects in a row"""
+
+T = TypeVar("T")
+
+
+class BrokenRow(Exception):
+    """Says what is wrong with a row."""
+
+
+def checked(records: Iterable[tuple[str, Any]], key: str, parse: Callable[[Any, str], T]) -> Iterator[T]:
+    """Yield `parse(record, where)` of each pair (where it stands, what JSON makes of it).
+
+    UserError, naming the setting `key` and the record, for a broken one.
+    """
+    for where, record in records:
+        try:
+            yield parse(record, where)
+        except BrokenRow as error:
+            raise UserError(f"{key}: {where}: {error}") from None
+
+
+def opened(data: Any, columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Check that a record is an object that can be walked through. Returns what `_renamed` makes of it."""
+    if not isinstance(data, dict):
+        raise BrokenRow(f"not an object but {kind(data)}")
+    if _depth(data) > MAX_DEPTH:
+        raise BrokenRow(f"nested more than {MAX_DEPTH} levels deep")
+    return _renamed(data, columns)
+
+
+def column_names(data: Mapping[str, Any]) -> str:
+    """The columns of a record, for messages."""
+    return ", ".join(f"`{name}`" for name in data) or "nothing"
+
+
+def _depth(data: Any) -> int:
+    """Return how many levels of lists and objects there are, up to one more than `MAX_DEPTH`."""
+    level, depth = [data], 0
+    while level and depth <= MAX_DEPTH:
+        level = [one for found in level for one in (found.values() if isinstance(found, dict) else found)]
+        level = [one for one in level if isinstance(one, dict | list)]
+        depth += 1
+    return depth
+
+
+def _renamed(data: dict[str, Any], columns: Mapping[str, str | None]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the record with its columns under the names that `data.keys` gives them, and `Record.lacks`."""
+    out, lacks, missing = dict(data), {}, []
+    for name, column in columns.items():
+        found = data if column is None else _column(data, column)
+        if column is None:
+            out.pop(name, None)
+        elif found is not ABSENT:
+            out.pop(column, None)
+            out[name] = found
+        elif name not in data:
+            missing.append(f"`{column}` (data.keys.{name})")
+        else:
+            lacks[name] = column_names(data)
+    if missing:
+        raise BrokenRow(f"has no {' and no '.join(missing)}; it has {column_names(data)}")
+    return out, lacks
+
+
+def _column(data: Any, column: str) -> Any:
+    """Return the value of a column, or of a field inside of one: `reward_model.ground_truth`."""
+    if isinstance(data, dict) and column in data:
+        return data[column]
+    head, dot, rest = column.partition(".")
+    return _column(data[head], rest) if dot and isinstance(data, dict) and head in data else ABSENT
+
+
+def parse_messages(value: Any, name: str) -> tuple[Message, ...]:
+    """Parse a list of {role, content}, which may be a JSON string (as in ROLL's rows)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BrokenRow(f"`{name}` is not JSON: {error}") from None
+    if not isinstance(value, list) or not value:
+        raise BrokenRow(f"`{name}` is not a list of messages")
+    found = []
+    for index, item in enumerate(value):
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BrokenRow(f"`{name}[{index}]` needs a `role` and a `content`, both text")
+        if item.get("tool_calls"):
+            raise BrokenRow(f"`{name}[{index}]` has `tool_calls`; write them into its `content`, as the model would")
+        found.append(Message(encodable(role, name), encodable(content, name)))
+    return tuple(found)
+
+
+def take_text(data: dict[str, Any], name: str) -> str:
+    """Take a text that is not blank out of the row."""
+    value = data.pop(name)
+    if not isinstance(value, str):
+        raise BrokenRow(f"`{name}` is {kind(value)}, not text")
+    if not value.strip():
+        raise BrokenRow(f"`{name}` is empty")
+    return encodable(value, name)
+
+
+def encodable(value: str, name: str) -> str:
+    """Refuse a lone surrogate, which JSON allows and no tokenizer or file accepts; return the text."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BrokenRow(f"`{name}` holds half a character (a lone surrogate)") from None
+    return value
+
+
+def kind(value: Any) -> str:
+    """Return the JSON name of a value's type."""
+    known = {bool: "a boolean", dict: "an object", list: "a list", str: "text", type(None): "null"}
+    return known.get(type(value), "a number")
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to plain JSON values: numpy's scalars and arrays, tuples and sets become numbers and lists.
+
+    Integers beyond 64 bits, which msgpack cannot encode, become text, and so does anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else str(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((plain(part) for part in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)

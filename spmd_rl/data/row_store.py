@@ -1,0 +1,181 @@
+"""Rows that stay on disk: each is checked once, before anything starts, and read again when it is asked for.
+
+    rows = Examples.load(cfg.data, "demonstration")
+    rows.train.at(17, seed=cfg.seed)      # the 18th row of the run: (epoch, number of the row)
+    rows.train[4]                         # an `Example`
+
+Of each row memory holds where it begins, 16 bytes. What no line can be read from (a JSON array, gzip, parquet, a
+dataset of the hub) is written to a temporary file first, in the folder that TMPDIR names.
+"""
+
+import json
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from spmd_rl.config.run_identity import identity_hash
+from spmd_rl.config.sections.data import SourcesConfig, sources
+from spmd_rl.data import reasoning_gym
+from spmd_rl.data.conversations import KINDS
+from spmd_rl.data.fields import BrokenRow
+from spmd_rl.data.files import BYTE_ORDER_MARK, read_records
+from spmd_rl.data.hub import dataset_records
+from spmd_rl.data.prompts import is_held_out
+from spmd_rl.data.seeds import counter_seed
+from spmd_rl.errors import UserError
+from spmd_rl.hub import hub_dataset
+from spmd_rl.types import Example
+
+Parse = Callable[[Any], Example]
+"""Makes an example of a record; BrokenRow says what is wrong with it."""
+
+
+class RowStore(Sequence[Example]):
+    """Some rows of a source, by number."""
+
+    def __init__(self, parse: Parse) -> None:
+        self._parse = parse
+        self._files: list[BinaryIO] = []
+        self._numbers, self._offsets = array("i"), array("q")
+        self._digest = blake2b(digest_size=16)
+        self._order = lru_cache(2)(self._shuffled)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Example:
+        """Read a row again."""
+        return self._parse(self._record(index)[1])
+
+    def where(self, index: int) -> str:
+        """Where a row stands, for error messages."""
+        where, _ = self._record(index)
+        if not where:
+            file, end = self._files[self._numbers[index]], self._offsets[index]
+            file.seek(0)
+            lines = sum(block.count(b"\n") for block in _blocks(file, end))
+            where = f"{file.name}:{1 + lines}"
+        return where
+
+    def _record(self, index: int) -> tuple[str, Any]:
+        """Where a row stands, or an empty text if it is a line of a file; and what JSON makes of it."""
+        file = self._files[self._numbers[index]]
+        file.seek(self._offsets[index])
+        record = json.loads(file.readline().removeprefix(BYTE_ORDER_MARK))
+        return ("", record) if isinstance(file.name, str) else record
+
+    @property
+    def digest(self) -> str:
+        """32 hexadecimal digits over the contents of all rows, in order."""
+        return self._digest.hexdigest()
+
+    def at(self, position: int, seed: int) -> tuple[int, int]:
+        """The epoch and the number of the row at a position of the run: each epoch has all rows once."""
+        epoch, index = divmod(position, len(self))
+        return epoch, int(self._order(seed, epoch)[index])
+
+    def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
+        """int64 [n]: the order of an epoch, by random numbers that are a function of the seed, the epoch and n."""
+        draws = np.random.Philox(key=counter_seed(seed, "rows", epoch)).random_raw(len(self))
+        return draws.argsort(kind="stable")
+
+    def open(self, path: Path | None) -> int:
+        """The number of a file from which rows can be read; without a path a temporary one, to be written first."""
+        self._files.append(path.open("rb") if path else tempfile.TemporaryFile())  # noqa: SIM115
+        return len(self._files) - 1
+
+    def add(self, content: bytes, number: int, offset: int | None, record: tuple[str, Any]) -> None:
+        """Add the row that begins there in a file; with no offset it is written to it. content: of its digest."""
+        file = self._files[number]
+        if offset is None:
+            offset = file.seek(0, 2)
+            file.write(json.dumps(record).encode() + b"\n")
+        self._numbers.append(number)
+        self._offsets.append(offset)
+        self._digest.update(content)
+
+
+def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
+    while (left := end - file.tell()) > 0:
+        yield file.read(min(left, 1 << 20))
+
+
+@dataclass(frozen=True)
+class Digest:
+    """By which ranks compare rows that none of them holds."""
+
+    id: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The rows of a supervised run, for training and held out. One of both may be empty."""
+
+    train: RowStore
+    eval: RowStore
+
+    @classmethod
+    def load(cls, cfg: SourcesConfig, kind: str, trains: bool = True) -> "Examples":
+        """Read and check all rows, which are of a kind of `KINDS`. UserError, naming setting, file and line, for a
+        broken one.
+
+        trains: whether there are steps of training. Else all rows are held out.
+        """
+        parse: Parse = partial(KINDS[kind], cfg=cfg)
+        rows = cls(RowStore(parse), RowStore(parse))
+        key = "data.eval" if cfg.eval or trains else "data.train"
+        if trains:
+            rows._read(cfg.train, "data.train", cfg, parse, 0.0 if cfg.eval else cfg.holdout)
+        if cfg.eval or not trains:
+            rows._read(cfg.eval or cfg.train, key, cfg, parse, 1.0)
+        if trains and not rows.train:
+            raise UserError(f"data.train: no row is left in {cfg.train}: data.holdout={cfg.holdout} takes all")
+        return rows
+
+    @property
+    def digests(self) -> dict[str, list[Digest]]:
+        """What all ranks must have alike, for `Job.open`."""
+        stores = {"data.train": self.train, "data.eval": self.eval}
+        return {name: [Digest(f"{len(store)} rows", store.digest)] for name, store in stores.items()}
+
+    def identity(self, cfg: Any) -> str:
+        """Of what is computed before training from these rows, in so many steps: it is the same where this is."""
+        asked = f"{cfg.steps} {bool(cfg.eval.every)} {cfg.eval.rows}"
+        return f"{identity_hash(cfg)} {self.train.digest} {self.eval.digest} {asked}"
+
+    def _read(self, source: str | None, key: str, cfg: SourcesConfig, parse: Parse, holdout: float) -> None:
+        """Add the rows of a source; the share `holdout`, by content, to the held-out ones."""
+        for name in sources(source):
+            path, files = Path(name).expanduser(), [{}, {}]  # by store: the numbers of the file and of a temporary one
+            for where, record, offset in _records(name, path, key, cfg):
+                try:
+                    content = msgspec.msgpack.encode(parse(record))
+                except BrokenRow as error:
+                    raise UserError(f"{key}: {where}: {error}") from None
+                held = is_held_out(blake2b(content, digest_size=16).hexdigest(), holdout)
+                store, kept = (self.eval if held else self.train), None if offset is None else path
+                if kept not in files[held]:
+                    files[held][kept] = store.open(kept)
+                store.add(content, files[held][kept], offset, (where, record))
+
+
+def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
+    """Yield where each record of a source stands, the record, and where its line begins in the file, if it has one."""
+    if name.startswith(reasoning_gym.PREFIX):
+        rows = list(reasoning_gym.generate(name.removeprefix(reasoning_gym.PREFIX), cfg.size, cfg.seed, cfg.args, key))
+        for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+            right = {"prompt": row.problem, "completion": row.ground_truth, "chosen": row.ground_truth}
+            yield row.where, right | {"rejected": other.ground_truth}, None  # the answer to another question
+    elif dataset := hub_dataset(name):
+        yield from ((*pair, None) for pair in dataset_records(dataset, key))
+    else:
+        yield from read_records(path, key)

@@ -1,0 +1,119 @@
+"""`Preference`: a step of learning from pairs of answers, or from single ones that were found good or bad.
+
+The loss of a comparison stands on the first learnt token of its first answer, whose unit lies in one micro-batch: so it
+is a term of one sum like any other, in every layout. Rewards and the like are means over comparisons.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.inputs import Judged, Pairs
+from spmd_rl.algo.preference import JUDGED_LOSSES, PAIR_LOSSES
+from spmd_rl.batch import Batch
+from spmd_rl.config.sections.preference import PreferenceConfig
+from spmd_rl.learn.custom import bind
+from spmd_rl.learn.imitation import Imitation, Term
+from spmd_rl.rollout.row_source import CHOSEN, MISMATCHED, REJECTED
+from spmd_rl.train.base import PolicyRole
+
+
+class Preference(Imitation):
+    """One step on preferences. The logprobs of the reference come with the samples: see `RowSource`."""
+
+    def __init__(self, settings: PreferenceConfig, policy: PolicyRole, num_updates: int) -> None:
+        """num_updates: optimizer steps of a step."""
+        super().__init__(policy, num_updates, name="dpo/loss")
+        self._settings = settings
+
+    def bind(self, batch: Batch, number: int) -> Term:
+        """[all] Every comparison of a mini-batch weighs the same; see `Imitation.bind`."""
+        settings, plan, baseline = self._settings, self.plan, 0.0
+        answers = plan.keys[plan.minibatches == number, 1]
+        num_chosen, num_rejected = int((answers == CHOSEN).sum()), int((answers == REJECTED).sum())
+        if settings.is_judged:
+            baseline = self._baseline(batch)  # [all]
+            batch = batch.select((batch.keys[:, 1] != MISMATCHED).nonzero()[:, 0])
+        count = num_chosen + num_rejected * settings.is_judged
+        batch.weights = batch.loss_mask / max(count, 1)
+        num_tokens = int(plan.num_sampled[plan.minibatches == number][answers != MISMATCHED].sum())
+        scales = num_tokens / max(num_chosen, 1), num_tokens / max(num_rejected, 1)
+        losses = JUDGED_LOSSES if settings.is_judged else PAIR_LOSSES
+        compare = partial(_judge if settings.is_judged else _compare, bind(losses[settings.loss], settings), baseline)
+        return Term(batch, partial(_loss, compare, settings, scales), count)
+
+    def _baseline(self, batch: Batch) -> float:
+        """[all] The mean reward of answers to other prompts, at least 0."""
+        others = batch.select((batch.keys[:, 1] == MISMATCHED).nonzero()[:, 0])
+        with self.policy.awake():
+            logprobs, _ = self.policy.logprobs(others, 1.0)  # [all]
+        sums = {"sum": float((logprobs - others.rollout_logprobs).double().sum()), "count": float(others.num_samples)}
+        found = self.policy.layout.data.reduce("prepare: baseline", sums, "sum")  # [all]
+        return max(0.0, found["sum"] / max(found["count"], 1.0))
+
+
+class _Answers:
+    """The answers of a batch: sums over the learnt tokens of each, [S], and which are chosen and which rejected."""
+
+    def __init__(self, logprobs: Tensor, batch: Batch) -> None:
+        samples = batch.sampled.samples
+        self.lengths = torch.bincount(samples, minlength=batch.num_samples)
+        self.first = self.lengths.cumsum(0) - self.lengths  # among the N learnt tokens
+        reference = batch.rollout_logprobs[batch.sampled.index]
+        zeros = logprobs.new_zeros(batch.num_samples)
+        self.logprobs, self.reference = zeros.index_add(0, samples, logprobs), zeros.index_add(0, samples, reference)
+        self.chosen, self.rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
+
+
+def _compare(function: Callable[[Pairs], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
+    """Where the losses of the pairs of a batch stand, and these; pairs lie in order."""
+    ratios, lengths = answers.logprobs - answers.reference, answers.lengths
+    chosen, rejected = answers.chosen, answers.rejected
+    return chosen, function(Pairs(ratios[chosen], ratios[rejected], lengths[chosen], lengths[rejected]))
+
+
+def _judge(function: Callable[[Judged], Tensor], baseline: float, answers: _Answers) -> tuple[Tensor, Tensor]:
+    """Where the losses of the answers of a batch stand, and these."""
+    judged = torch.cat([answers.chosen, answers.rejected])
+    desirable = torch.arange(len(judged), device=judged.device) < len(answers.chosen)
+    ratios = (answers.logprobs - answers.reference)[judged]
+    return judged, function(Judged(ratios, desirable, baseline))
+
+
+def _loss(
+    compare: Callable[[_Answers], tuple[Tensor, Tensor]],
+    settings: PreferenceConfig,
+    scales: tuple[float, float],
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: Batch,
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """A `BoundLoss` once `Preference.bind` has given it the first three.
+
+    scales: learnt tokens for each chosen and each rejected answer of the mini-batch. Means are over tokens: what an
+    answer has on one of them must count for all.
+    """
+    answers = _Answers(logprobs, batch)
+    places, losses = compare(answers)
+    rewards = settings.beta * (answers.logprobs - answers.reference).detach()
+    if settings.loss == "simpo":
+        rewards = rewards / answers.lengths
+    chosen, rejected = answers.chosen, answers.rejected
+
+    def spread(where: Tensor, values: Tensor, scale: float) -> Tensor:
+        return torch.zeros_like(entropy).index_add(0, answers.first[where], scale * values.detach().to(entropy.dtype))
+
+    quantities = {
+        "actor/entropy": entropy.detach(),
+        "rewards/chosen": spread(chosen, rewards[chosen], scales[0]),
+        "rewards/rejected": spread(rejected, rewards[rejected], scales[1]),
+        "logps/chosen": spread(chosen, answers.logprobs[chosen], scales[0]),
+        "logps/rejected": spread(rejected, answers.logprobs[rejected], scales[1]),
+    }
+    quantities["rewards/margins"] = quantities["rewards/chosen"] - quantities["rewards/rejected"]
+    if not settings.is_judged:
+        quantities["rewards/accuracies"] = spread(chosen, rewards[chosen] > rewards[rejected], scales[0])
+    # a dummy has no comparison, and runs backward all the same
+    return (0.0 * logprobs).index_add(0, answers.first[places], losses), quantities

@@ -1,0 +1,57 @@
+"""`Ranking`: a step of a reward model that learns which of two answers was chosen."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algo.preference import bradley_terry
+from spmd_rl.batch import Batch
+from spmd_rl.learn.imitation import Imitation, Term
+from spmd_rl.rollout.row_source import CHOSEN, REJECTED
+from spmd_rl.train.base import CriticRole, Metrics
+
+TOKENS = 2
+"""Of a pair: what stands before the one token after each conversation is its reward."""
+
+
+class Ranking(Imitation):
+    """One step on pairs of whole conversations; the margin of a pair comes with its samples, see `RowSource`."""
+
+    def __init__(self, critic: CriticRole, num_updates: int, center_coef: float) -> None:
+        """num_updates: optimizer steps of a step."""
+        super().__init__(critic, num_updates, name="reward_model/loss")
+        self._loss = partial(_loss, center_coef)
+
+    def bind(self, batch: Batch, number: int) -> Term:
+        """Every pair of a mini-batch weighs the same; see `Imitation.bind`."""
+        count = int((self.plan.minibatches == number).sum()) // TOKENS
+        batch.weights = batch.loss_mask / max(count, 1)
+        return Term(batch, self._loss, count)
+
+    def step(self, term: Term) -> Metrics:
+        """[all] See `Imitation.step`."""
+        return self.policy.update(term.batch, term.loss)  # [all]
+
+    def outputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """[all] See `Imitation.outputs`."""
+        return (self.policy.values(batch),)  # [all]
+
+
+def _loss(center_coef: float, values: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """A `BoundValueLoss` once it has its coefficient. The loss of a pair stands at its chosen answer."""
+    chosen, rejected = ((batch.keys[:, 1] == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
+    margins = batch.rollout_logprobs[batch.sampled.index][chosen]
+    pair = values[chosen], values[rejected]
+    loss = (0.0 * values).index_add(0, chosen, bradley_terry(*pair, margins, center_coef=center_coef))
+
+    def spread(found: Tensor) -> Tensor:
+        return torch.zeros_like(values).index_add(0, chosen, TOKENS * found.detach().to(values.dtype))
+
+    return loss, {
+        "rewards/chosen": spread(pair[0]),
+        "rewards/rejected": spread(pair[1]),
+        "rewards/margins": spread(pair[0] - pair[1]),
+        "rewards/accuracies": spread(pair[0] > pair[1]),
+    }

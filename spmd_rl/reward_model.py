@@ -1,0 +1,46 @@
+"""A reward model from pairs of answers (Bradley-Terry): one program that every rank runs from top to bottom.
+
+    torchrun --nproc-per-node 2 -m spmd_rl.reward_model +experiment=demo_reward_model
+    python -m spmd_rl.reward_model data.train=pairs.jsonl epochs=1 policy.lr=1e-5
+
+What it writes, `rewards.reward_model:ModelReward` loads. Lines marked [all] meet all other ranks; no other line may
+decide whether one is reached.
+"""
+
+from spmd_rl.config import RewardModelConfig, main
+
+
+def run(cfg: RewardModelConfig) -> None:
+    """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
+    from spmd_rl.data import Examples
+
+    examples = Examples.load(cfg.data, cfg.row_kind, cfg.steps > 0)  # before torch: a mistake is told within seconds
+    end = cfg.count_rows(len(examples.train))
+
+    from spmd_rl.checkpoint import RewardExport
+    from spmd_rl.job import Job
+    from spmd_rl.learn import Ranking
+    from spmd_rl.rollout import RowSource
+
+    with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
+        if job.is_over:
+            return
+        place, track, tokenizer = job.train(), job.track, job.tokenizer  # [all]
+        rows = RowSource(examples, cfg.data, cfg.eval, tokenizer.scored_pieces, job.world, cfg.seed, end)
+        critic = place.roles.critic
+        student = Ranking(critic, cfg.train.updates_per_step, cfg.center_coef)
+        export = RewardExport(critic, cfg.policy.model, job.world, tokenizer.pad_id)
+        saver, start = job.restore(place, export, rows=rows)  # [all]
+        if start == 0:
+            with track.step(0):
+                track.add(student.measure(rows.held_out(0, cfg.steps)))  # [all]
+        for step in range(start + 1, cfg.steps + 1):
+            with track.step(step):
+                collected = rows.collect(step)  # [all]
+                track.add(rows.metrics(collected) | student.update(student.prepare(collected)))  # [all]
+                track.add(student.measure(rows.held_out(step, cfg.steps)))  # [all] when due
+                saver.maybe_save(step, last=step == cfg.steps)  # [all]
+
+
+if __name__ == "__main__":
+    main("reward_model", RewardModelConfig, run, preview="spmd_rl.tools.dry_run_rows:show")

@@ -1,0 +1,170 @@
+"""`RowSource`: the written rows of a supervised run as samples that nobody generates, step by step.
+
+    collected = source.collect(step)  # [all]
+
+Which rows a step has is a function of the seed and the step's number, so the place in the data is the number of rows
+that are done. Each rank renders its part of the rows; who trains on them is the plan's affair, as after a rollout.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
+from spmd_rl.data.row_store import Examples, RowStore
+from spmd_rl.distributed import World
+from spmd_rl.errors import UserError
+from spmd_rl.rollout.collected import Collected
+from spmd_rl.types import Conversation, Example, Group, Prompt, Sample, Turn, Verdict
+
+CHOSEN, REJECTED, MISMATCHED = 0, 1, 2
+"""Numbers of answers: the sides of a pair, a good or a bad one alone; an answer to another row's prompt"""
+Pieces = list[tuple[array, array]]
+"""Token ids ('i') that are given and that are learnt, in turns"""
+Render = Callable[[Conversation], Pieces]
+"""Of a tokenizer: `Tokenizer.pieces`, for one"""
+
+
+class RowSource:
+    """Rows, rendered. Stateful: a checkpoint knows by its rows which dataset it is of, and how many are done."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        data: RowsConfig,
+        validation: ValidationConfig,
+        render: Render,
+        world: World,
+        seed: int,
+        num_rows: int | None = None,
+        mismatched: bool = False,
+    ) -> None:
+        """render: makes token ids of a conversation. num_rows: at which the run ends, also in the middle of a step.
+        None: at none. mismatched: whether each row also has the answer of the next one, as `MISMATCHED`."""
+        self._examples, self._data, self._validation = examples, data, validation
+        self._render, self._world, self._seed, self._end = render, world, seed, num_rows
+        self._done, self._mismatched = 0, mismatched
+        self.reference: dict[str, np.ndarray] = {}
+        """By `train` and `eval` what a frozen model gives the answers of each row, if there is one: float32 [rows, 3],
+        logprobs in nats, summed over the learnt tokens. Samples have them as the logprobs of their first token. Without
+        any, the first answer has its row's `Example.value` there."""
+
+    def collect(self, step: int) -> Collected:
+        """[all] The rows of a training step; of each group the ticket is its place in the run."""
+        store, size = self._examples.train, self._data.rows_per_step
+        begin, end = (step - 1) * size, step * size
+        positions = range(begin, end if self._end is None else min(end, self._end))
+        self._done = positions.stop
+        return self._collect(step, store, [(place, store.at(place, self._seed)[1]) for place in positions])  # [all]
+
+    def held_out(self, step: int, steps: int) -> Iterator[Collected]:
+        """[all] The held-out rows, as many at a time as a step has; none where no evaluation is due after `step`."""
+        store, size = self._examples.eval, self._data.rows_per_step
+        count = min(len(store), self._validation.rows or len(store)) if self._validation.is_due(step, steps) else 0
+        for begin in range(0, count, size):
+            chosen = range(begin, min(begin + size, count))
+            yield self._collect(step, store, [(number, number) for number in chosen])  # [all]
+
+    def metrics(self, collected: Collected) -> dict[str, float]:
+        """How far the run is in its data, and what the step has of it; equal on all ranks."""
+        table = collected.table
+        empty = len(table) - len(set(table.answers["ticket"].tolist()))
+        tokens = int(table.answers["num_tokens"].sum())
+        return {"data/epoch": self._done / len(self._examples.train), "data/overlong": empty, "tokens": tokens}
+
+    def num_rows(self, name: str) -> int:
+        """How many rows there are for training (`train`) or held out (`eval`)."""
+        return len(getattr(self._examples, name))
+
+    def state(self) -> dict[str, Any]:
+        """See `checkpoint.Stateful`."""
+        return {"digest": self._examples.train.digest, "done": self._done}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `checkpoint.Stateful`. UserError for a checkpoint of other rows."""
+        if state["digest"] != self._examples.train.digest:
+            raise UserError(
+                "data.train: its rows are not those that the checkpoint was trained on; choose another run.dir"
+            )
+        self._done = state["done"]
+
+    def parts(self, steps: int) -> Iterator[tuple[str, list[int], Collected]]:
+        """[all] All rows that a run of so many steps has, in the groups of its first epoch: `train` or `eval`, the
+        numbers of the rows, and their samples."""
+        size, train = self._data.rows_per_step, len(self._examples.train)
+        for step in range(1, min(steps, -(-train // size)) + 1):
+            collected = self.collect(step)  # [all]
+            tickets = collected.table.tickets.tolist()
+            yield "train", [self._examples.train.at(ticket, self._seed)[1] for ticket in tickets], collected
+        for collected in self.held_out(0, steps):  # [all]
+            yield "eval", collected.table.tickets.tolist(), collected
+
+    def _collect(self, step: int, store: RowStore, tickets: Sequence[tuple[int, int]]) -> Collected:
+        """[all] Rows by ticket and number, dealt over the ranks."""
+        with self._world.phase("data"):
+            mine = tickets[self._world.rank :: self._world.size]
+            groups = [self._group(store, ticket, number) for ticket, number in mine]
+            return Collected.given(step, groups, [ticket for ticket, _ in tickets], self._world)  # [all]
+
+    def _group(self, store: RowStore, ticket: int, number: int) -> Group:
+        """The samples of a row; none of one that is too long."""
+        example = store[number]
+        answers = dict(enumerate(example.conversations, example.first))
+        if self._mismatched:
+            answers[MISMATCHED] = _exchanged(example, store[(number + 1) % len(store)])
+        texts = {answer: self._pieces(conversation, store, number) for answer, conversation in answers.items()}
+        known = self.reference.get("train" if store is self._examples.train else "eval")
+        of_first = known[number] if known is not None else [example.value, 0.0, 0.0]
+        if not all(texts.values()):  # a pair without one of its sides is none
+            texts = {}
+        turns = {answer: _turns(texts[answer], of_first[answer]) for answer in texts}
+        verdict = Verdict("ok", example.value)
+        samples = [Sample(ticket, answer, turns[answer], verdict, unit=0) for answer in turns]
+        return Group(Prompt(str(number), (), "rows", ""), ticket, tuple(samples))
+
+    def _pieces(self, conversation: Conversation, store: RowStore, number: int) -> Pieces:
+        """A conversation as token ids; nothing if there is nothing to learn, or if it is too long and not cut."""
+        most, what = self._data.max_tokens, self._data.overlong
+        try:
+            pieces = self._render(conversation)
+        except UserError as error:
+            raise UserError(f"{store.where(number)}: {error}") from None
+        length = sum(len(part) for pair in pieces for part in pair)
+        if length > most and what == "error":
+            raise UserError(f"data.max_tokens={most}: {store.where(number)} has {length} tokens")
+        if length > most:
+            pieces = _cut(pieces, most) if what == "cut" else []
+        return pieces if all(learnt for _, learnt in pieces) else []  # an answer without a token is none
+
+
+def _turns(pieces: Pieces, logprob: float) -> tuple[Turn, ...]:
+    """The turns of an answer, whose first learnt token has the logprob of all."""
+    turns = []
+    for number, (given, learnt) in enumerate(pieces):
+        logprobs = array("f", bytes(4 * len(learnt)))
+        if not number:
+            logprobs[0] = logprob
+        turns.append(Turn(given, learnt, logprobs, array("i", bytes(4 * len(learnt))), "stop"))
+    return tuple(turns)
+
+
+def _exchanged(example: Example, other: Example) -> Conversation:
+    """The prompt of one row with the answer of another."""
+    own, theirs = example.conversations[0], other.conversations[0]
+    return Conversation(
+        own.messages[: own.num_given] + theirs.messages[theirs.num_given :], own.num_given, own.is_plain
+    )
+
+
+def _cut(pieces: Pieces, most: int) -> Pieces:
+    """The first so many tokens, up to the last one that is learnt."""
+    kept: Pieces = []
+    for given, learnt in pieces:
+        learnt = learnt[: max(0, most - len(given))]
+        if not learnt:
+            break
+        kept.append((given, learnt))
+        most -= len(given) + len(learnt)
+    return kept

@@ -1,0 +1,42 @@
+"""Supervised fine-tuning on conversations, prompts with completions, or texts: one program that every rank runs.
+
+    torchrun --nproc-per-node 2 -m spmd_rl.sft +experiment=demo_sft
+    python -m spmd_rl.sft data.train=rows.jsonl epochs=2 policy.lr=1e-5
+
+Lines marked [all] meet all other ranks; no other line may decide whether one is reached.
+"""
+
+from spmd_rl.config import SftConfig, main
+
+
+def run(cfg: SftConfig) -> None:
+    """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
+    from spmd_rl.data import Examples
+
+    examples = Examples.load(cfg.data, cfg.row_kind, cfg.steps > 0)  # before torch: a mistake is told within seconds
+    end = cfg.count_rows(len(examples.train))
+
+    from spmd_rl.job import Job
+    from spmd_rl.learn import Imitation
+    from spmd_rl.rollout import RowSource
+
+    with Job.open(cfg, examples.digests, examples, cfg.data.chat_template_kwargs) as job:  # [all]
+        if job.is_over:
+            return
+        place, track = job.train(), job.track  # [all]
+        rows = RowSource(examples, cfg.data, cfg.eval, job.tokenizer.pieces, job.world, cfg.seed, end)
+        student = Imitation(place.roles.policy, cfg.train.updates_per_step, name="sft/loss")
+        saver, start = job.restore(place, rows=rows)  # [all]
+        if start == 0:
+            with track.step(0):
+                track.add(student.measure(rows.held_out(0, cfg.steps)))  # [all]
+        for step in range(start + 1, cfg.steps + 1):
+            with track.step(step):
+                collected = rows.collect(step)  # [all]
+                track.add(rows.metrics(collected) | student.update(student.prepare(collected)))  # [all]
+                track.add(student.measure(rows.held_out(step, cfg.steps)))  # [all] when due
+                saver.maybe_save(step, last=step == cfg.steps)  # [all]
+
+
+if __name__ == "__main__":
+    main("sft", SftConfig, run, preview="spmd_rl.tools.dry_run_rows:show")
