@@ -65,13 +65,11 @@ def main(
     """Compose, check, run. Returns after a good end, else leaves the process with the code above.
 
     `preview` is what `--dry-run` calls in the place of `run`: a function, or `module:function` to import it late.
-    `--plan` is the same for all pipelines. With `steps=0`, a line of reinforcement learning is one of
-    `python -m spmd_rl.evaluate`.
+    `--plan` is the same for all. With `steps=0`, a line of reinforcement learning is one of `spmd_rl.evaluate`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):
-        pipeline, schema, run, preview = EvaluateConfig.pipeline, EvaluateConfig, imported(EVALUATE), ""
-        argv = [word for word in argv if word != NO_STEPS]
+        return main("evaluate", EvaluateConfig, imported(EVALUATE), [word for word in argv if word != NO_STEPS])
     exit_ = Exit(given_run_dir(pipeline, argv))
     try:
         asked = parse(pipeline, schema, argv)
