@@ -64,8 +64,8 @@ def main(
 ) -> None:
     """Compose, check, run. Returns after a good end, else leaves the process with the code above.
 
-    `preview` is what `--dry-run` calls in the place of `run`: a function, or `module:function` to import it late.
-    `--plan` is the same for all. With `steps=0`, a line of reinforcement learning is one of `spmd_rl.evaluate`.
+    `preview`: what `--dry-run` calls instead of `run`, a function or `module:function`; `--plan` is the same for all.
+    With `steps=0`, a line of reinforcement learning is one of `spmd_rl.evaluate`.
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):

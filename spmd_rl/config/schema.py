@@ -139,8 +139,8 @@ class RlConfig(PipelineConfig):
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(self.steps > 0, f"steps: must be at least 1, not {self.steps}; {EVALUATE} evaluates and trains nothing")
+        super().__post_init__()
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         if self.placement.swap is None:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from spmd_rl.config.run_identity import identity_hash
-from spmd_rl.config.sections.data import SourcesConfig, sources
+from spmd_rl.config.sections.data import GENERATORS, SourcesConfig, sources
 from spmd_rl.data import reasoning_gym
 from spmd_rl.data.conversations import KINDS
 from spmd_rl.data.fields import BrokenRow
@@ -170,8 +170,8 @@ class Examples:
 
 def _records(name: str, path: Path, key: str, cfg: SourcesConfig) -> Iterator[tuple[str, Any, int | None]]:
     """Yield where each record of a source stands, the record, and where its line begins in the file, if it has one."""
-    if name.startswith(reasoning_gym.PREFIX):
-        rows = list(reasoning_gym.generate(name.removeprefix(reasoning_gym.PREFIX), cfg.size, cfg.seed, cfg.args, key))
+    if name.startswith(GENERATORS):
+        rows = list(reasoning_gym.generate(name.removeprefix(GENERATORS), cfg.size, cfg.seed, cfg.args, key))
         for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
             right = {"prompt": row.problem, "completion": row.ground_truth, "chosen": row.ground_truth}
             yield row.where, right | {"rejected": other.ground_truth}, None  # the answer to another question
