@@ -43,7 +43,11 @@ DOORS |= {("experiment", path.stem): experiment_doors(path) for path in CONFIGS.
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_shipped_yaml_composes_under_its_door(pipeline, group, option):
-    with_group = [name for name, schema in PIPELINES.items() if group == "experiment" or schema.borrows or hasattr(schema(), group)]
+    with_group = [
+        name
+        for name, schema in PIPELINES.items()
+        if group == "experiment" or schema.borrows or hasattr(schema(), group)
+    ]
     if pipeline not in DOORS.get((group, option), with_group):
         with pytest.raises(UserError, match=option if group != "data" else "data"):
             load(pipeline, PIPELINES[pipeline], [f"{group}={option}"])
