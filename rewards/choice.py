@@ -33,7 +33,9 @@ class ChoiceReward:
             raise ValueError(f"ground truth {prompt.ground_truth!r} is not a letter from {LETTERS[0]} to {LETTERS[-1]}")
         chosen = letters(answer, tuple(map(str, prompt.extra.get("choices", ()))))
         correct = float(chosen == gold)
-        return Verdict("ok" if chosen else "wrong_format", correct, {"correct": correct})
+        return Verdict(
+            "ok" if chosen else "wrong_format", correct, {"correct": correct}, answer="".join(sorted(chosen))
+        )
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
         """Yield answers that name all letters, or the right one where it does not count."""

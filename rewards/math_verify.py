@@ -52,6 +52,7 @@ SPACES = re.compile(r"\\[,;:! ]|~|\\q?quad\b|\s+")
 DELIMITERS = re.compile(r"\\[\[\]()]|\\?\$|^\*\*|\*\*$|^#+|\\displaystyle|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])")
 NUMBER = r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})"
 SIMPLE = re.compile(rf"({NUMBER}|[-+]?\d{{1,40}}/\d{{1,40}})|([-+]?)\\frac\{{(-?\d{{1,40}})\}}\{{(\d{{1,40}})\}}")
+VALUE = re.compile(rf"[-+]?\d{{1,40}}/\d{{1,40}}|[-+]?\\frac\{{-?\d{{1,40}}\}}\{{\d{{1,40}}\}}|{NUMBER}")
 WORD_UNIT = re.compile(rf"(?P<core>{NUMBER}) (?P<unit>[A-Za-z]{{2,}}(?: [A-Za-z]+)*)(?P<power>\^\S+)?")
 TEXT_UNIT = re.compile(
     r"(?P<core>.*[\w})])\\(?:text|mathrm|textrm|mbox)\{\s*(?P<unit>[A-Za-z]+(?:[ /.][A-Za-z]+)*)\s*\}(?P<power>\^\S+)?"
@@ -86,7 +87,9 @@ class MathReward:
             except TimeUp:
                 return Verdict("timeout", detail=f"not compared within {self._seconds:g} s of CPU time")
         parts = {"correct": float(equal or False), "boxed": float(boxed)}
-        return Verdict("wrong_format" if equal is None else "ok", parts["correct"], parts)
+        if equal is None:
+            return Verdict("wrong_format", 0.0, parts)
+        return Verdict("ok", parts["correct"], parts, answer=result(truth if equal else final))
 
     def _compare(self, truth: str, final: str, boxed: bool) -> bool | None:
         """Compare with the library; None if there is no mathematics in the answer."""
@@ -212,6 +215,15 @@ def number(text: str) -> Fraction | None:
     except ZeroDivisionError:
         return None
     return -value if sign == "-" else value
+
+
+def result(final: str) -> str:
+    """Return a final answer in one spelling: numbers of one value have one, of prose the last number counts, and other
+    mathematics has that of its text."""
+    text, _ = split_unit(tidy(final))
+    found = VALUE.findall(text) if PROSE.search(text) else []
+    value = number(found[-1] if found else text)
+    return unwrapped(tidy(final)) if value is None else str(value)
 
 
 def split_unit(text: str) -> tuple[str, str]:

@@ -58,7 +58,7 @@ class ReasoningGymReward:
             return Verdict("wrong_format", 0.0, {"task_score": 0.0})
         task_score = float(self._scorer(prompt.extra["task"])(extracted, entry=prompt.extra["entry"]))
         score = float(task_score >= 1.0) if self._strict else task_score
-        return Verdict("ok", score, {"task_score": task_score})
+        return Verdict("ok", score, {"task_score": task_score}, answer=extracted)
 
     def cheats(self, prompt: Prompt) -> Iterator[tuple[str, str]]:
         """Yield answers that name many results, or the right one where it does not count."""

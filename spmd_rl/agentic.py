@@ -29,7 +29,7 @@ def run(cfg: AgenticConfig) -> None:
         demonstrations = Demonstrations(cfg.warmup, tasks, expert, world)
         imitation = Imitation.of(cfg, place.roles.policy)
         learner = Learner.of(cfg, place.roles)
-        evaluate = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
+        evaluate = Evaluation.of(cfg)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):

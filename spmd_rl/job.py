@@ -15,12 +15,13 @@ from types import MappingProxyType
 from typing import Any
 
 from spmd_rl import sidecar
-from spmd_rl.checkpoint import Checkpointer, HfExport, finished
+from spmd_rl.checkpoint import Checkpointer, HfExport, finished, problem_of
 from spmd_rl.checkpoint.checkpointer import Stateful
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import JobConfig
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.data import EnvTasks, Prompts
 from spmd_rl.distributed import World, agree_on_dtype, agree_on_start
+from spmd_rl.errors import UserError
 from spmd_rl.model.tokenizer import Tokenizer, load_tokenizer
 from spmd_rl.rollout import Agent, RolloutSource
 from spmd_rl.rollout.episode import Episode
@@ -52,7 +53,7 @@ class Place:
 class Job:
     """One rank's part of a run. What `stack` holds is given back when `open` is left."""
 
-    cfg: PipelineConfig
+    cfg: JobConfig
     source: Prompts | EnvTasks | None
     tokenizer: Tokenizer
     world: World
@@ -67,7 +68,7 @@ class Job:
     @contextmanager
     def open(
         cls,
-        cfg: PipelineConfig,
+        cfg: JobConfig,
         rows: Mapping[str, Sequence[Any]] = MappingProxyType({}),
         source: Prompts | EnvTasks | None = None,
         template_args: Mapping[str, Any] = MappingProxyType({}),
@@ -85,7 +86,7 @@ class Job:
         with opened as world, world.resources() as stack:  # [all]
             agree_on_start(world, cfg, rows)  # [all]
             job = cls(cfg, source, tokenizer, world, stack, envs)
-            if not cfg.attaches:  # an attached job has no steps of its own
+            if cfg.steps and not cfg.attaches:  # an attached job has no steps of its own, an evaluation none at all
                 done = finished(cfg.checkpoint, run_dir, cfg.steps, world)  # [all]
                 job.is_over = done is not None
                 if job.is_over and world.rank == 0:
@@ -132,10 +133,21 @@ class Job:
         export = HfExport(place.roles.policy, self.cfg.policy.model, place.world)
         saver = Checkpointer(self.cfg.checkpoint, run_dir, place.world, place.roles.trained, parts, export)  # [train]
         start = saver.restore()  # [train]
+        self.begin(place, start)  # [all]
+        return saver, start
+
+    def verify(self, key: str, checkpoint: str | None) -> None:
+        """[all] UserError, naming the setting `key`, unless every byte of a checkpoint is as its manifest says."""
+        with self.world.phase("restore"):
+            problem = problem_of(Path(checkpoint), self.world) if checkpoint else None  # [all] the setting is agreed on
+        if problem:
+            raise UserError(f"{key}: {checkpoint} is torn ({problem})")
+
+    def begin(self, place: Place, start: int) -> None:
+        """[all] Let those who generate begin with the weights of step `start`."""
         place.on_start(start)  # [all]
         if place.publish:
             with self.world.journal.extend_timeout(
                 self.cfg.journal.start_seconds
             ):  # an engine's first step may compile
                 place.publish(version=start)  # [train] verified
-        return saver, start

@@ -14,7 +14,7 @@ def run(cfg: RlvrConfig) -> None:
     from spmd_rl import sidecar
     from spmd_rl.data import Prompts
 
-    prompts = Prompts.load(cfg.data, cfg.steps > 0)  # before torch: a mistake in a row is told within a second
+    prompts = Prompts.load(cfg.data)  # before torch: a mistake in a row is told within a second
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
 
     from spmd_rl.job import Job
@@ -29,7 +29,7 @@ def run(cfg: RlvrConfig) -> None:
             return
         rollouts, publish, world, track = place.rollouts, place.publish, place.world, job.track
         learner = Learner.of(cfg, place.roles)
-        evaluate = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
+        evaluate = Evaluation.of(cfg)
         saver, start = job.restore(place, rollouts=rollouts, learner=learner)  # [all] and publish
         if start == 0:
             with track.step(0):

@@ -7,7 +7,7 @@
 Left out: asynchronous saves, and reading `hf/` back, which is for others to load.
 """
 
-from spmd_rl.checkpoint.checkpointer import Checkpointer, Stateful, finished
+from spmd_rl.checkpoint.checkpointer import Checkpointer, Stateful, finished, problem_of
 from spmd_rl.checkpoint.export import HfExport
 
-__all__ = ["Checkpointer", "HfExport", "Stateful", "finished"]
+__all__ = ["Checkpointer", "HfExport", "Stateful", "finished", "problem_of"]

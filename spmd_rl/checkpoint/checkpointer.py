@@ -174,7 +174,7 @@ class Checkpointer:
             raise UserError(found["error"])
         problems = []
         for path in map(Path, found["candidates"]):
-            problem = self._problem(path)  # [all]
+            problem = problem_of(path, self._world)  # [all]
             if problem is None:
                 if self._world.rank == 0 and problems:
                     tell(f"warning: resuming from {path.name}: {'; '.join(problems)}")
@@ -202,31 +202,6 @@ class Checkpointer:
             error = f"checkpoint.resume=never, but run.dir={self._run_dir} already holds a run"
         return {"candidates": candidates, "error": error}
 
-    def _problem(self, path: Path) -> str | None:
-        """[all] Why a checkpoint cannot be trusted; None if every byte is as its manifest says."""
-        read = None
-        if self._world.rank == 0:
-            try:
-                files = Manifest.read(path).files
-                read = {"problem": None, "files": [(name, entry.hash) for name, entry in files.items()]}
-            except TornCheckpoint as torn:
-                read = {"problem": str(torn), "files": []}
-        read = self._world.broadcast("restore: manifest", read)
-        mine = read["files"][self._world.rank :: self._world.size]
-        wrong = [problem for name, expected in mine if (problem := self._differs(path / name, name, expected))]
-        found = self._world.gather("restore: hashes", wrong)
-        return read["problem"] or next((problem for problems in found for problem in problems), None)
-
-    def _differs(self, path: Path, name: str, expected: str) -> str | None:
-        """What is wrong with one file; None if its content has the expected hash."""
-        try:
-            manifest.check_file(path, name, expected, self._world.progress)
-        except TornCheckpoint as torn:
-            return str(torn)
-        except OSError as error:
-            return f"{name}: {error.strerror} on rank {self._world.rank}; is the directory shared by all nodes?"
-        return None
-
     def _load(self, path: Path) -> int:
         """[all] Load a checkpoint that has been verified; return its step."""
         text = (path / STATE).read_text(encoding="utf-8") if self._world.rank == 0 else None
@@ -250,6 +225,33 @@ def _is_of_another_run(resume: str, own: CheckpointDir) -> bool:
     """Whether `checkpoint.resume` is a path outside of this run. A path inside takes the run back to it."""
     given = Path(resume).expanduser().absolute()
     return resume not in ("auto", "never") and given.parent != own.root.absolute()
+
+
+def problem_of(path: Path, world: World) -> str | None:
+    """[all] Why a checkpoint cannot be trusted; None if every byte is as its manifest says."""
+    read = None
+    if world.rank == 0:
+        try:
+            files = Manifest.read(path).files
+            read = {"problem": None, "files": [(name, entry.hash) for name, entry in files.items()]}
+        except TornCheckpoint as torn:
+            read = {"problem": str(torn), "files": []}
+    read = world.broadcast("restore: manifest", read)  # [all]
+    mine = read["files"][world.rank :: world.size]
+    wrong = [problem for name, expected in mine if (problem := _differs(path / name, name, expected, world))]
+    found = world.gather("restore: hashes", wrong)  # [all]
+    return read["problem"] or next((problem for problems in found for problem in problems), None)
+
+
+def _differs(path: Path, name: str, expected: str, world: World) -> str | None:
+    """What is wrong with one file; None if its content has the expected hash."""
+    try:
+        manifest.check_file(path, name, expected, world.progress)
+    except TornCheckpoint as torn:
+        return str(torn)
+    except OSError as error:
+        return f"{name}: {error.strerror} on rank {world.rank}; is the directory shared by all nodes?"
+    return None
 
 
 def finished(cfg: CheckpointConfig, run_dir: Path, steps: int, world: World) -> int | None:

@@ -5,6 +5,6 @@ import the dataclass that they need from `schema`.
 """
 
 from spmd_rl.config.main import main
-from spmd_rl.config.schema import AgenticConfig, PipelineConfig, RlvrConfig
+from spmd_rl.config.schema import AgenticConfig, EvaluateConfig, PipelineConfig, RlvrConfig
 
-__all__ = ["AgenticConfig", "PipelineConfig", "RlvrConfig", "main"]
+__all__ = ["AgenticConfig", "EvaluateConfig", "PipelineConfig", "RlvrConfig", "main"]

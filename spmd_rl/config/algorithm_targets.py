@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd_rl.config.apply import apply
 from spmd_rl.config.sections.algorithm import OWN, AlgorithmConfig
-from spmd_rl.config.sections.rollout import RolloutConfig
+from spmd_rl.config.sections.rollout import SamplingConfig
 from spmd_rl.errors import UserError
 from spmd_rl.plugins.targets import guarded, import_target, source_digest
 
@@ -85,7 +85,7 @@ def _own_functions(algorithm: AlgorithmConfig) -> list[str]:
     return [getattr(algorithm, choice) for choice in CHOICES if is_own(algorithm, choice)]
 
 
-def _own_episode(rollout: RolloutConfig) -> list[str]:
+def _own_episode(rollout: SamplingConfig) -> list[str]:
     return [rollout.target] if rollout.target else []
 
 

@@ -5,7 +5,7 @@ from spmd_rl.config.ranks import world_size
 from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import EngineConfig, TrainConfig
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.errors import plural
 
 
@@ -34,7 +34,7 @@ def describe_batch(
     ]
 
 
-def describe_evaluation(eval: EvalConfig, steps: int, num_eval: int) -> str:
+def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:
     """Return how many of `num_eval` held-out prompts are asked, how and when."""
     asked = num_eval if eval.prompts is None else min(eval.prompts, num_eval)
     if not eval.every or not asked:
@@ -60,12 +60,12 @@ def describe_tokens(rollout: RolloutConfig, turns: bool, prompt_tokens: int | No
     return f"at most {longest:,} a sample ({parts}), {samples * longest:,} a step"
 
 
-def has_turns(rollout: RolloutConfig, plays: bool) -> bool:
+def has_turns(rollout: SamplingConfig, plays: bool) -> bool:
     """Return whether episodes may have several turns: a user's own, or those of an environment (`plays`)."""
     return (plays or rollout.target is not None) and rollout.max_turns != 1
 
 
-def tokens_per_turn(rollout: RolloutConfig, prompt_tokens: int) -> int:
+def tokens_per_turn(rollout: SamplingConfig, prompt_tokens: int) -> int:
     """Return the most tokens of a prompt and one answer to it, or of a sample where the settings bound it."""
     return rollout.max_context_tokens or prompt_tokens + rollout.max_new_tokens
 

@@ -21,13 +21,13 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
 from spmd_rl.config.plugin_checks import check_envs, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
-from spmd_rl.config.run_checks import check_run, check_wandb
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
+from spmd_rl.config.schema import EVALUATE, JobConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig, files, sources
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig, RoleConfig
+from spmd_rl.config.sections.models import EngineConfig, RoleConfig, ServedModelConfig
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
@@ -44,36 +44,46 @@ NO_DATA = (
     "data.train: no dataset is given; to see a small model learn sums, say +experiment=demo; for math problems of "
     "your own, say data=jsonl_math data.train=rows.jsonl (docs/DATA.md)"
 )
-NO_TRAINING_DATA = "data.train: no training data is given; to evaluate data.eval and train nothing, say steps=0"
+NO_TRAINING_DATA = f"data.train: no training data is given; {EVALUATE} evaluates data.eval and trains nothing"
+NO_ROWS = (
+    "data.eval: nothing is given to evaluate; say data.eval=test.jsonl with a reward (data=jsonl_math has one), or "
+    "env.<tag>.target=module:Class, or the experiment of a run, such as +experiment=demo"
+)
 NO_ENVIRONMENT = (
     "env: no environment is given; say env.<tag>.target=module:Class, as env.lake.target=envs.frozen_lake:FrozenLake; "
     "to see a small model learn to walk, say +experiment=demo_frozen_lake (docs/ENVIRONMENTS.md)"
 )
 
 
-def check(cfg: PipelineConfig) -> None:
+def check(cfg: JobConfig) -> None:
     """Raise a `UserError` for the first thing that cannot work."""
     apply(CHECKS, cfg)
 
 
 def check_given_data(data: DataConfig, steps: int) -> None:
     """Check that there is something to train on, or to evaluate."""
-    if not data.train and (steps or not data.eval):
+    if not data.train:
         raise UserError(NO_TRAINING_DATA if data.eval else NO_DATA)
 
 
-def check_given_envs(env: EnvsConfig) -> None:
+def check_given_envs(env: EnvsConfig, steps: int) -> None:
     """Check that there is something to play."""
     if not env.tags:
         raise UserError(NO_ENVIRONMENT)
 
 
-def check_plan(cfg: PipelineConfig) -> None:
+def check_given_any(data: DataConfig, env: EnvsConfig) -> None:
+    """Check that there is something to evaluate: rows, or environments."""
+    if not (data.train or data.eval or env.tags):
+        raise UserError(NO_ROWS)
+
+
+def check_plan(cfg: JobConfig) -> None:
     """Raise a `UserError` for the first thing that a plan reads and that cannot work: shapes of models, layouts."""
     apply((take_shape, check_shapes, check_mesh, check_replicas), cfg)
 
 
-def take_shape(plan: PlanConfig, policy: PolicyConfig) -> None:
+def take_shape(plan: PlanConfig, policy: ServedModelConfig) -> None:
     """Put the path that `plan.shape` stands for in the place of `policy.model`."""
     if plan.shape:
         known = SHAPES / plan.shape
@@ -188,9 +198,9 @@ def check_layers(section: str, pp: int, vpp: int, path: Path) -> None:
 def check_engine(
     engine: EngineConfig,
     placement: PlacementConfig,
-    policy: PolicyConfig,
-    rollout: RolloutConfig,
-    eval: EvalConfig | None = None,
+    policy: ServedModelConfig,
+    rollout: SamplingConfig,
+    eval: EvaluationConfig | None = None,
 ) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
     if engine.name == "vllm":
@@ -213,7 +223,7 @@ def check_engine(
     check_replicas(engine, placement, policy)
 
 
-def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: PolicyConfig) -> None:
+def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: ServedModelConfig) -> None:
     """Check that `engine.tp` divides the ranks and the model's dimensions."""
     if engine.name == "native" and engine.tp != 1:
         raise UserError(f"engine.tp: {engine.tp} is impossible, engine=native holds a whole model per rank: must be 1")
@@ -228,7 +238,7 @@ def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: Pol
         check_heads("engine.tp", engine.tp, model_folder(policy.model) / "config.json", engine=True)
 
 
-def check_episode(rollout: RolloutConfig) -> None:
+def check_episode(rollout: SamplingConfig) -> None:
     """Whether `rollout.target` names a coroutine function that takes a context."""
     if rollout.target is not None:
         import_coroutine("rollout.target", rollout.target)
@@ -260,7 +270,7 @@ def check_heads(key: str, tp: int, path: Path, engine: bool = False, with_units:
             raise UserError(f"{key}: {tp} does not divide the {what} {size} of {path.parent}")
 
 
-def check_models(roles: list, engine: EngineConfig | None = None, rollout: RolloutConfig | None = None) -> None:
+def check_models(roles: list, engine: EngineConfig | None = None, rollout: SamplingConfig | None = None) -> None:
     """Check the models that are loaded: the policy's, and those of other roles that have one of their own.
 
     A name of the hub gets the commit that it stands for, so that all ranks, and a resumed run, load the same weights.
@@ -324,7 +334,8 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 
 CHECKS = (
-    *(check_given_data, check_given_envs, check_run, check_models, check_placement, check_mesh, check_engine),
+    *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_placement),
+    *(check_mesh, check_engine),
     *(check_episode, check_data, check_sidecar, check_wandb, check_rewards, check_envs, stay_offline),
     check_algorithm,  # last: a module of tensors imports torch
 )

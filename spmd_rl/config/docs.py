@@ -9,7 +9,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -58,7 +58,9 @@ def _yaml(value: Any) -> str:
 @cache
 def field_docs(section: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, its own or inherited, as one line."""
-    docs = {} if section.__base__ is object else dict(field_docs(section.__base__))
+    docs: dict[str, str] = {}
+    for base in reversed(section.__bases__):
+        docs |= field_docs(base) if is_dataclass(base) else {}
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0].body  # type: ignore[attr-defined]
     for field, text in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):

@@ -113,7 +113,6 @@ _THEIRS = {
     "checkpoint.every": "save_steps save_freq",
     "checkpoint.keep": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.resume": "resume_from_checkpoint resume_mode resume_from_path",
-    "steps=0": "val_only",
     "track.wandb, track.tensorboard or track.swanlab": "report_to track_with trainer.logger",
 }
 """What a setting here is called elsewhere"""

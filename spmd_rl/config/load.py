@@ -56,6 +56,30 @@ def load(
     return fill_run(build(schema, values), pipeline)
 
 
+def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -> DictConfig:
+    """Return the tree without what files say of settings that only other pipelines have.
+
+    What the command line says itself stays, and is an error where `schema` lacks it.
+    """
+    tree = OmegaConf.to_container(values)
+    said = [line.lstrip("+~").partition("=")[0] for line in overrides]
+    own, *others = ({leaf.key for leaf in leaves(one, tree)} for one in (schema, *PIPELINES.values()))
+    known = set().union(*others)
+
+    def kept(tree: Any, prefix: str) -> Any:
+        found = {}
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            below = isinstance(value, dict) and key not in own
+            if below and (inner := kept(value, f"{key}.")):
+                found[name] = inner
+            elif not below and (key in own or key not in known or key in said):
+                found[name] = value
+        return found
+
+    return OmegaConf.create(kept(tree, ""))
+
+
 def check_experiment(pipeline: str, overrides: Sequence[str]) -> None:
     """Raise a `UserError` for a shipped experiment of another pipeline, which has sections that this one lacks."""
     for line in overrides:
@@ -77,11 +101,12 @@ def check_recipe(overrides: Sequence[str]) -> None:
 
 
 def experiment_doors(path: Path) -> list[str]:
-    """Return the pipelines that have all sections and groups of a shipped experiment."""
+    """Return the pipelines that take a shipped experiment: they have all its sections and groups, or borrow."""
     values = yaml.safe_load(path.read_text())
     groups = [key.removeprefix("override /") for entry in values.pop("defaults", []) for key in entry]
     named = {*values, *groups}
-    return [name for name, schema in PIPELINES.items() if named <= {field.name for field in fields(schema)}]
+    own = {name: {field.name for field in fields(schema)} for name, schema in PIPELINES.items()}
+    return [name for name, schema in PIPELINES.items() if schema.borrows or named <= own[name]]
 
 
 def compose(
@@ -121,7 +146,8 @@ def compose(
     said = {line.lstrip("+").partition("=")[0] for line in overrides}
     if OmegaConf.select(values, REMOTE_CODE) and REMOTE_CODE not in said:
         raise UserError(f"{REMOTE_CODE}: a YAML file turns it on, which others may have written; say it on the line")
-    return values
+    schema = PIPELINES.get(pipeline)
+    return without_others(values, schema, overrides) if schema and schema.borrows else values
 
 
 def chosen(pipeline: str, overrides: Sequence[str]) -> dict[str, Any]:

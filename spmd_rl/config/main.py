@@ -38,7 +38,7 @@ from spmd_rl.config.phases import phase
 from spmd_rl.config.ranks import local_rank, rank
 from spmd_rl.config.resume import continue_run
 from spmd_rl.config.run_identity import attached_dir, run_dir, to_yaml
-from spmd_rl.config.schema import PIPELINES
+from spmd_rl.config.schema import PIPELINES, EvaluateConfig, RlConfig
 from spmd_rl.config.sections.run import PlanConfig, is_name
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.config.values import require
@@ -48,6 +48,8 @@ from spmd_rl.process import tell_torchrun
 ERROR_FILE = "error.txt"
 PLAN = "spmd_rl.tools.plan:show"
 """What `--plan` calls."""
+EVALUATE, NO_STEPS = "spmd_rl.evaluate:run", "steps=0"
+"""What runs where a line of reinforcement learning says that nothing is to be trained."""
 BEGAN = time.time()
 GRACE_SECONDS = 10.0
 """How long a rank waits, before the process group forms, for local rank 0 to say the same and torchrun to end us."""
@@ -63,9 +65,13 @@ def main(
     """Compose, check, run. Returns after a good end, else leaves the process with the code above.
 
     `preview` is what `--dry-run` calls in the place of `run`: a function, or `module:function` to import it late.
-    `--plan` is the same for all pipelines.
+    `--plan` is the same for all pipelines. With `steps=0`, a line of reinforcement learning is one of
+    `python -m spmd_rl.evaluate`.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if NO_STEPS in argv and issubclass(schema, RlConfig):
+        pipeline, schema, run, preview = EvaluateConfig.pipeline, EvaluateConfig, imported(EVALUATE), ""
+        argv = [word for word in argv if word != NO_STEPS]
     exit_ = Exit(given_run_dir(pipeline, argv))
     try:
         asked = parse(pipeline, schema, argv)

@@ -10,10 +10,31 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from spmd_rl.config.run_identity import saved_config
 from spmd_rl.errors import UserError, one_line
 
 WRITTEN_BYTES = 2**20
 """A file behind whose first mebibyte nothing was ever written holds no weights, whatever its size"""
+
+
+def trained_model(key: str, name: str) -> tuple[str, str | None]:
+    """Return the model and the checkpoint that the path of a checkpoint or a run stands for; else the name and None.
+
+    Of a run it is the newest checkpoint. The model is what was trained. UserError if that is not known.
+    """
+    folder = Path(name)
+    if (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file():
+        found = sorted(folder.glob("checkpoints/step-*/manifest.json"), key=lambda path: int(path.parent.name[5:]))
+        if not found:
+            raise UserError(f"{key}: {name} is a run without a checkpoint")
+        folder = found[-1].parent
+    if not (folder / "manifest.json").is_file():
+        return name, None
+    settings = saved_config(folder.parents[1]) if len(folder.parents) > 1 else None
+    if settings is None:
+        way = f"python -m spmd_rl convert to-hf {folder} OUT --model MODEL makes a model of it: {key}=OUT"
+        raise UserError(f"{key}: {folder} lies in no run's directory; {way}")
+    return settings["policy"]["model"], str(folder)
 
 
 def check_weights(key: str, folder: Path) -> None:

@@ -40,9 +40,9 @@ class PluginSetting:
 
 
 def check_rewards(reward: RewardsConfig, journal: JournalConfig, debug: bool, data: DataConfig | None = None) -> None:
-    """Check that each rewarder can be imported and built. Without `data` there need not be any."""
-    if data and not reward.domains:
-        generated = GENERATORS in data.train
+    """Check that each rewarder can be imported and built. Without rows there need not be any."""
+    if data and (rows := f"{data.train or ''},{data.eval or ''}").strip(",") and not reward.domains:
+        generated = GENERATORS in rows
         known = (
             "reasoning_gym.target=rewards.reasoning_gym:ReasoningGymReward"
             if generated

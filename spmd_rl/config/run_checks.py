@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from spmd_rl.config.ranks import rank, world_size
 from spmd_rl.config.resume import holds_run
-from spmd_rl.config.sections.models import PolicyConfig
 from spmd_rl.config.sections.run import CheckpointConfig, RunConfig, TrackConfig
 from spmd_rl.errors import UserError
 
@@ -17,13 +16,16 @@ FOLDERS, FILES = ("checkpoints", "journal", "samples", "traces"), ("config.yaml"
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
-def check_run(run: RunConfig, checkpoint: CheckpointConfig, policy: PolicyConfig, steps: int, debug: bool) -> None:
-    """Check that `run.dir` can be written, and that `checkpoint.resume` and `debug` fit what is there."""
-    folder = Path(run.dir)
-    check_writable(folder)
+def check_run(run: RunConfig, debug: bool) -> None:
+    """Check that `run.dir` can be written, and that `debug` fits the number of ranks."""
+    check_writable(Path(run.dir))
     if debug and world_size() != 1:
         raise UserError(f"debug: works in one process, not with {world_size()} ranks; use python -m, not torchrun")
-    resume = checkpoint.resume
+
+
+def check_resume(run: RunConfig, checkpoint: CheckpointConfig) -> None:
+    """Check that `checkpoint.resume` fits what is there."""
+    folder, resume = Path(run.dir), checkpoint.resume
     if resume == "never" and holds_run(folder):
         raise UserError(f"checkpoint.resume: never, but {folder} holds a run; choose another run.dir")
     if checkpoint.is_given and not Path(resume).is_dir():
@@ -32,21 +34,6 @@ def check_run(run: RunConfig, checkpoint: CheckpointConfig, policy: PolicyConfig
         known = [path for place in ("", "checkpoints/") for path in Path(resume).glob(f"{place}step-*/manifest.json")]
         known = f"give {max(known).parent}" if known else "give a checkpoint such as runs/mine/checkpoints/step-000010"
         raise UserError(f"checkpoint.resume: {resume} is no checkpoint, it has no manifest.json; {known}")
-    if not steps:
-        _check_evaluation(checkpoint, policy.model, folder)
-
-
-def _check_evaluation(checkpoint: CheckpointConfig, model: str, folder: Path) -> None:
-    """Check that an evaluation has a directory of its own, and that the checkpoint it is of, if any, has a model."""
-    if holds_run(folder):
-        latest = max(folder.glob("checkpoints/step-*"), default=folder / "checkpoints" / "step-000010")
-        way = f"choose another run.dir; checkpoint.resume={latest} evaluates it there"
-        raise UserError(f"steps=0: {folder} holds a run, which an evaluation would overwrite; {way}")
-    if checkpoint.is_given:
-        resume, checkpoint.resume = checkpoint.resume, "auto"  # `policy.model` is its hf/, nothing is resumed
-        if not Path(model).is_dir():
-            way = f"python -m spmd_rl convert to-hf {resume} OUT makes one: policy.model=OUT"
-            raise UserError(f"checkpoint.resume: {resume} has no hf/, which is what steps=0 evaluates; {way}")
 
 
 def check_writable(folder: Path) -> None:

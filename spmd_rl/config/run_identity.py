@@ -22,6 +22,7 @@ import yaml
 from spmd_rl.config.algorithm_targets import sources
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
 
 CONFIG_FILE = "config.yaml"
 WITHOUT_EFFECT_ON_RESULTS = (
@@ -44,10 +45,10 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
     `steps`. `steps` is among them unless every `schedule` is `constant`: it is the horizon of a decaying learning rate.
-    Where it is 0, it is among them, and so is `eval`: these change what an evaluation finds.
+    Where nothing is trained, `eval` is among them: it changes which answers there are.
     """
     settings = dict(flatten(tree))
-    evaluates = settings.get("steps") == 0
+    evaluates = "steps" not in settings
 
     def changes_results(key: str) -> bool:
         endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox", ".mode", ".envs_per_worker")
@@ -55,10 +56,11 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
         of_sidecar = key.startswith(("reward.", "env.")) and not {"args", "eval_args"} & set(key.split("."))
         runs_where = of_sidecar and key.endswith(endings)
         of_run = key == "steps" or key in OF_ATTACHED_JOBS or key.split(".")[0] in WITHOUT_EFFECT_ON_RESULTS
-        return not (of_run or runs_where) or (evaluates and key.startswith("eval."))
+        of_answers = key.startswith("eval.") and key not in ("eval.metrics", "eval.pass_score")
+        return not (of_run or runs_where) or (evaluates and of_answers)
 
     kept = {key: value for key, value in settings.items() if changes_results(key)}
-    if evaluates or any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
+    if any(key.endswith(".schedule") and value != "constant" for key, value in kept.items()):
         kept["steps"] = settings["steps"]
     return kept
 
@@ -69,12 +71,20 @@ def identity_hash(cfg: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
+def answers_key(cfg: Any, prompts: str) -> str:
+    """Return 16 hexadecimal digits over all that decides the answers of an evaluation: settings, weights and `prompts`,
+    a digest of these. Of the weight files it takes names, sizes and times."""
+    files = [(path.name, path.stat()) for path in sorted(model_folder(cfg.policy.model).glob("*.safetensors"))]
+    weights = [[name, found.st_size, found.st_mtime_ns] for name, found in files]
+    text = json.dumps([identity_hash(cfg), weights, prompts])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def fill_run(cfg: T, pipeline: str) -> T:
     """Fill in `pipeline`, and `run.name` and `run.dir` (as an absolute path) where the user gave none; return `cfg`."""
     run, cfg.pipeline = cfg.run, pipeline
     if run.name is None:
-        kind = cfg.kind if cfg.steps else "eval"
-        run.name = "-".join([Path(cfg.policy.model).name, kind, identity_hash(cfg)])
+        run.name = "-".join([Path(cfg.policy.model).name, cfg.kind, identity_hash(cfg)])
     folder = run_dir(pipeline, run.name, run.dir)
     run.dir = str(attached_dir(folder) if cfg.attaches else folder)
     return cfg

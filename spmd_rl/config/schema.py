@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import ClassVar
 
 from spmd_rl.config.generation import GenerationSettings
+from spmd_rl.config.model_files import trained_model
 from spmd_rl.config.sections.algorithm import AGENTIC_ADVANTAGES, OWN, AlgorithmConfig
 from spmd_rl.config.sections.data import DataConfig, RewardsConfig
 from spmd_rl.config.sections.data import RewardConfig as RewardConfig
@@ -16,13 +17,15 @@ from spmd_rl.config.sections.env import EnvsConfig, WarmupConfig
 from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
+    EvaluatedModelConfig,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
+    ServedModelConfig,
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
-from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, RolloutConfig
+from spmd_rl.config.sections.rollout import HELD_OUT, EvalConfig, EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.rollout import FilterConfig as FilterConfig
 from spmd_rl.config.sections.run import (
     CheckpointConfig,
@@ -37,10 +40,12 @@ from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
 from spmd_rl.config.values import at_least, require
 from spmd_rl.errors import UserError
 
+EVALUATE = "python -m spmd_rl.evaluate"
+
 
 @dataclass
-class PipelineConfig:
-    """The settings that every pipeline has: those of a model that is trained, of its run and of what is measured.
+class JobConfig:
+    """The settings that every pipeline has: those of a model, of its run and of what is measured.
 
     The settings of a pipeline are a subclass that adds its own sections. What the package says of a section (its
     checks, its lines on the terminal) it says of every pipeline that has one of this name and type: see `apply`.
@@ -48,27 +53,25 @@ class PipelineConfig:
 
     pipeline: ClassVar[str] = ""
     """Name of the pipeline, which `load` fills in."""
+    borrows: ClassVar[bool] = False
+    """Whether it takes the experiments of other pipelines too, and of what they set, what it has."""
+    steps: ClassVar[int] = 0
 
     seed: int = 0
     """Random seed of data order, sampling and everything else."""
-    steps: int = 100
-    """Training steps. 0: only evaluate, `policy.model` or the checkpoint that `checkpoint.resume` names."""
     debug: bool = False
     """Score in this process, without sidecars, so that `breakpoint()` works in a reward or an environment. One rank
     only."""
     profile: bool = False
     """Write a torch profiler trace of the second step that this process runs into `run.dir/traces`."""
     run: RunConfig = field(default_factory=RunConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    policy: ServedModelConfig = field(default_factory=ServedModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     journal: JournalConfig = field(default_factory=JournalConfig)
 
     def __post_init__(self) -> None:
-        at_least(self, seed=0, steps=0)
-        if not self.steps and self.checkpoint.is_given:
-            self.policy.model = f"{self.checkpoint.resume}/hf"
+        at_least(self, seed=0)
 
     @property
     def kind(self) -> str:
@@ -104,6 +107,20 @@ class PipelineConfig:
 
 
 @dataclass
+class PipelineConfig(JobConfig):
+    """The settings that every pipeline has that trains a model."""
+
+    steps: int = 100
+    """Training steps."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.steps > 0, f"steps: must be at least 1, not {self.steps}; {EVALUATE} evaluates and trains nothing")
+
+
+@dataclass
 class RlConfig(PipelineConfig):
     """The settings that pipelines of reinforcement learning have in common: they generate, score and learn from it."""
 
@@ -121,7 +138,6 @@ class RlConfig(PipelineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
         if self.placement.swap is None:
@@ -203,7 +219,7 @@ class RlvrConfig(RlConfig):
         for key in () if own else _keys_of_agents(self):
             raise UserError(f"{key}: unknown key; rlvr's answers have one turn, python -m spmd_rl.agentic has it")
         require(not self.rollout.redundancy, "rollout.redundancy: is for environments; rlvr has none")
-        if self.steps and not self.data.eval:
+        if not self.data.eval:
             self.eval.prompts = self.eval.prompts or HELD_OUT
 
     @property
@@ -254,5 +270,47 @@ class AgenticConfig(RlConfig):
         return self.warmup.steps
 
 
-PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig)}
+@dataclass
+class EvaluateConfig(JobConfig):
+    """The settings of `python -m spmd_rl.evaluate`."""
+
+    pipeline = "evaluate"
+    borrows = True
+    policy: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: SamplingConfig = field(default_factory=SamplingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvsConfig = field(default_factory=EnvsConfig)
+    reward: RewardsConfig = field(default_factory=RewardsConfig)
+    eval: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sidecar: SidecarConfig = field(default_factory=SidecarConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.data.train or self.data.eval
+        require(not (given and self.env.tags), "env: either rows (data) or environments (env) are evaluated, not both")
+        # What is not for a user to say: nothing is trained between two publishes, so that all ranks generate
+        self.placement, self.publish = PlacementConfig(), PublishConfig(probe_every=0)
+        if self.policy.checkpoint is None:
+            self.policy.model, self.policy.checkpoint = trained_model("policy.model", self.policy.model)
+        if not self.data.eval:
+            self.eval.prompts = self.eval.prompts or HELD_OUT
+        if self.eval.metrics is None:
+            n = self.eval.answers
+            ks = sorted({n, *(1 << bit for bit in range(n.bit_length()) if 1 << bit <= n)} - {0})
+            self.eval.metrics = ["ci95", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 2)]
+
+    @property
+    def envs(self) -> EnvsConfig | None:
+        """Environments that are played; None where rows are evaluated."""
+        return self.env if self.env.tags else None
+
+    @property
+    def generation(self) -> GenerationSettings:
+        """See `RlConfig.generation`."""
+        rollout, rows = RolloutConfig(**vars(self.rollout)), None if self.envs else self.data
+        return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
+
+
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in (RlvrConfig, AgenticConfig, EvaluateConfig)}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -15,6 +15,7 @@ from spmd_rl.config.apply import apply
 from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig
+from spmd_rl.config.sections.env import EnvsConfig
 from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
@@ -82,13 +83,19 @@ def _of_critic(critic: CriticConfig) -> Idle:
     return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
 
 
-def _of_data(data: DataConfig, steps: int) -> Idle:
+def _of_data(data: DataConfig) -> Idle:
     generated = GENERATORS in f"{data.train},{data.eval}"
     return [
         (generated, "problems come from files", "data.size data.seed data.args"),
         (data.eval is None, "data.eval is given", "data.holdout"),
-        (steps, "steps is 0", "data.holdout data.mix"),
-        (steps or not data.eval, "steps is 0 and data.eval is given", "data.train"),
+    ]
+
+
+def _of_evaluation(data: DataConfig, env: EnvsConfig) -> Idle:
+    return [
+        (False, "nothing is trained", "data.mix"),
+        (not data.eval, "data.eval is given", "data.train"),
+        (not env.tags, "environments are evaluated", "data"),
     ]
 
 
@@ -101,7 +108,7 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
     return idle
 
 
-IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_sidecar)
+IDLE = (_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_evaluation, _of_sidecar)
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 
 

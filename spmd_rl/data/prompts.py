@@ -64,35 +64,38 @@ class Prompts:
     def load(cls, cfg: DataConfig, trains: bool = True) -> "Prompts":
         """Read the prompts; deduplicate and split those that are for training.
 
-        trains: whether there are steps of training. Else all rows of `data.eval`, or of `data.train` where it is given
-        alone, are for evaluation. Raises `UserError` for an unreadable or broken source, for an id used twice, for a
-        column of `data.keys` that no row has, and if no training prompt is left.
+        trains: whether there are steps of training. Else only the held-out prompts are kept, which are the same.
+        Raises `UserError` for an unreadable or broken source, for an id used twice, for a column of `data.keys` that
+        no row has, and if no training prompt, or none to evaluate, is left.
         """
         for key in ("format", "system"):
             if LINE_BREAK.search(getattr(cfg, key) or "") and rank() == 0:
                 tell(f"data.{key}: \\n is read as a line break")
-        key = "data.eval" if cfg.eval or trains else "data.train"
-        whole = cfg.eval if cfg.eval or trains else cfg.train
-        rows = list(_read(cfg.train, "data.train", cfg)) if trains else []
-        eval_rows = list(_read(whole, key, cfg)) if whole else []
+        rows = list(_read(cfg.train, "data.train", cfg)) if cfg.train and (trains or not cfg.eval) else []
+        eval_rows = list(_read(cfg.eval, "data.eval", cfg)) if cfg.eval else []
         if trains or not (cfg.train and cfg.eval):  # else settings may be about rows that are not read
             _check_names([*rows, *eval_rows], cfg)
         train = _distinct(rows)
         held_out = [(_content(row), row) for row in eval_rows]
-        if not whole:
+        if not cfg.eval:
             held_out = [(content, row) for content, row in train.items() if is_held_out(content, cfg.holdout)]
         taken = {content for content, _ in held_out}
         train = {content: row for content, row in train.items() if content not in taken}
         if trains and not train:
             taken_by = "all rows are also in data.eval" if cfg.eval else f"data.holdout={cfg.holdout} takes all rows"
             raise UserError(
-                f"data.train: no training prompt is left in {cfg.train}: {taken_by}; to evaluate them, say steps=0"
+                f"data.train: no training prompt is left in {cfg.train}: {taken_by}; "
+                "to evaluate them: python -m spmd_rl.evaluate"
+            )
+        if not (trains or held_out):
+            raise UserError(
+                f"data.holdout: {cfg.holdout:g} holds none of the rows of {cfg.train} out; 1 evaluates all of them"
             )
         # Sorted by hash, the first n of `eval` are a fair sample, and stay the same when the source grows.
         eval = [_to_prompt(row, id, cfg) for id, row in _numbered(sorted(held_out, key=itemgetter(0)))]
         prompts = [_to_prompt(row, content, cfg) for content, row in train.items()]
         num_dropped = len(rows) + len(eval_rows) - len(train) - len(held_out)
-        return cls(prompts, eval, num_dropped, cfg.mix if trains else None)
+        return cls(prompts, eval, num_dropped, cfg.mix) if trains else cls((), eval, num_dropped)
 
     def ticket(self, ticket: int, seed: int) -> tuple[int, Prompt]:
         """Return the epoch and the prompt of a ticket.

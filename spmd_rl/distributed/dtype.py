@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from spmd_rl.config.sections.models import PolicyConfig
+from spmd_rl.config.sections.models import ServedModelConfig
 from spmd_rl.distributed.world import World
 from spmd_rl.errors import tell
 
@@ -17,7 +17,7 @@ CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Flags in /proc/cpuinfo of instructions that multiply bfloat16; the last is that of ARM."""
 
 
-def agree_on_dtype(world: World, policy: PolicyConfig) -> None:
+def agree_on_dtype(world: World, policy: ServedModelConfig) -> None:
     """[all] Put bfloat16 or float32 in the place of `policy.dtype=auto`, alike on all ranks; rank 0 prints the reason.
 
     The settings must be agreed already: all ranks have `auto`, or none has.

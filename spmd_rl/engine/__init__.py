@@ -2,14 +2,14 @@
 
 import importlib
 
-from spmd_rl.config.sections.models import ENGINES, EngineConfig, PolicyConfig
+from spmd_rl.config.sections.models import ENGINES, EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Capacity, Engine
 
 __all__ = ["Capacity", "Engine", "build"]
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: World) -> Engine:
+def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
     """[all] The engine of this rank, without weights yet: it refuses requests until the first publish.
 
     sleeps: its weights leave the device while it does not generate.

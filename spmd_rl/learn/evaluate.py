@@ -1,17 +1,25 @@
-"""Held-out evaluation: a few sampled answers and one greedy answer for each prompt, dealt over the ranks."""
+"""Held-out evaluation: sampled answers and one greedy answer for each prompt, and what their scores come to.
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+In training after every so many steps, and alone (`python -m spmd_rl.evaluate`), by the same code.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from statistics import fmean
 from typing import Any, Protocol
 
-from spmd_rl.config.schema import EvalConfig, RolloutConfig
+import msgspec
+
+from spmd_rl.algo.estimators import half_width, maj_at_k, pass_at_k
+from spmd_rl.config.schema import EvaluateConfig, EvaluationConfig, RlConfig, SamplingConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn.sample_log import held_out
 from spmd_rl.rollout import Sampling, mean_parts, sum_parts
+from spmd_rl.track.metrics import Values
 from spmd_rl.track.samples import SampleRow
-from spmd_rl.types import Group, Prompt
+from spmd_rl.types import Group, Prompt, Sample
 
 Log = Callable[[int, Iterable[SampleRow]], None]
 
@@ -27,17 +35,46 @@ class Answers(Protocol):
         ...
 
 
+class Answered(msgspec.Struct, array_like=True):
+    """What an answer came to, as ranks report it to each other: a prompt's may lie on several."""
+
+    number: int
+    """Of the prompt."""
+    answer: int
+    domain: str
+    greedy: bool
+    score: float | None
+    """None where it has none, for the reason in `detail`."""
+    vote: str
+    """See `Verdict.answer`."""
+    detail: str
+    parts: dict[str, tuple[float, int]]
+    """See `sum_parts`."""
+
+    @classmethod
+    def of(cls, sample: Sample, domain: str) -> "Answered":
+        """Take what counts from an answer's last sample."""
+        verdict, score = sample.verdict, sample.verdict.score if sample.verdict.scored else None
+        about = sample.ticket, sample.unit_number, domain, sample.greedy, score, verdict.answer, verdict.detail
+        return cls(*about, sum_parts([sample]))
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """When held-out prompts are asked, and how."""
 
-    settings: EvalConfig
-    rollout: RolloutConfig
+    settings: EvaluationConfig
+    rollout: SamplingConfig
     seed: int
     steps: int
     """0: there is nothing but an evaluation."""
     error_budget: float
     """See `reward.error_budget`."""
+
+    @classmethod
+    def of(cls, cfg: RlConfig | EvaluateConfig) -> "Evaluation":
+        """The evaluations of a run."""
+        return cls(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
 
     def questions(self, held_out: Sequence[Prompt], step: int) -> tuple[Sequence[Prompt], list[Sampling]]:
         """Return the held-out prompts that are asked after `step`, and how each of their answers is drawn.
@@ -53,72 +90,78 @@ class Evaluation:
         one = replace(greedy, temperature=temperature, **settings.truncation(rollout))
         return held_out[: settings.prompts], [*[one] * settings.answers, greedy]
 
-    def __call__(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, float]:
-        """[all] `val/*` metrics, means over the answers that have a score; empty where `step` is not due.
+    def __call__(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> Values:
+        """[all] `val/*` metrics of what `results` returns."""
+        return val_metrics(self.results(rollouts, world, step, log))  # [all]
 
-        `log` gets this rank's answers: `Run.log_eval`. One line says how many have no score. RunFailed where there is
-        no more than an evaluation and these are more than `reward.error_budget`.
+    def results(self, rollouts: Answers, world: World, step: int, log: Log | None = None) -> dict[str, Values]:
+        """[all] What the answers come to, by domain, and of all domains as ''; empty where `step` is not due.
+
+        Equal on all ranks, and on any number of them. Answers without a score are left out: `error_share` is their
+        share, and a line says how many there are. `log` gets this rank's answers: `Run.log_eval`. RunFailed where there
+        is no more than an evaluation and these are more than `reward.error_budget`.
         """
         prompts, samplings = self.questions(rollouts.prompts.eval, step)
         if not samplings:
             return {}
         with world.phase("eval"):
-            groups = rollouts.answer(prompts, samplings)
+            groups = rollouts.answer(prompts, samplings)  # [all]
             if log is not None:
                 log(step, held_out(groups))
-            sums: dict[str, float] = defaultdict(float)
-            for domain in sorted({p.domain for p in prompts}):  # the same keys on every rank, one without groups too
-                for name in (f"{domain}/score", f"{domain}/score_greedy"):
-                    sums[f"{name}/sum"], sums[f"{name}/count"] = 0.0, 0.0
-            for group in groups:
-                for sample in group.samples:
-                    if sample.verdict.scored and sample.last:
-                        name = "score_greedy" if sample.greedy else "score"
-                        sums[f"{group.prompt.domain}/{name}/sum"] += sample.verdict.score
-                        sums[f"{group.prompt.domain}/{name}/count"] += 1
-            parts = [[group.prompt.domain, sum_parts(group.samples)] for group in groups]
-            unscored = [s.verdict.detail for g in groups for s in g.samples if s.last and not s.verdict.scored]
-            scored = Counter(g.prompt.domain for g in groups if any(s.last and s.verdict.scored for s in g.samples))
-            mine = [[p for p in parts if p[1]], len(unscored), next(filter(None, unscored), ""), dict(scored)]
-            gathered = world.gather("eval: parts", mine)  # [all]
-            everyone = [pair for theirs, *_ in gathered for pair in theirs]
-            means = {tag: mean_parts(found for name, found in everyone if name == tag) for tag, _ in everyone}
-            own = {f"val/{tag}/{name}": value for tag in sorted(means) for name, value in means[tag].items()}
-            own |= self._shares(prompts, step, [found[1:] for found in gathered], world.rank)
-            return _means(world.reduce("eval: scores", dict(sums), "sum")) | own  # [all]
+            mine = [Answered.of(one, group.prompt.domain) for group in groups for one in group.samples if one.last]
+            of_ranks = world.gather("eval: scores", mine, list[Answered])  # [all]
+            answers = sorted(chain.from_iterable(of_ranks), key=lambda one: (one.number, one.answer))
+            found = {"": measure(answers, self.settings)}
+            for domain in sorted({prompt.domain for prompt in prompts}):
+                own = [one for one in answers if one.domain == domain]
+                found[domain] = measure(own, self.settings) | mean_parts(one.parts for one in own)
+            if prompts:
+                found[""]["error_share"] = self._error_share(answers, step, world.rank)
+            return found
 
-    def _shares(
-        self, prompts: Sequence[Prompt], step: int, found: Sequence[tuple[int, str, dict[str, int]]], rank: int
-    ) -> dict[str, float]:
-        """Over how many prompts the scores are, and the share of answers without one. RunFailed: see `__call__`.
-
-        found: of each rank, the number of answers without a score, why the first has none, and by domain the number of
-        prompts with a score.
-        """
-        num_answers, num_unscored = len(prompts) * (self.settings.answers + 1), sum(count for count, *_ in found)
-        if not num_answers:
-            return {}
-        if num_unscored:
-            line = f"{num_unscored} of {num_answers} held-out answers of step {step} got no score"
-            line += f"; the first: {next((detail for _, detail, _ in found if detail), 'no reason is known')}"
-            if not self.steps and num_unscored > self.error_budget * num_answers:  # alike on all ranks
+    def _error_share(self, answers: Sequence[Answered], step: int, rank: int) -> float:
+        """The share of answers without a score. RunFailed: see `results`."""
+        failed = [one.detail for one in answers if one.score is None]
+        if failed:
+            line = f"{len(failed)} of {len(answers)} held-out answers of step {step} got no score"
+            line += f"; the first: {next(filter(None, failed), 'no reason is known')}"
+            if not self.steps and len(failed) > self.error_budget * len(answers):  # alike on all ranks
                 raise RunFailed(f"reward.error_budget={self.error_budget:g}: {line}")
             if rank == 0:
                 tell(f"warning: {line}; val/* leave them out")
-        counts = {domain: sum(scored.get(domain, 0) for *_, scored in found) for domain in {p.domain for p in prompts}}
-        shares = {f"val/{domain}/num_prompts": float(counts[domain]) for domain in sorted(counts)}
-        return shares | {"val/num_prompts": float(sum(counts.values())), "val/error_share": num_unscored / num_answers}
+        return len(failed) / max(1, len(answers))
 
 
-def _means(sums: dict[str, float]) -> dict[str, float]:
-    """`val/score/mean`, `val/score_greedy/mean` and one of each per domain."""
-    metrics: dict[str, float] = {}
-    for kind in ("score", "score_greedy"):
-        totals = {key: value for key, value in sums.items() if key.endswith((f"/{kind}/sum", f"/{kind}/count"))}
-        domains = {key.rsplit("/", 2)[0] for key in totals}
-        for domain in sorted(domains):
-            if count := totals[f"{domain}/{kind}/count"]:
-                metrics[f"val/{domain}/{kind}/mean"] = totals[f"{domain}/{kind}/sum"] / count
-        if count := sum(totals[f"{d}/{kind}/count"] for d in domains):
-            metrics[f"val/{kind}/mean"] = sum(totals[f"{d}/{kind}/sum"] for d in domains) / count
-    return metrics
+def val_metrics(found: Mapping[str, Values]) -> Values:
+    """Return what `Evaluation.results` returned as metrics: `val/<domain>/<name>` and, of all domains, `val/<name>`."""
+    sections = {domain: f"val/{domain}/" if domain else "val/" for domain in found}
+    return {f"{sections[domain]}{name}": value for domain in found for name, value in found[domain].items()}
+
+
+def measure(answers: Sequence[Answered], settings: EvaluationConfig) -> Values:
+    """Return the numbers of some prompts' answers, which come in order: their means, what `eval.metrics` names, and
+    how many prompts have a score.
+
+    `pass@k` and `maj@k` are over the prompts with k scored sampled answers; `maj@k` over the domains in which some
+    answer has a vote (`Verdict.answer`).
+    """
+    found: Values = {}
+    scored = [one for one in answers if one.score is not None]
+    sampled, greedy = ([one for one in scored if one.greedy == kind] for kind in (False, True))
+    prompts = [list(some) for _, some in groupby(sampled, key=lambda one: one.number)]
+    for name, some in (("score", sampled), ("score_greedy", greedy)):
+        by_prompt = [[one.score for one in own] for _, own in groupby(some, key=lambda one: one.number)]
+        if some:
+            found[f"{name}/mean"] = fmean(one.score for one in some)
+        if "ci95" in (settings.metrics or ()) and (half := half_width([*map(fmean, by_prompt)])) is not None:
+            found[f"{name}/ci95"] = half
+    for k in settings.numbers("pass"):
+        right = [[one.score >= settings.pass_score for one in own] for own in prompts if len(own) >= k]
+        if right:
+            found[f"pass@{k}"] = fmean(pass_at_k(len(own), sum(own), k) for own in right)
+    voting = {one.domain for one in sampled if one.vote}
+    for k in settings.numbers("maj"):
+        votes = [[(one.vote, one.score) for one in own] for own in prompts if own[0].domain in voting and len(own) >= k]
+        if votes:
+            found[f"maj@{k}"] = fmean(maj_at_k(own, [k])[0] for own in votes)
+    return found | {"num_prompts": float(len({one.number for one in scored}))}

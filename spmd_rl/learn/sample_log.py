@@ -144,4 +144,5 @@ def _step(step: AgentStep) -> StepRow:
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     fields = {"status": verdict.status, "score": verdict.score, "parts": dict(verdict.parts)}
-    return fields | {"detail": verdict.detail} if verdict.detail else fields
+    more = {"detail": verdict.detail, "answer": verdict.answer}
+    return fields | {name: text for name, text in more.items() if text}

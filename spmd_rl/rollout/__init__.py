@@ -20,6 +20,7 @@ from spmd_rl.rollout.collection import Rollouts
 from spmd_rl.rollout.demonstrations import Demonstrations, Demonstrator
 from spmd_rl.rollout.engine_loop import InFlightUpdate
 from spmd_rl.rollout.episode import BudgetSpent, Context, Sampling, single_turn
+from spmd_rl.rollout.kept import KeptAnswers, KeptRollouts
 from spmd_rl.rollout.player import Services
 from spmd_rl.rollout.replay_log import Migration
 from spmd_rl.rollout.source import RolloutSource
@@ -34,6 +35,8 @@ __all__ = [
     "Demonstrations",
     "Demonstrator",
     "InFlightUpdate",
+    "KeptAnswers",
+    "KeptRollouts",
     "Migration",
     "RankReport",
     "RolloutSource",

@@ -7,6 +7,7 @@ Left out: the rules of a step (`step_plan.py`, `coordinator.py`, `claims.py`) an
 """
 
 import asyncio
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,9 @@ from spmd_rl.rollout.claims import claims
 from spmd_rl.rollout.collected import Collected, RankReport, check_errors
 from spmd_rl.rollout.coordinator import Coordinator, coordinate
 from spmd_rl.rollout.engine_loop import InFlightUpdate
-from spmd_rl.rollout.episode import Sampling
-from spmd_rl.rollout.player import Player, Services
+from spmd_rl.rollout.episode import Sampling, in_order
+from spmd_rl.rollout.kept import KeptAnswers
+from spmd_rl.rollout.player import Claim, Player, Question, Services
 from spmd_rl.rollout.prompt_lengths import check_room, fit_prompts
 from spmd_rl.rollout.replay_log import Migration
 from spmd_rl.rollout.shared_step import SharedStep
@@ -153,25 +155,32 @@ class Rollouts:
             shared = SharedStep(coordinator, claim, s, self._world.rank)
         return StepRun(step, shared, self._player)
 
-    def answer(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[Group]:
-        """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter."""
-        shares = iter([list(enumerate(prompts))[self._replica :: self._num_replicas]])
-        groups: list[Group] = []
-        self.answer_from(lambda room: next(shares, []), sampling, groups.append)
-        return groups
+    def answer(
+        self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], kept: KeptAnswers | None = None
+    ) -> list[Group]:
+        """[all] Return this rank's share of `prompts`, one sample for each `sampling`; no tickets and no filter.
 
-    def answer_from(
-        self,
-        claim: Callable[[int], Sequence[tuple[int, Prompt]]],
-        sampling: Sequence[Sampling],
-        finish: Callable[[Group], object],
-    ) -> None:
-        """[all] ranks of a replica: answer the numbered prompts that `claim(room)` gives, as long as there are some.
-
-        finish: gets each prompt's group, whose ticket is the prompt's number.
+        kept: answers that are there already, and where each one is written as soon as it has ended.
         """
-        room = max(1, self._engine.capacity.max_running // max(1, len(sampling)))
+        there = kept.numbers if kept else frozenset()
+        missing = [[a for a in range(len(sampling)) if (n, a) not in there] for n in range(len(prompts))]
+        dealt = [n for n, answers in enumerate(missing) if answers][self._replica :: self._num_replicas]
+        mine = deque(Question(n, prompts[n], {a: sampling[a]}) for n in dealt for a in missing[n])
+        samples = defaultdict(list, kept.samples() if kept else {})
+
+        def finish(group: Group) -> None:
+            samples[group.ticket] += group.samples
+            if kept:
+                kept.write(group.samples)
+
+        self.answer_from(lambda room: [mine.popleft() for _ in range(min(room, len(mine)))], finish)
+        return [Group(prompts[n], n, in_order([samples[n]])) for n in sorted(samples)]
+
+    def answer_from(self, claim: Claim, finish: Callable[[Group], object], size: int = 1) -> None:
+        """[all] ranks of a replica: answer the questions that `claim(room)` gives, as long as there are some.
+
+        finish: gets the answers to each, a group whose ticket is the prompt's number. size: how many a question has.
+        """
         with self._engine.awake(), self._engine.driven():
-            while self._engine.leads and (mine := claim(room)):
-                for group in self._runner.run(self._player.generate_for(mine, sampling)):
-                    finish(group)
+            if self._engine.leads:
+                self._runner.run(self._player.answer(claim, finish, size))

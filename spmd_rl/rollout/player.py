@@ -44,6 +44,19 @@ class Services:
     """Where prompts are tasks of environments, what plays these."""
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A held-out prompt, and how its answers are drawn: all of them, or those that are not there yet."""
+
+    number: int
+    """Of the prompt."""
+    prompt: Prompt
+    answers: Mapping[int, Sampling]
+
+
+Claim = Callable[[int], Sequence[Question]]
+
+
 class Player:
     """The episodes of one replica; only its first rank plays."""
 
@@ -191,20 +204,34 @@ class Player:
         await asyncio.gather(*self.running.values(), return_exceptions=True)
         self.running.clear()
 
-    async def generate_for(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sequence[Sampling]) -> list[Group]:
-        """Return an answer to each numbered prompt for each `sampling`; no tickets and no filter."""
+    async def answer(self, claim: Claim, finish: Callable[[Group], object], size: int) -> None:
+        """Answer the questions that `claim` gives until there are no more; no tickets and no filter.
+
+        claim: gets how many there is room for. finish: gets the answers to each as soon as they have ended. size: the
+        number of answers to a question.
+        """
         engine_loop = EngineLoop(self.engine, self.world)  # not the one in which carried requests wait
-        answers, of = dict(enumerate(sampling)), sampling[0]
-        started = []
-        for n, prompt in prompts:
-            seed = partial(counter_seed, of.seed, of.split, 0, prompt.id)
-            started.append((prompt, n, self._start(prompt, n, seed, answers, engine_loop)))
-        while not all(samples.done() for _, _, samples in started):
+        running: list[tuple[Question, Samples]] = []
+        asks = True
+        while asks or running:
+            busy = len(running) * size if self._asks_again else engine_loop.num_requests
+            room = max((self.engine.capacity.max_running - busy) // size, not running)
+            if asks and room > 0:
+                asks = bool(questions := claim(room))
+                for one in questions:
+                    of = next(iter(one.answers.values()))
+                    seed = partial(counter_seed, of.seed, of.split, 0, one.prompt.id)
+                    running.append((one, self._start(one.prompt, one.number, seed, one.answers, engine_loop)))
+                await asyncio.sleep(0)  # their requests now stand in the engine loop, and count
+                continue
             await engine_loop.poll()
             self._report_wait(engine_loop)
+            for one, samples in running:
+                if samples.done():
+                    finish(Group(one.prompt, one.number, in_order(samples.result())))
+            running = [pair for pair in running if not pair[1].done()]
         self._wait_message.over()
         self.world.journal.idle(False)
-        return [Group(prompt, n, in_order(samples.result())) for prompt, n, samples in started]
 
     def waiting(self, name: str) -> AbstractContextManager[object]:
         """While nothing runs here, a hang report finds this rank waiting for `name`."""

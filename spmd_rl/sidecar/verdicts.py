@@ -28,7 +28,8 @@ def checked(verdict: Any) -> Verdict:
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
     detail, traceback = one_line(verdict.detail), printable(verdict.traceback[:MAX_TRACEBACK])
-    return Verdict(verdict.status, float(verdict.score), parts, detail, traceback)
+    answer = printable(str(verdict.answer)[:MAX_NAME], lines=False)
+    return Verdict(verdict.status, float(verdict.score), parts, detail, traceback, answer)
 
 
 def checked_reply(packed: msgspec.Raw) -> Verdict:

@@ -10,9 +10,10 @@ from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.split import messages
 from spmd_rl.split.link import MemberLink
 from spmd_rl.split.messages import Kind, Stats
-from spmd_rl.split.pieces import DAMAGED, pack, unpack
+from spmd_rl.split.pieces import DAMAGED
 from spmd_rl.split.queues import Place
 from spmd_rl.types import Sample
+from spmd_rl.types.encoded import pack, unpack
 from spmd_rl.weights.client import WeightClient
 from spmd_rl.weights.messages import digest
 

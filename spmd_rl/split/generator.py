@@ -7,7 +7,7 @@ noise.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Literal
 
@@ -23,10 +23,11 @@ from spmd_rl.engine import build as build_engine
 from spmd_rl.learn import Evaluation
 from spmd_rl.model.tokenizer import Tokenizer
 from spmd_rl.rollout import Agent, Rollouts, Services
+from spmd_rl.rollout.player import Question
 from spmd_rl.split.client import Task
 from spmd_rl.split.remote_step import RemoteWork
 from spmd_rl.split.sides import GenerateSide
-from spmd_rl.types import Group, Prompt
+from spmd_rl.types import Group
 from spmd_rl.weights.in_flight import InFlight
 from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.receiver import WeightReceiver
@@ -52,7 +53,7 @@ class Generator:
     def __init__(self, cfg: RlConfig, engine: Engine, side: GenerateSide) -> None:
         """[all] that generate."""
         self._cfg, self._client, self._world, self._together = cfg, side.client, side.world, side.together
-        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
+        self._evaluation = Evaluation.of(cfg)
         replica = ReplicaBroadcast(side.world, cfg.engine.tp)  # [all] that generate
         report = self._client.hand_in_probe
         self._receiver = WeightReceiver(engine, replica, side.world, self._announced, report, cfg.publish.delta)
@@ -124,15 +125,16 @@ class Generator:
         held_out, samplings = self._evaluation.questions(rollouts.prompts.eval, version)
         tasks: dict[int, Task] = {}
 
-        def claim(room: int) -> Sequence[tuple[int, Prompt]]:
-            tasks.update({task.place[0]: task for task in self._client.claim("eval", version, version, room)[1]})
-            return [(index, held_out[index]) for index in tasks]
+        def claim(room: int) -> list[Question]:
+            claimed = {task.place[0]: task for task in self._client.claim("eval", version, version, room)[1]}
+            tasks.update(claimed)
+            return [Question(index, held_out[index], dict(enumerate(samplings))) for index in claimed]
 
         def finish(group: Group) -> None:
             self._client.hand_in(tasks.pop(group.ticket), group.samples)
 
         with self._world.phase("eval"):
-            rollouts.answer_from(claim, samplings, finish)
+            rollouts.answer_from(claim, finish, len(samplings))
 
     def _next(self) -> GeneratorTask:
         """[all] What the first rank finds; it waits where there is nothing to do."""

@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,9 +18,8 @@ from spmd_rl.config.schema import RlConfig, RolloutConfig
 from spmd_rl.hub import model_folder
 from spmd_rl.model.moe import num_experts
 from spmd_rl.rollout.episode import SEGMENTS, Sampling
-from spmd_rl.rollout.replay_log import PartialRollouts
 from spmd_rl.types import Group, Prompt, Sample, Turn, Verdict
-from spmd_rl.weights.probe import Answer
+from spmd_rl.types.encoded import unpack
 
 SAMPLE_BYTES, TOKEN_BYTES = 1 << 17, 1 << 10
 """What a sample, and each of its tokens, may take at most: text, boards and routed experts included."""
@@ -30,38 +29,6 @@ DEFAULT_TOKENS = 1 << 15
 """Of a sample of several turns for which no setting says how many it may have."""
 DAMAGED = (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RecursionError)
 """What bytes that are no such piece raise."""
-
-
-def _encode_array(value: Any) -> bytes:
-    if isinstance(value, array):
-        return value.typecode.encode() + value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
-
-
-def _decode_array(kind: type, value: Any) -> Any:
-    if kind is array:
-        return array(chr(value[0]), value[1:])
-    raise NotImplementedError(f"{kind.__name__} does not travel")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoders = {
-    kind: msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
-    for kind in (tuple[Sample, ...], PartialRollouts, list[Answer])
-}
-
-
-def pack(value: Sequence[Sample] | PartialRollouts) -> bytes:
-    """Encode what was made of a piece."""
-    return _encoder.encode(value)
-
-
-def unpack(payload: bytes | memoryview, kind: Any) -> Any:
-    """Return what `pack` was given: `tuple[Sample, ...]`, `PartialRollouts`, or a `list[Answer]` to a probe.
-
-    One of `DAMAGED` for any other bytes.
-    """
-    return _decoders[kind].decode(payload)
 
 
 def max_piece_bytes(rollout: RolloutConfig, has_turns: bool, num_answers: int) -> int:

@@ -24,12 +24,13 @@ from spmd_rl.rollout.step_plan import Cursor, GroupSlice, plan_step
 from spmd_rl.rollout.table import SliceReport
 from spmd_rl.split.messages import Kind, Stats
 from spmd_rl.split.pace import is_evaluated, oldest_version
-from spmd_rl.split.pieces import Asked, PieceRules, unpack
+from spmd_rl.split.pieces import Asked, PieceRules
 from spmd_rl.split.queues import Accepted, Place
 from spmd_rl.split.server import Checked
 from spmd_rl.split.sides import TrainSide
 from spmd_rl.split.work_queue import WorkQueue
 from spmd_rl.types import Group, Prompt
+from spmd_rl.types.encoded import unpack
 from spmd_rl.weights.messages import Announcement
 from spmd_rl.weights.probe import NEW_TOKENS, PROMPTS, Answer
 
@@ -66,7 +67,7 @@ class RemoteRollouts:
             sections = cfg.rollout, cfg.data, cfg.reward
             self.prompts, *_ = fit_prompts(prompts, tokenizer, *sections, side.world)  # [all]
         self._cfg, self._server, self._world, self._attached = cfg, side.server, side.world, side.is_attached
-        self._evaluation = Evaluation(cfg.eval, cfg.rollout, cfg.seed, cfg.steps, cfg.reward.error_budget)
+        self._evaluation = Evaluation.of(cfg)
         self._cursor, self._rules, self._start, self._collected = Cursor(), rules, 0, 0
         self._render = None if isinstance(prompts, EnvTasks) or cfg.rollout.target else tokenizer.render
         self._probed = -1

@@ -46,7 +46,7 @@ def show(cfg: RlvrConfig, rows: int = ROWS) -> None:
 
     RunFailed, which names them, if answers are paid that should not be, or if the reward fails to judge some.
     """
-    loaded = Prompts.load(cfg.data, cfg.steps > 0)
+    loaded = Prompts.load(cfg.data)
     prompts, template = asked_about(loaded), with_line_breaks(cfg.data.format)
     sidecar.check_domains({prompt.domain for prompt in prompts}, cfg.reward)
     console = Console(highlight=False, markup=False, soft_wrap=True)

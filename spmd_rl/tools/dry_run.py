@@ -56,7 +56,7 @@ MAX_CHARACTERS = 1500
 def show(cfg: RlvrConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
     with phase("reading the prompts"):
-        prompts = Prompts.load(cfg.data, cfg.steps > 0)
+        prompts = Prompts.load(cfg.data)
     sidecar.check_domains({p.domain for p in (*prompts.train, *prompts.eval)}, cfg.reward)
     with phase("loading the tokenizer"), without_torch():
         policy = cfg.policy
@@ -129,8 +129,7 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
     kept = max(1, round(len(prompts.train) * (1 - overlong / len(lengths))))
     epoch = math.ceil(kept / r.prompts_per_step)
     unused = [domain for domain, share in (cfg.data.mix or {}).items() if not share]
-    training = ("a step", "its tokens", "updates", "epochs", "optimizer")
-    lines = [
+    return [
         *roles_and_ranks(cfg),
         ("prompts", f"{len(prompts.train)} for training, {len(prompts.eval)} held out, {prompts.num_dropped} dropped"
                     + (f"; {prompts.num_unused} not trained on: data.mix.{', data.mix.'.join(unused)}=0"
@@ -150,7 +149,6 @@ def _arithmetic(cfg: RlvrConfig, prompts: Prompts, lengths: list[int], longest: 
                       f"{cfg.policy.warmup_steps} warm-up updates"),
         ("evaluation", describe_evaluation(cfg.eval, cfg.steps, len(prompts.eval))),
     ]  # fmt: skip
-    return [(name, text) for name, text in lines if cfg.steps or name not in training]
 
 
 def roles_and_ranks(cfg: RlConfig) -> list[tuple[str, str]]:
@@ -279,8 +277,7 @@ def outputs(cfg: RlvrConfig) -> list[tuple[str, str]]:
     return [
         ("run.dir", f"{folder}" + (f", which holds {held[-1]}: the run would go on from there" if held else "")),
         ("files", "config.yaml, metrics.jsonl, samples/, journal/, report.html"),
-        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"
-         if cfg.steps else "none: nothing is trained"),
+        ("checkpoints", f"after steps {listed}; the newest {c.keep} are kept, the last one also as hf/"),
         ("trackers", ", ".join(trackers) or "none"),
     ]  # fmt: skip
 

@@ -9,52 +9,57 @@ from spmd_rl.config.batch_arithmetic import describe_batch, describe_evaluation
 from spmd_rl.config.model_files import describe_model
 from spmd_rl.config.placement import Placement, ranks_do
 from spmd_rl.config.ranks import world_size
-from spmd_rl.config.schema import EngineConfig, EvalConfig, PipelineConfig, PlacementConfig, RolloutConfig
+from spmd_rl.config.schema import EngineConfig, EvaluationConfig, JobConfig, PlacementConfig, RolloutConfig
 from spmd_rl.distributed import World
 from spmd_rl.track import goodput
+from spmd_rl.track.results import RESULTS
 from spmd_rl.track.svg import duration
 
 
-def header(cfg: PipelineConfig, world: World, num_train: int, num_eval: int) -> str:
+def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     """Describe the run: model, ranks, directory; where it generates, prompts and the arithmetic of a step."""
     axes = ", ".join(f"{axis}={size}" for axis, size in cfg.train.used_axes.items())
     ranks, nodes = world_size(), -(-world_size() // world.local_size)
-    trains, model = f"({cfg.train.name}, {axes})", Path(cfg.policy.model)
-    generates = apply((partial(_tasks, trains),), cfg)
+    layout, model, dtype = f"({cfg.train.name}, {axes})", Path(cfg.policy.model), cfg.policy.dtype
+    generates = apply((partial(_tasks, layout),), cfg)
     where = "forward passes and the engine" if generates else "forward passes"
-    tasks = generates[0] if generates else f"each trains {trains}"
-    more = apply((partial(_prompts, num_train, num_eval), *[describe_batch] * (cfg.steps > 0)), cfg)
+    trained = f"{dtype} in {where}; master weights and optimizer in float32"
+    tasks = generates[0] if generates else f"each trains {layout}"
     lines = [
-        ("run", f"{cfg.run.name}, {cfg.steps} steps, seed {cfg.seed}"),
+        ("run", f"{cfg.run.name}, {cfg.steps or 'no training'}{' steps' * bool(cfg.steps)}, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),
-        ("dtype", f"{cfg.policy.dtype} in {where}; master weights and optimizer in float32"),
+        ("dtype", trained if cfg.steps else dtype),
         ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
-        *chain.from_iterable(more),
+        *chain.from_iterable(apply((partial(_prompts, num_train, num_eval), describe_batch), cfg)),
+        *apply((partial(_evaluation, num_eval),), cfg),
         ("run.dir", cfg.run.dir),
     ]
     return _aligned(lines)
 
 
-def _tasks(trains: str, placement: PlacementConfig, engine: EngineConfig) -> str:
+def _tasks(layout: str, placement: PlacementConfig, engine: EngineConfig, steps: int = 0) -> str:
     generates, ranks = f"({engine.name}, tp={engine.tp})", Placement.of(placement, world_size())
     if placement.is_split:
-        return f"{ranks_do(ranks.train, 'train')} {trains}, {ranks_do(ranks.generate, 'generate')} {generates}"
+        return f"{ranks_do(ranks.train, 'train')} {layout}, {ranks_do(ranks.generate, 'generate')} {generates}"
     ahead = ", the next step before it trains" if placement.is_overlapped else ""
-    return f"each trains {trains} and generates {generates}{ahead}"
+    return f"each trains {layout} and generates {generates}{ahead}" if steps else f"each generates {generates}"
 
 
-def _prompts(
-    num_train: int, num_eval: int, rollout: RolloutConfig, eval: EvalConfig, steps: int
-) -> list[tuple[str, str]]:
+def _prompts(num_train: int, num_eval: int, rollout: RolloutConfig, steps: int) -> list[tuple[str, str]]:
     epochs = steps * rollout.prompts_per_step / max(num_train, 1)
     train = f"{num_train} for training ({epochs:.3g} epochs)" if num_train else "tasks without end for training"
-    prompts = [("prompts", f"{train}, {num_eval} held out")] if steps else []
-    return [*prompts, ("evaluation", describe_evaluation(eval, steps, num_eval))]
+    return [("prompts", f"{train}, {num_eval} held out")]
+
+
+def _evaluation(num_eval: int, eval: EvaluationConfig, steps: int = 0) -> tuple[str, str]:
+    return "evaluation", describe_evaluation(eval, steps, num_eval)
 
 
 def footer(run_dir: Path, steps: int) -> str:
     """Say where the report and the last checkpoint are, how to continue, and how to load the model."""
     lines = [("report", str(run_dir / "report.html"))]
+    if (run_dir / RESULTS).exists():
+        lines.append(("results", str(run_dir / RESULTS)))
     if checkpoints := sorted((run_dir / "checkpoints").glob("step-*")):
         last = checkpoints[-1]
         lines.append(("checkpoint", str(last)))

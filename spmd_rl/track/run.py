@@ -24,7 +24,7 @@ import yaml
 from spmd_rl.config.main import BEGAN
 from spmd_rl.config.ranks import world_size
 from spmd_rl.config.run_identity import write_config
-from spmd_rl.config.schema import PipelineConfig
+from spmd_rl.config.schema import JobConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError, tell
 from spmd_rl.track import launch_info, messages, render
@@ -47,7 +47,7 @@ _REDUCTIONS: tuple[Reduce, ...] = ("sum", "mean", "max")
 class Run:
     """Metrics, samples, trackers and report of one run. `Stateful`: a checkpoint holds the line of its own step."""
 
-    def __init__(self, cfg: PipelineConfig, world: World, run_id: str) -> None:
+    def __init__(self, cfg: JobConfig, world: World, run_id: str) -> None:
         self.directory = Path(cfg.run.dir)
         self._cfg = cfg
         self._world = world
@@ -68,7 +68,7 @@ class Run:
 
     @classmethod
     @contextmanager
-    def open(cls, cfg: PipelineConfig, world: World) -> Iterator["Run"]:
+    def open(cls, cfg: JobConfig, world: World) -> Iterator["Run"]:
         """[all] Open the run directory: make it, or tidy up what a killed run left in it.
 
         Leaving the context, cleanly or not, writes the report and meets no other rank. Raises `UserError` where the
@@ -269,7 +269,7 @@ class Run:
             tracker.close()
 
 
-def _prepare(cfg: PipelineConfig, world: World, stack: ExitStack) -> dict[str, str | None]:
+def _prepare(cfg: JobConfig, world: World, stack: ExitStack) -> dict[str, str | None]:
     """Make, lock and tidy the run directory; on rank 0. Returns the tracker id of a fresh run, or an error."""
     directory = Path(cfg.run.dir)
     try:

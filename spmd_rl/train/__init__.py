@@ -4,10 +4,11 @@ Torch-free until it builds: what a backend refuses (`config/backends.py`) is ask
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmd_rl.config.backends import backend
-from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.config.sections.models import EvaluatedModelConfig, RoleConfig
 
 if TYPE_CHECKING:
     from spmd_rl.distributed import World
@@ -41,9 +42,11 @@ def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
 
 
 def build_role(role: RoleConfig, world: "World", source: "Source | None" = None) -> Any:
-    """[all] The role over `world`. source: gives the model; by default `stored_model`."""
+    """[all] The role over `world`. source: gives the model; by default `stored_model`, or `checkpoint_model`."""
     from spmd_rl.distributed import Layout
-    from spmd_rl.train.stored_model import stored_model
+    from spmd_rl.train.stored_model import checkpoint_model, stored_model
 
     layout = Layout(world, **role.train.axes, key=role.key)  # [all]
-    return backend(role.train.name).build(role, layout, source or stored_model)  # [all]
+    trained = role.own.checkpoint if isinstance(role.own, EvaluatedModelConfig) else None
+    stored = partial(checkpoint_model, trained) if trained else stored_model
+    return backend(role.train.name).build(role, layout, source or stored)  # [all]

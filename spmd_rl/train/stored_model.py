@@ -1,13 +1,16 @@
 """`stored_model`: a model directory as a module that a backend shards, weights read as late as can be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from spmd_rl.model.build import build_model, build_on_meta, model_directory
-from spmd_rl.model.load import RegionReader, WeightFiles, load_weights, mismatch
+from spmd_rl.model.load import Region, RegionReader, WeightFiles, load_weights, mismatch
+from spmd_rl.model.stored import stored_parts
+from spmd_rl.train.state import MODEL, SavedState
 
 
 class Stored(NamedTuple):
@@ -34,6 +37,50 @@ def stored_model(path: str, dtype: torch.dtype, remote_code: bool, on_progress: 
     if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
         model, load, reader = build_model(folder, dtype, "cpu", remote_code), None, None
     return Stored(model, load, lambda: files.bytes_read, reader)
+
+
+class CheckpointFiles(WeightFiles):
+    """The weights of a checkpoint's policy, and of the model's directory the buffers that it lacks."""
+
+    def __init__(self, folder: Path, saved: SavedState, buffers: Collection[str]) -> None:
+        """buffers: the names of the model's saved ones."""
+        super().__init__(folder)
+        self._saved, prefix = saved, len(MODEL)
+        self._trained = {name[prefix:]: spec for name, spec in saved.tensors.items() if name.startswith(MODEL)}
+        self._names = self._trained.keys() | (super().names & buffers)  # no other: one may be tied to what was trained
+
+    @property
+    def names(self) -> Collection[str]:
+        """See `WeightFiles`."""
+        return self._names
+
+    def file_of(self, name: str) -> Path:
+        """See `WeightFiles`."""
+        return self._saved.folder if name in self._trained else super().file_of(name)
+
+    def shape(self, name: str) -> list[int]:
+        """See `WeightFiles`."""
+        return list(self._trained[name].size) if name in self._trained else super().shape(name)
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """See `WeightFiles`."""
+        return self._saved.read(MODEL + name, region) if name in self._trained else super().read(name, region)
+
+
+def checkpoint_model(
+    checkpoint: str, path: str, dtype: torch.dtype, remote_code: bool, on_progress: Callable[[], object]
+) -> Stored:
+    """As `stored_model`, with the weights of the policy in a verified checkpoint, saved by whatever backend and layout.
+
+    UserError, before anything is read, if they are not those of a model like this one.
+    """
+    folder = model_directory(path)
+    model, saved = build_on_meta(folder, dtype, remote_code), SavedState.open(Path(checkpoint) / "policy")
+    parts = stored_parts(model)
+    buffers = {part.name for name, _ in model.named_buffers() for part in parts.get(name, ())}
+    files = CheckpointFiles(folder, saved, buffers)
+    load = partial(load_weights, files=files, on_progress=on_progress)
+    return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files))
 
 
 def materialize(model: torch.nn.Module, device: torch.device) -> None:

@@ -190,20 +190,24 @@ class Verdict(Struct, frozen=True, gc=False):
     """Why, for `timeout`, `error`, `rejected` and `unsupported`: one line. A verdict with a score may have one too."""
     traceback: str = ""
     """Where the rewarder's code raised, for `error`: several lines."""
+    answer: str = ""
+    """The result that was judged, in one spelling for all that are the same: what answers vote for in `maj@k`. Empty
+    where there is none, or none that could be the same twice."""
 
     @classmethod
     def of(cls, found: Any) -> "Verdict":
         """What a rewarder returned, as a verdict: a `Verdict`, a number, or a dict with `score`, whose other numbers
-        become `parts`. TypeError for anything else."""
+        become `parts`, and whose `answer` is the verdict's. TypeError for anything else."""
         if isinstance(found, cls):
             return found
-        parts = {}
+        parts, answer = {}, ""
         if isinstance(found, Mapping) and "score" in found:
+            answer = str(found.get("answer", ""))
             parts = {str(k): float(v) for k, v in found.items() if k != "score" and hasattr(v, "__float__")}
             found = found["score"]
         if not hasattr(found, "__float__"):  # numbers, bools, and those of NumPy and torch have it
             raise TypeError(f"score returned {type(found).__name__}, not a number, a dict with `score` or a Verdict")
-        return cls("ok", float(found), parts)
+        return cls("ok", float(found), parts, answer=answer)
 
     @property
     def scored(self) -> bool:

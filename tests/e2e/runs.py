@@ -4,6 +4,7 @@ run = Toy(tmp_path).start("steps=2", ranks=2)
 assert run.wait() == 0
 """
 
+import contextlib
 import json
 import os
 import runpy
@@ -211,6 +212,12 @@ class Running:
             if module is None and process.ppid() == self.process.pid and f"rank-{process.environ()['RANK']}" == victim:
                 return process.pid
         raise AssertionError(f"there is no {victim}")
+
+    def kill(self) -> None:
+        """Kill -9 every process of the run; some end by themselves when others do."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def outlived(self, seconds: float = 2.0) -> list[list[str]]:
         """Command lines of the processes that are still there `seconds` after now."""

@@ -1,19 +1,25 @@
 """A rewarder whose scores are mixed whatever a model says."""
 
+import json
 import time
 
 from spmd_rl.types import AnswerInfo, Prompt, Verdict
 
 
 class ParityReward:
-    """1 where the characters' sum is even; `sleep` seconds of work first."""
+    """1 where the characters' sum is even; `sleep` seconds of work first. Answers vote for what the sum is modulo 3."""
 
-    def __init__(self, sleep: float = 0.0) -> None:
-        self.sleep = sleep
+    def __init__(self, sleep: float = 0.0, log: str = "") -> None:
+        """log: a file that gets a line for each answer, before its verdict is sent."""
+        self.sleep, self.log = sleep, log
 
     def score(self, prompt: Prompt, answer: str, info: AnswerInfo) -> Verdict:
         time.sleep(self.sleep)
-        return Verdict("ok", float(sum(map(ord, answer)) % 2 == 0))
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(json.dumps([prompt.id, answer]) + "\n")
+        total = sum(map(ord, answer))
+        return Verdict("ok", float(total % 2 == 0), answer=str(total % 3))
 
     @classmethod
     def examples(cls):

@@ -9,7 +9,7 @@ from spmd_rl.config.batch_arithmetic import describe_batch
 from spmd_rl.config.checks import check
 from spmd_rl.config.load import CONFIGS, chosen, load
 from spmd_rl.config.run_identity import write_config
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import EvaluateConfig, RlvrConfig
 from spmd_rl.config.sections.data import files
 from spmd_rl.config.unused import unused_settings
 from spmd_rl.errors import UserError
@@ -333,33 +333,59 @@ def test_a_checkpoint_is_told_from_other_directories(place):
     check(settings(place, f"checkpoint.resume={checkpoint}"))
 
 
-def test_an_evaluation_needs_rows_and_a_directory_of_its_own(place):
-    bench = ("data.train=", f"data.eval={place}/rows.jsonl")
-    check(settings(place, *bench, "steps=0"))
-    check(settings(place, "steps=0"))  # its `data.train`
-    assert refusal(place, *bench) == (
-        "data.train: no training data is given; to evaluate data.eval and train nothing, say steps=0"
+def evaluation(place, *overrides: str) -> EvaluateConfig:
+    good = ["data=jsonl_math", "reward.math.target=judges:Good", f"run.dir={place}/run"]
+    return load("evaluate", EvaluateConfig, [*good, *overrides])
+
+
+def test_an_evaluation_needs_rows_or_environments(place):
+    model, rows = f"policy.model={place}/model", f"data.eval={place}/rows.jsonl"
+    check(evaluation(place, model, rows))
+    check(evaluation(place, model, f"data.train={place}/rows.jsonl"))
+    with pytest.raises(UserError, match=r"^data.eval: nothing is given to evaluate; "):
+        check(evaluation(place, model))
+    with pytest.raises(UserError, match=r"^env: either rows \(data\) or environments \(env\) are evaluated, not both"):
+        evaluation(place, model, rows, "env.maze.target=a:B")
+    told = refusal(place, "data.train=", rows)
+    assert (
+        told
+        == "data.train: no training data is given; python -m spmd_rl.evaluate evaluates data.eval and trains nothing"
     )
-    assert refusal(place, "data.train=", "steps=0").startswith("data.train: no dataset is given")
-    assert idle(place, *bench[1:], "steps=0", "data.mix={math: 1}") == [
-        "data.train: has no effect while steps is 0 and data.eval is given",
-        "data.mix.math: has no effect while steps is 0",
+    cfg = evaluation(place, model, rows, f"data.train={place}/rows.jsonl", "data.mix={math: 1}")
+    assert list(unused_settings(cfg, load("evaluate", EvaluateConfig))) == [
+        "data.train: has no effect while data.eval is given",
+        "data.mix.math: has no effect while nothing is trained",
     ]
 
-    checkpoint = place / "other" / "checkpoints" / "step-000004"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").touch()
-    asked = (*bench, "steps=0", f"checkpoint.resume={checkpoint}")
-    assert refusal(place, *asked).startswith(f"checkpoint.resume: {checkpoint} has no hf/, which is what steps=0")
-    (place / "model").rename(checkpoint / "hf")
-    cfg = settings(place, *asked)
-    check(cfg)
-    assert cfg.policy.model == f"{checkpoint}/hf" and cfg.checkpoint.resume == "auto"
-    (checkpoint.parent / "latest").write_text(checkpoint.name)
-    assert refusal(place, *asked, f"run.dir={place}/other") == (
-        f"steps=0: {place}/other holds a run, which an evaluation would overwrite; choose another run.dir; "
-        f"checkpoint.resume={checkpoint} evaluates it there"
-    )
+
+def test_a_run_and_a_checkpoint_stand_for_their_model(place):
+    run = place / "other"
+    for step in (4, 12):
+        checkpoint = run / "checkpoints" / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+    with pytest.raises(UserError, match=rf"^policy.model: {checkpoint} lies in no run's directory; .*convert to-hf"):
+        evaluation(place, f"policy.model={checkpoint}")
+    (run / "config.yaml").write_text(f"policy: {{model: {place}/model}}\n")
+    for given in (run, checkpoint):
+        cfg = evaluation(place, f"policy.model={given}", f"data.eval={place}/rows.jsonl")
+        assert (cfg.policy.model, cfg.policy.checkpoint) == (f"{place}/model", str(checkpoint))
+        check(cfg)
+    assert evaluation(place, f"policy.model={checkpoint}/hf").policy.checkpoint is None
+    (run / "checkpoints").rename(place / "gone")
+    with pytest.raises(UserError, match=rf"^policy.model: {run} is a run without a checkpoint"):
+        evaluation(place, f"policy.model={run}")
+
+
+def test_an_evaluation_takes_of_an_experiment_what_it_has(place):
+    cfg = load("evaluate", EvaluateConfig, ["+experiment=demo", f"policy.model={place}/model"])
+    demo = load("rlvr", RlvrConfig, ["+experiment=demo", f"policy.model={place}/model"])
+    assert cfg.data == demo.data and cfg.reward == demo.reward and cfg.rollout.max_new_tokens == 12
+    assert (cfg.eval.answers, cfg.eval.prompts) == (demo.eval.answers, demo.eval.prompts)
+    assert cfg.eval.metrics == ["ci95", "pass@1", "pass@2", "pass@4", "maj@4"]
+    for line in ("steps=3", "policy.lr=1", "rollout.over_sample=2"):  # but not from the command line
+        with pytest.raises(UserError, match=rf"^{line.partition('=')[0]}: unknown key; python -m spmd_rl.\w+ has it"):
+            load("evaluate", EvaluateConfig, ["+experiment=demo", line])
 
 
 def test_no_dataset_and_no_rewarder_name_the_way(place):

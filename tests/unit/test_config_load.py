@@ -34,8 +34,8 @@ def test_there_are_shipped_files_to_test():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(PIPELINES)
 
 
-DOORS = {("algorithm", name): ("agentic",) for name in ("gigpo", "starpo", "step_reinforce", "turn_gae")}
-DOORS |= {("data", option): ("rlvr",) for group, option in OPTIONS if group == "data"}
+DOORS = {("algorithm", name): ("agentic", "evaluate") for name in ("gigpo", "starpo", "step_reinforce", "turn_gae")}
+DOORS |= {("data", option): ("rlvr", "evaluate") for group, option in OPTIONS if group == "data"}
 DOORS |= {("experiment", path.stem): experiment_doors(path) for path in CONFIGS.glob("experiment/*.yaml")}
 """Options that compose under some doors only; the others refuse them by name."""
 
@@ -49,7 +49,8 @@ def test_every_shipped_yaml_composes_under_its_door(pipeline, group, option):
         return
     cfg = load(pipeline, PIPELINES[pipeline], [f"+{group}={option}" if group == "experiment" else f"{group}={option}"])
     assert type(cfg) is PIPELINES[pipeline]
-    assert bool(cfg.reward.domains) == (pipeline == "rlvr" and group in ("data", "experiment"))
+    rewarded = group in ("data", "experiment") and "rlvr" in DOORS[group, option]
+    assert bool(cfg.reward.domains) == (pipeline != "agentic" and rewarded)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -206,7 +207,9 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("track.device.flops=0", "track.device.flops: must be greater than 0, not 0"),
         ("data.holdout=1.1", "data.holdout: must be between 0 and 1, not 1.1"),
         ("data.holdout=-0.1", "data.holdout: must be between 0 and 1, not -0.1"),
-        (["steps=0", "eval.every=0"], "eval.every: 0 evaluates nothing, and steps=0 trains nothing"),
+        ("steps=0", "steps: must be at least 1, not 0; python -m spmd_rl.evaluate evaluates and trains nothing"),
+        ("eval.metrics=[pass@2]", "eval.metrics: pass@2 needs as many answers, and answers is 1"),
+        ("eval.metrics=[pass]", "eval.metrics: 'pass' is unknown; known: ci95, pass@K, maj@K"),
         ("data.format=Hi", "data.format: must contain {question}, is 'Hi'"),
         ("rollout.top_p=1.1", "rollout.top_p: must be between 0 and 1, not 1.1"),
         ("rollout.answers_per_claim=9", "rollout.answers_per_claim: 9 is more than answers_per_prompt"),
@@ -234,7 +237,7 @@ def test_one_line_for_each_mistake_of_composition(override, line):
         ("sidecar.bind=udp://x", "sidecar.bind: must be ipc or tcp://ADDRESS:PORT"),
         ("journal.stall_seconds=0", "journal.stall_seconds: must be greater than 0"),
         ("checkpoint.keep=0", "checkpoint.keep: must be at least 1, not 0"),
-        ("steps=-1", "steps: must be at least 0, not -1"),
+        ("steps=-1", "steps: must be at least 1, not -1"),
     ],
 )
 def test_one_line_for_each_value_out_of_range(overrides, line):

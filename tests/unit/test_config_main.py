@@ -194,6 +194,16 @@ def test_cfg_and_help_print_and_write_nothing(place):
     code, out, err = finish(start(place, "--cfg", "job", "--resolve", "steps=3", "policy.model=/no/such"))
     assert (code, err) == (0, "") and "steps: 3\n" in out and "model: /no/such\n" in out
     assert finish(start(place, "--cfg", "job", "steps=many", "run.dir=here"))[0] == 2
+
+
+def test_a_line_without_steps_is_one_of_the_evaluation(place: Path) -> None:
+    code, out, err = finish(start(place, "--cfg", "job", "steps=0", "policy.model=/no/such", "eval.answers=3"))
+    assert code == 0, err
+    assert "steps:" not in out
+    assert "- pass@3" in out
+    code, _, err = finish(start(place, "--cfg", "job", "steps=0", "algorithm.kl_coef=1"))
+    assert code == 2
+    assert "algorithm.kl_coef" in err
     code, out, err = finish(start(place, "steps=3", "+experiment=two_digit_sums", "--help"))
     assert (code, err) == (0, "") and "\n  steps=3  (int)\n" in out and "\n  policy.lr=3.0e-05  (float)\n" in out
     for words in (

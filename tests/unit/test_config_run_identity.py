@@ -9,7 +9,7 @@ import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.config.run_identity import identity_hash, saved_config, write_config
-from spmd_rl.config.schema import RlvrConfig
+from spmd_rl.config.schema import EvaluateConfig, RlvrConfig
 
 
 def rlvr(*overrides: str) -> RlvrConfig:
@@ -65,11 +65,14 @@ def test_steps_count_where_the_learning_rate_decays():
     assert short != long
 
 
-def test_an_evaluation_has_a_name_of_its_own_for_each_way_to_evaluate():
-    lines = [(), ("eval.temperature=0.5",), ("eval.prompts=9",), ("checkpoint.resume=/a",), ("checkpoint.resume=/b",)]
-    names = {rlvr(*line, "steps=0").run.name for line in lines}
-    assert len(names | {rlvr().run.name}) == len(lines) + 1 and "-eval-" in min(names)
-    assert rlvr("steps=0", "journal.stall_seconds=5").run.name in names
+def test_an_evaluation_has_a_name_of_its_own_for_each_way_to_answer():
+    def named(*line: str) -> str:
+        return load("evaluate", EvaluateConfig, list(line)).run.name
+
+    lines = [(), ("eval.temperature=0.5",), ("eval.prompts=9",), ("policy.model=/a",), ("policy.model=/b",)]
+    assert len({named(*line) for line in lines}) == len(lines) and "-evaluate-" in named()
+    same = ("journal.stall_seconds=5", "eval.metrics=[ci95]", "eval.pass_score=0.5")
+    assert {named(line) for line in same} == {named()}
 
 
 def test_the_world_size_does_not_count(monkeypatch):

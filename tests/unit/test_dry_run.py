@@ -194,22 +194,6 @@ def test_what_fails_ends_with_code_2_and_one_line(place: Path) -> None:
     )
 
 
-def test_an_evaluation(place: Path, capsys, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(place))
-    given = ["data.train=", f"data.eval={place}/rows.jsonl", "steps=0", "eval.answers=3"]
-    show(load("rlvr", RlvrConfig, [*line(place, "Boxed"), *given]))
-    text = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "0 for training, 21 held out, 0 dropped",
-        "; 1 of 21 are longer (data.overlong=drop)",
-        "evaluation 21 of 21 held-out prompts x (3 sampled, 1 greedy) once, and nothing is trained",
-        "reward of",
-        "checkpoints none: nothing is trained",
-    ):
-        assert part in text
-    assert " updates " not in text and " epochs " not in text
-
-
 @pytest.mark.parametrize("given", [["rollout.max_prompt_tokens=5"], ["data.overlong=error"]])
 def test_a_mistake_ends_it_as_it_would_end_the_run(place: Path, given: list[str]) -> None:
     with pytest.raises(

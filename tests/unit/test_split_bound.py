@@ -19,13 +19,13 @@ from spmd_rl.rollout.step_plan import Cursor, plan_step
 from spmd_rl.split import GenerateSide, Generator, PieceRules, RemoteRollouts, TrainSide, generator, remote_step
 from spmd_rl.split.client import Task
 from spmd_rl.split.messages import News, Reported, Stats
-from spmd_rl.split.pieces import pack
 from spmd_rl.split.server import Checked
 from spmd_rl.split.work_queue import WorkQueue
 from spmd_rl.tools.simulate.engine import Speed
 from spmd_rl.tools.simulate.lengths import Lengths, long_tail
 from spmd_rl.tools.simulate.scene import Scene
 from spmd_rl.types import Verdict
+from spmd_rl.types.encoded import pack
 from spmd_rl.weights import in_flight
 from spmd_rl.weights.messages import Announcement, MemberId
 from tests.bench.virtual.two_sides import Costs, Generation, Split, Trained

@@ -18,9 +18,9 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.process import in_background
 from spmd_rl.sidecar.sockets import send
 from spmd_rl.split import messages as split_messages
-from spmd_rl.split.pieces import pack, unpack
 from spmd_rl.split.server import TrainerServer
 from spmd_rl.types import AgentStep, CandidateIds, Sample, Turn, Verdict
+from spmd_rl.types.encoded import pack, unpack
 from spmd_rl.weights import messages
 from spmd_rl.weights.staged import Staged
 from tests import sockets

@@ -25,10 +25,10 @@ from spmd_rl.errors import RunFailed
 from spmd_rl.rollout.episode import SEGMENTS
 from spmd_rl.split import PieceRules, RemoteRollouts, TrainSide, messages
 from spmd_rl.split.messages import Stats
-from spmd_rl.split.pieces import pack
 from spmd_rl.split.server import TrainerServer
 from spmd_rl.split.work_queue import Limits, WorkQueue
 from spmd_rl.types import Sample, Turn, Verdict
+from spmd_rl.types.encoded import pack
 from spmd_rl.weights.messages import FetchTensor, Hold, Release, digest
 from spmd_rl.weights.staged import Staged
 from tests import sockets

@@ -26,15 +26,13 @@ class DataConfig:
     """The prompts of a run: `data`. docs/DATA.md has the row schema and the rules."""
 
     train: str | None = None
-    """Training prompts, without which there is only evaluation (`steps=0`): files (JSON lines, a JSON array, either
-    with gzip, or parquet; `*` is a pattern), a dataset of the Hugging Face hub (`openai/gsm8k:main:train`),
-    `reasoning_gym:<task>`, or a comma-separated list of these."""
+    """Training prompts: files (JSON lines, a JSON array, either with gzip, or parquet; `*` is a pattern), a dataset of
+    the Hugging Face hub (`openai/gsm8k:main:train`), `reasoning_gym:<task>`, or a comma-separated list of these."""
     eval: str | None = None
-    """Held-out prompts, given like `train`, of which all rows are kept. Default: the held-out share of `train`; with
-    `steps=0` all of `train`."""
+    """Held-out prompts, given like `train`, of which all rows are kept. Default: the held-out share of `train`."""
     holdout: float = 0.25
-    """Share of `train` that is held out, by content hash, when `eval` is not given and there are steps of training. 0:
-    all rows are trained on, and nothing is evaluated."""
+    """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
+    nothing is evaluated; 1: all are evaluated."""
     size: int = 1000
     """Number of rows to generate, before training drops duplicates (reasoning_gym only)."""
     seed: int = 0

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
-from typing import Any
+from typing import Any, ClassVar
 
 from spmd_rl.config.values import above, at_least, one_of, require
 
@@ -33,7 +33,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
-        one_of(self, dtype=POLICY_DTYPES if isinstance(self, PolicyConfig) else DTYPES)
+        one_of(self, dtype=POLICY_DTYPES if isinstance(self, ServedModelConfig) else DTYPES)
 
 
 @dataclass
@@ -91,8 +91,10 @@ class TrainedModelConfig(ModelConfig):
 
 
 @dataclass
-class PolicyConfig(TrainedModelConfig):
-    """The model that is trained, and its optimizer."""
+class ServedModelConfig(ModelConfig):
+    """The model that answers."""
+
+    router_replay: ClassVar[bool] = False
 
     model: str = "~/.cache/spmd_rl/models/smollm2-135m-instruct"
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
@@ -100,11 +102,28 @@ class PolicyConfig(TrainedModelConfig):
     dtype: str = "auto"
     """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
     multiplies it and else float32. Master weights and optimizer state are always float32."""
+    trust_remote_code: bool = False
+    """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
+
+
+@dataclass
+class EvaluatedModelConfig(ServedModelConfig):
+    """The model that is evaluated."""
+
+    model: str = ServedModelConfig.model
+    """A Hugging Face causal LM directory, a model of the hub (`Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION`), a
+    checkpoint, or a run directory, which stands for its newest checkpoint."""
+    checkpoint: str | None = None
+    """A checkpoint that `model` was trained to, whose weights are taken. A run or a checkpoint as `model` sets both."""
+
+
+@dataclass
+class PolicyConfig(ServedModelConfig, TrainedModelConfig):
+    """The model that is trained, and its optimizer."""
+
     router_replay: bool = False
     """Mixtures of experts: training sends each sampled token to the experts that the engine chose for it, so that small
     differences between the two do not become large ones (R3). `engine=native` alone tells."""
-    trust_remote_code: bool = False
-    """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
 
 
 @dataclass

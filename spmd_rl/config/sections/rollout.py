@@ -1,7 +1,9 @@
 """Generation and scoring of a step, and held-out evaluation: `rollout`, `eval`."""
 
+import re
 import sys
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from spmd_rl.config.values import above, at_least, one_of, require, within
 
@@ -40,16 +42,12 @@ class FilterConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """Generation and scoring of one step."""
+class SamplingConfig:
+    """How episodes are played, and answers drawn."""
 
     target: str | None = None
     """`module:function` of your own episode, an `async def` over a context (see `spmd_rl.rollout.episode`). By default
     an episode asks once and scores once."""
-    prompts_per_step: int = 8
-    """Number K of prompts, and so of groups of answers, that a step trains on."""
-    answers_per_prompt: int = 8
-    """Number of answers to each prompt, which form a group."""
     max_prompt_tokens: int = 512
     """Token limit of a prompt after the chat template. A longer one is an error at start."""
     max_new_tokens: int = 512
@@ -60,9 +58,6 @@ class RolloutConfig:
     max_turns: int | None = field(default=None, metadata={"agents": True})
     """Largest number of answers in an episode. One that asks for more ends as truncated. By default there is no limit.
     """
-    redundancy: int = field(default=0, metadata={"agents": True})
-    """Number of spare episodes of each group: the first `answers_per_prompt` to end make the group, and the others are
-    given up. For environments of which some are slow; biased to short episodes."""
     temperature: float = 1.0
     """Sampling temperature of training answers; it must be above 0."""
     top_p: float = 1.0
@@ -78,6 +73,45 @@ class RolloutConfig:
     """Texts that end an answer, such as `["</answer>"]`; a backslash and an n are a line break. The text stays in the
     answer that is scored and trained on; nothing is sampled after the token that completes it, and the finish reason is
     `stop`."""
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """`top_k`, `top_p` and `min_p` as a request takes them."""
+        return _truncation(self.top_k, self.top_p, self.min_p)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` with its line breaks, which a command line cannot say otherwise."""
+        return tuple([text.replace("\\n", "\n") for text in self.stop])
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are cut off from the distribution."""
+        return self.truncation["top_k"] > 0
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """The most tokens that an answer can have over all its turns; those of one turn where turns have no limit."""
+        return min(self.max_new_tokens * (self.max_turns or 1), self.max_context_tokens or sys.maxsize)
+
+    def __post_init__(self) -> None:
+        at_least(self, max_prompt_tokens=1, max_new_tokens=1, max_context_tokens=2, max_turns=1)
+        above(self, temperature=0)
+        require("" not in self.stop, "stop: an empty text would end every answer")
+        _check_truncation(self)
+
+
+@dataclass
+class RolloutConfig(SamplingConfig):
+    """Generation and scoring of one step."""
+
+    prompts_per_step: int = 8
+    """Number K of prompts, and so of groups of answers, that a step trains on."""
+    answers_per_prompt: int = 8
+    """Number of answers to each prompt, which form a group."""
+    redundancy: int = field(default=0, metadata={"agents": True})
+    """Number of spare episodes of each group: the first `answers_per_prompt` to end make the group, and the others are
+    given up. For environments of which some are slow; biased to short episodes."""
     claim: str = "store"
     """How prompts are divided among the replicas of the engine. `store`: a replica that has room takes the next prompt
     from a shared counter, so that a fast one does more. `static`: they are dealt out in turn, which makes reruns exact.
@@ -108,40 +142,17 @@ class RolloutConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
 
     @property
-    def truncation(self) -> dict[str, float]:
-        """`top_k`, `top_p` and `min_p` as a request takes them."""
-        return _truncation(self.top_k, self.top_p, self.min_p)
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` with its line breaks, which a command line cannot say otherwise."""
-        return tuple([text.replace("\\n", "\n") for text in self.stop])
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are cut off from the distribution."""
-        return self.truncation["top_k"] > 0
-
-    @property
-    def max_answer_tokens(self) -> int:
-        """The most tokens that an answer can have over all its turns; those of one turn where turns have no limit."""
-        return min(self.max_new_tokens * (self.max_turns or 1), self.max_context_tokens or sys.maxsize)
-
-    @property
     def slice_size(self) -> int:
         """`answers_per_claim`, or the whole group where it is not given."""
         return self.answers_per_claim or self.answers_per_prompt
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of(self, claim=CLAIMS, accept=ACCEPTS, tail=TAILS)
-        at_least(self, prompts_per_step=1, answers_per_prompt=1, max_prompt_tokens=1, max_new_tokens=1, min_answers=1)
+        at_least(self, prompts_per_step=1, answers_per_prompt=1, min_answers=1)
         at_least(self, over_sample=0, redundancy=0, max_prompts_per_step=self.prompts_per_step, answers_per_claim=1)
-        at_least(self, max_context_tokens=2, max_turns=1)
-        above(self, temperature=0)
         fits = self.answers_per_claim is None or self.answers_per_claim <= self.answers_per_prompt
         require(fits, f"answers_per_claim: {self.answers_per_claim} is more than answers_per_prompt")
-        require("" not in self.stop, "stop: an empty text would end every answer")
-        _check_truncation(self)
         greedy = next((key for key, value in (("top_k", self.top_k), ("min_p", self.min_p)) if value == 1), None)
         require(greedy is None, f"{greedy}: 1 leaves one token to draw, from which nothing can be learned")
         in_order = self.accept == "in_order" and self.tail == "none"
@@ -157,17 +168,22 @@ class RolloutConfig:
 
 
 @dataclass
-class EvalConfig:
-    """Held-out evaluation."""
+class EvaluationConfig:
+    """Which held-out prompts are asked, how their answers are drawn, and what is made of their scores."""
 
-    every: int = 10
-    """Number of steps between evaluations; there is one before the first step and one after the last too. With 0 there
-    is none."""
+    every: ClassVar[int] = 1  # an evaluation has one step
+
     prompts: int | None = None
-    """Number of held-out prompts that are asked; all of them, if there are fewer. Default: all of `data.eval`, and with
-    `steps=0` all that are given; 64 of those that training holds out of `data.train`; 64 tasks of an agent."""
+    """Number of held-out prompts that are asked; all of them, if there are fewer. Default: all of `data.eval`; 64 of
+    those that are held out of `data.train`; 64 tasks of an agent."""
     answers: int = 1
-    """Number of sampled answers to each prompt, beside one greedy answer."""
+    """Number of sampled answers to each prompt, beside one greedy answer; 0: the greedy one alone."""
+    metrics: list[str] | None = None
+    """What is made of the scores beside their means: `ci95`, half the width of the 95 % interval of a mean; `pass@4`,
+    whether one of 4 sampled answers at least is right; `maj@4`, the score of the result on which most of 4 agree.
+    Default: none in training; in an evaluation all of them, for 1, 2, 4, ... and `answers`."""
+    pass_score: float = 1.0
+    """Score from which an answer counts as right in `pass@k`."""
     temperature: float | None = None
     """Sampling temperature of held-out answers. By default it is that of the rollout."""
     top_p: float | None = None
@@ -177,15 +193,37 @@ class EvalConfig:
     min_p: float | None = None
     """Value for sampled held-out answers. By default it is `rollout.min_p`."""
 
-    def truncation(self, rollout: RolloutConfig) -> dict[str, float]:
+    def truncation(self, rollout: SamplingConfig) -> dict[str, float]:
         """`top_k`, `top_p` and `min_p` as a request takes them."""
         own = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return _truncation(**{key: getattr(rollout, key) if value is None else value for key, value in own.items()})
 
+    def numbers(self, kind: str) -> list[int]:
+        """Every k of which `metrics` has `kind`: `pass` or `maj`; ascending."""
+        return sorted({int(name.partition("@")[2]) for name in self.metrics or () if name.startswith(f"{kind}@")})
+
     def __post_init__(self) -> None:
-        at_least(self, every=0, prompts=1, answers=1)
+        at_least(self, prompts=1, answers=0)
         above(self, temperature=0)
         _check_truncation(self)
+        for name in self.metrics or ():
+            known = re.fullmatch(r"ci95|(?:pass|maj)@([1-9][0-9]*)", name)
+            require(bool(known), f"metrics: {name!r} is unknown; known: ci95, pass@K, maj@K")
+            fits = not known[1] or int(known[1]) <= self.answers
+            require(fits, f"metrics: {name} needs as many answers, and answers is {self.answers}")
+
+
+@dataclass
+class EvalConfig(EvaluationConfig):
+    """Held-out evaluation."""
+
+    every: int = 10
+    """Number of steps between evaluations; there is one before the first step and one after the last too. With 0 there
+    is none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, every=0)
 
 
 def _truncation(top_k: int, top_p: float, min_p: float) -> dict[str, float]:
@@ -195,6 +233,6 @@ def _truncation(top_k: int, top_p: float, min_p: float) -> dict[str, float]:
     return {"top_k": top_k, "top_p": top_p, "min_p": min_p}
 
 
-def _check_truncation(section: RolloutConfig | EvalConfig) -> None:
+def _check_truncation(section: SamplingConfig | EvaluationConfig) -> None:
     within(section, top_k=(-1, MAX_TOP_K), top_p=(0, 1), min_p=(0, 1))
     above(section, top_p=0)

@@ -7,7 +7,7 @@ sliding windows, chunked prefill, preemption.
 
 import torch
 
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
+from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.native.engine import NativeEngine
 from spmd_rl.engine.native.module import empty_module
@@ -17,7 +17,7 @@ from spmd_rl.errors import UserError
 __all__ = ["NativeEngine", "build", "empty_module"]
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: World) -> NativeEngine:
+def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> NativeEngine:
     """The policy's architecture in the policy's dtype, on this rank's device, without weights."""
     if settings.tp != 1:
         raise UserError(f"engine.tp: the native engine holds a whole copy per rank (tp=1), not tp={settings.tp}")

@@ -6,7 +6,7 @@ Pinned by `tests/unit/test_vllm_contract.py`, which states each behaviour of vLL
 
 import torch
 
-from spmd_rl.config.sections.models import EngineConfig, PolicyConfig
+from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
 from spmd_rl.engine.replicated import ReplicatedEngine
@@ -16,7 +16,7 @@ from spmd_rl.engine.vllm.guest import hosted
 __all__ = ["build"]
 
 
-def build(settings: EngineConfig, policy: PolicyConfig, sleeps: bool, world: World) -> Engine:
+def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
     tp = settings.tp
     first = world.rank // tp * tp

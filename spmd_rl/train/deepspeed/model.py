@@ -152,7 +152,7 @@ class DeepSpeedModel:
         for name, p in self.module.named_parameters():
             with ExitStack() as stack:
                 if hasattr(p, "ds_id"):
-                    with self._world.collective("weights: gather"):  # [all]
+                    with self._world.collective("weights: gather", written=False):  # [all]
                         stack.enter_context(self._deepspeed.zero.GatheredParameters([p]))  # [all]
                 self._world.progress()
                 yield from ((part.name, part.of(p.detach())) for part in self._parts[name])

@@ -32,6 +32,8 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     if kind is not None and kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")
+    if getattr(role.own, "checkpoint", None):  # its `build` reads the model's directory alone
+        raise UserError(f"{role.key}.name: train=megatron cannot evaluate a checkpoint without hf/; train=fsdp2 can")
     if train.activation_checkpointing == "selective":
         raise UserError(f"{role.key}.activation_checkpointing: train=megatron has `full` and `none`")
     for key, default in NOT_YET.items():

@@ -1,0 +1,44 @@
+"""What an evaluation comes to: `evaluation.json` in its run directory, and a table on the terminal."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spmd_rl.track.metrics import Values
+
+RESULTS = "evaluation.json"
+
+
+def write_results(directory: Path, found: Mapping[str, Values], about: Mapping[str, Any]) -> None:
+    """Write the numbers by domain, those of all domains as `all`, and what they are `about`: whole or not at all."""
+    draft = (directory / RESULTS).with_suffix(".tmp")
+    results = {domain or "all": values for domain, values in found.items()}
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode({**about, "results": results}), indent=2) + b"\n")
+    os.replace(draft, directory / RESULTS)
+
+
+def table(found: Mapping[str, Values]) -> str:
+    """Return a line for each domain, and one for all where there are several.
+
+    Columns: domain, prompts, means of greedy and of sampled answers with their 95 % intervals, then `eval.metrics`.
+    """
+    counted = [key for key in found[""] if key.startswith(("pass@", "maj@"))]
+    domains = [domain for domain in found if domain] + [""] * (len(found) != 2)
+    lines = [["domain", "prompts", "greedy", "sampled", *counted]]
+    for domain in domains:
+        values = found[domain]
+        means = [_mean(values, name) for name in ("score_greedy", "score")]
+        shown = [f"{values[key]:.3f}" if key in values else "-" for key in counted]
+        lines.append([domain or "all", f"{values['num_prompts']:.0f}", *means, *shown])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _mean(values: Values, name: str) -> str:
+    if f"{name}/mean" not in values:
+        return "-"
+    half = values.get(f"{name}/ci95")
+    return f"{values[f'{name}/mean']:.3f}" + (f" \N{PLUS-MINUS SIGN}{half:.3f}" if half is not None else "")

@@ -1,0 +1,38 @@
+"""The data vocabulary as bytes: msgpack of its structs, in which an array is its raw bytes behind its typecode."""
+
+from array import array
+from functools import cache
+from typing import Any
+
+import msgspec
+
+
+def _encode_array(value: Any) -> bytes:
+    if isinstance(value, array):
+        return value.typecode.encode() + value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is array:
+        return array(chr(value[0]), value[1:])
+    raise NotImplementedError(f"{kind.__name__} does not travel")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+def pack(value: Any) -> bytes:
+    """Encode structs, or sequences of them."""
+    return _encoder.encode(value)
+
+
+def unpack(payload: bytes | memoryview, kind: Any) -> Any:
+    """Return what `pack` was given, which was a `kind`. Other bytes raise a `MsgspecError`, ValueError, TypeError or
+    LookupError."""
+    return _decoder(kind).decode(payload)
