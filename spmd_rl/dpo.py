@@ -15,7 +15,7 @@ def run(cfg: DpoConfig) -> None:
     """Train for `cfg.steps` steps or `cfg.epochs`, or what is left of them."""
     from spmd_rl.data import Examples
 
-    examples = Examples.load(cfg.data, cfg.row_kind, cfg.steps > 0)  # before torch: a mistake is told within seconds
+    examples = Examples.load(cfg.data, cfg.row_kind)  # before torch: a mistake is told within seconds
     end = cfg.count_rows(len(examples.train))
 
     from spmd_rl.job import Job

@@ -40,18 +40,15 @@ def describe_rows(
 ) -> list[tuple[str, str]]:
     """Return the arithmetic of a supervised run on so many rows as names and texts."""
     shards, size = max(1, world_size() // train.ranks_per_shard), data.rows_per_step
-    epochs, asked = steps * size / max(num_train, 1), min(num_eval, eval.rows or num_eval)
-    often = f"every {eval.every} steps" if steps else "once, and nothing is trained"
-    training = [
+    epochs, asked = steps * size / num_train, min(num_eval, eval.rows or num_eval)
+    updates = plural(train.updates_per_step, "optimizer step")
+    evaluation = f"{asked} of {num_eval} held-out rows every {eval.every} steps" if asked and eval.every else "none"
+    return [
         ("rows", f"{num_train} for training ({epochs:.3g} epochs), {num_eval} held out"),
-        (
-            "step",
-            f"{size} rows of up to {data.max_tokens} tokens in {plural(train.updates_per_step, 'optimizer step')}",
-        ),
+        ("step", f"{size} rows of at most {data.max_tokens} tokens, {updates}"),
         ("training", f"{plural(shards, 'data shard')}, {train.tokens_per_microbatch:,} tokens a micro-batch"),
+        ("evaluation", evaluation),
     ]
-    evaluation = f"{asked} of {num_eval} held-out rows {often}" if asked and eval.every else "none"
-    return [*(training if steps else []), ("evaluation", evaluation)]
 
 
 def describe_evaluation(eval: EvaluationConfig, steps: int, num_eval: int) -> str:

@@ -58,7 +58,7 @@ def check(cfg: JobConfig) -> None:
 
 def check_given_data(data: SourcesConfig, steps: int) -> None:
     """Check that there is something to train on, or to evaluate."""
-    if not data.train and (steps or not data.eval):
+    if not data.train:
         raise UserError(NO_TRAINING_DATA if data.eval else data.no_data)
 
 

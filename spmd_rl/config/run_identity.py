@@ -45,10 +45,11 @@ def identity(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     These are all but `WITHOUT_EFFECT_ON_RESULTS`, where and in how many processes rewarders and environments run, and
     `steps`. `steps`, or `epochs`, is among them unless every `schedule` is `constant`: it is the horizon of a decaying
-    learning rate. Where nothing is trained, `eval` is among them: it changes which answers there are.
+    learning rate.
+    Where nothing is trained, `eval` is among them: it changes which answers there are.
     """
     settings = dict(flatten(tree))
-    evaluates = not settings.get("steps")
+    evaluates = "steps" not in settings
 
     def changes_results(key: str) -> bool:
         endings = (".workers", ".cpus", ".devices", ".start_seconds", ".sandbox", ".mode", ".envs_per_worker")

@@ -119,7 +119,7 @@ class PipelineConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, steps=0)
+        require(self.steps > 0, f"steps: must be at least 1, not {self.steps}; {EVALUATE} evaluates and trains nothing")
 
 
 @dataclass
@@ -139,7 +139,6 @@ class RlConfig(PipelineConfig):
     sidecar: SidecarConfig = field(default_factory=SidecarConfig)
 
     def __post_init__(self) -> None:
-        require(self.steps > 0, f"steps: must be at least 1, not {self.steps}; {EVALUATE} evaluates and trains nothing")
         super().__post_init__()
         if self.publish.probe_every is None:
             self.publish.probe_every = self.eval.every if self.placement.is_split else 1
@@ -274,53 +273,8 @@ class AgenticConfig(RlConfig):
 
 
 @dataclass
-class EvaluateConfig(JobConfig):
-    """The settings of `python -m spmd_rl.evaluate`."""
-
-    pipeline = "evaluate"
-    borrows = True
-    policy: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    rollout: SamplingConfig = field(default_factory=SamplingConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    env: EnvsConfig = field(default_factory=EnvsConfig)
-    reward: RewardsConfig = field(default_factory=RewardsConfig)
-    eval: EvaluationConfig = field(default_factory=EvaluationConfig)
-    sidecar: SidecarConfig = field(default_factory=SidecarConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.data.train or self.data.eval
-        require(not (given and self.env.tags), "env: either rows (data) or environments (env) are evaluated, not both")
-        # What is not for a user to say: nothing is trained between two publishes, so that all ranks generate
-        self.placement, self.publish = PlacementConfig(), PublishConfig(probe_every=0)
-        if self.policy.checkpoint is None:
-            self.policy.model, self.policy.checkpoint = trained_model("policy.model", self.policy.model)
-        if not self.data.eval:
-            self.eval.prompts = self.eval.prompts or HELD_OUT
-        if self.eval.metrics is None:
-            n = self.eval.answers
-            ks = sorted({n, *(1 << bit for bit in range(n.bit_length()) if 1 << bit <= n)} - {0})
-            self.eval.metrics = ["ci95", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 2)]
-
-    @property
-    def envs(self) -> EnvsConfig | None:
-        """Environments that are played; None where rows are evaluated."""
-        return self.env if self.env.tags else None
-
-    @property
-    def generation(self) -> GenerationSettings:
-        """See `RlConfig.generation`."""
-        rollout, rows = RolloutConfig(**vars(self.rollout)), None if self.envs else self.data
-        return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
-
-
-@dataclass
 class RowsPipelineConfig(PipelineConfig):
     """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
-
-    row_kind: ClassVar[str] = "demonstration"
-    """What rows are: see `data.conversations.KINDS`."""
 
     epochs: float | None = None
     """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
@@ -330,11 +284,15 @@ class RowsPipelineConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         above(self, epochs=0)
-        require(self.steps or self.eval.every, "eval.every: 0 evaluates nothing, and steps=0 trains nothing")
+
+    @property
+    def row_kind(self) -> str:
+        """What rows are: see `data.conversations.KINDS`."""
+        return "demonstration"
 
     def count_rows(self, num_rows: int) -> int | None:
         """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
-        if self.epochs is None or not self.steps:
+        if self.epochs is None:
             return None
         total = max(1, round(self.epochs * num_rows))
         self.steps = -(-total // self.data.rows_per_step)
@@ -377,7 +335,7 @@ class DpoConfig(RowsPipelineConfig):
 class RewardModelConfig(RowsPipelineConfig):
     """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
 
-    pipeline, row_kind = "reward_model", "ranked"
+    pipeline = "reward_model"
     data: PairsConfig = field(default_factory=PairsConfig)
     center_coef: float = 0.0
     """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
@@ -387,13 +345,58 @@ class RewardModelConfig(RowsPipelineConfig):
         at_least(self, center_coef=0)
 
     @property
+    def row_kind(self) -> str:
+        """See `RowsPipelineConfig.row_kind`."""
+        return "ranked"
+
+    @property
     def roles(self) -> list[RoleConfig]:
         """A critic, built from the policy's settings."""
         return [replace(self.role("policy"), name="critic", section="policy", value_bias=False)]
 
 
-PIPELINES: dict[str, type] = {
-    schema.pipeline: schema
-    for schema in (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
-}
+@dataclass
+class EvaluateConfig(JobConfig):
+    """The settings of `python -m spmd_rl.evaluate`."""
+
+    pipeline = "evaluate"
+    borrows = True
+    policy: EvaluatedModelConfig = field(default_factory=EvaluatedModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: SamplingConfig = field(default_factory=SamplingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: EnvsConfig = field(default_factory=EnvsConfig)
+    reward: RewardsConfig = field(default_factory=RewardsConfig)
+    eval: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sidecar: SidecarConfig = field(default_factory=SidecarConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.data.train or self.data.eval
+        require(not (given and self.env.tags), "env: either rows (data) or environments (env) are evaluated, not both")
+        # What is not for a user to say: nothing is trained between two publishes, so that all ranks generate
+        self.placement, self.publish = PlacementConfig(), PublishConfig(probe_every=0)
+        if self.policy.checkpoint is None:
+            self.policy.model, self.policy.checkpoint = trained_model("policy.model", self.policy.model)
+        if not self.data.eval:
+            self.eval.prompts = self.eval.prompts or HELD_OUT
+        if self.eval.metrics is None:
+            n = self.eval.answers
+            ks = sorted({n, *(1 << bit for bit in range(n.bit_length()) if 1 << bit <= n)} - {0})
+            self.eval.metrics = ["ci95", *(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks if k > 2)]
+
+    @property
+    def envs(self) -> EnvsConfig | None:
+        """Environments that are played; None where rows are evaluated."""
+        return self.env if self.env.tags else None
+
+    @property
+    def generation(self) -> GenerationSettings:
+        """See `RlConfig.generation`."""
+        rollout, rows = RolloutConfig(**vars(self.rollout)), None if self.envs else self.data
+        return GenerationSettings(rollout, self.reward, self.seed, self.engine.kv_tokens, evaluates=True, data=rows)
+
+
+_SCHEMAS = (RlvrConfig, AgenticConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig)
+PIPELINES: dict[str, type] = {schema.pipeline: schema for schema in _SCHEMAS}
 """The pipelines and their settings: `python -m spmd_rl.<name>`, `configs/<name>.yaml`"""

@@ -123,15 +123,8 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
 
 
 IDLE = (
-    _of_algorithm,
-    _of_generation,
-    _of_policy,
-    _of_critic,
-    _of_data,
-    _of_evaluation,
-    _of_validation,
-    _of_preference,
-    _of_sidecar,
+    *(_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_evaluation, _of_validation),
+    *(_of_preference, _of_sidecar),
 )
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 

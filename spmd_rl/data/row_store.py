@@ -118,26 +118,20 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """The rows of a supervised run, for training and held out. One of both may be empty."""
+    """The rows of a supervised run, for training and held out, of which there may be none."""
 
     train: RowStore
     eval: RowStore
 
     @classmethod
-    def load(cls, cfg: SourcesConfig, kind: str, trains: bool = True) -> "Examples":
+    def load(cls, cfg: SourcesConfig, kind: str) -> "Examples":
         """Read and check all rows, which are of a kind of `KINDS`. UserError, naming setting, file and line, for a
-        broken one.
-
-        trains: whether there are steps of training. Else all rows are held out.
-        """
+        broken one."""
         parse: Parse = partial(KINDS[kind], cfg=cfg)
         rows = cls(RowStore(parse), RowStore(parse))
-        key = "data.eval" if cfg.eval or trains else "data.train"
-        if trains:
-            rows._read(cfg.train, "data.train", cfg, parse, 0.0 if cfg.eval else cfg.holdout)
-        if cfg.eval or not trains:
-            rows._read(cfg.eval or cfg.train, key, cfg, parse, 1.0)
-        if trains and not rows.train:
+        rows._read(cfg.train, "data.train", cfg, parse, 0.0 if cfg.eval else cfg.holdout)
+        rows._read(cfg.eval, "data.eval", cfg, parse, 1.0)
+        if not rows.train:
             raise UserError(f"data.train: no row is left in {cfg.train}: data.holdout={cfg.holdout} takes all")
         return rows
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.batch import Batch, pack
 from spmd_rl.config.schema import AgenticConfig
-from spmd_rl.learn import prepare
 from spmd_rl.learn.advantages import Samples, all_alike
 from spmd_rl.learn.losses import mean_over, measure, nll
+from spmd_rl.learn.prepare import Plan, Shares, plan
 from spmd_rl.learn.transfer import redistribute
 from spmd_rl.train.base import BoundLoss, BoundValueLoss, CriticRole, Metrics, PolicyRole, Role
 
@@ -27,17 +27,15 @@ class Term(NamedTuple):
     """over how many tokens or comparisons of the global batch it is a mean"""
 
 
-def deal(collected: Samples, count: int, role: Role) -> tuple[prepare.Plan, list[Batch]]:
-    """[all] Share samples out over `count` optimizer steps and a role's data shards; every token weighs the same.
-
-    Returns this rank's mini-batches, one per optimizer step.
-    """
-    data, world = role.layout.data, role.layout.world
+def deal(collected: Samples, count: int, role: Role) -> tuple[Plan, list[Batch]]:
+    """[all] The plan by which all learnt tokens of each of `count` optimizer steps weigh the same, whatever their
+    scores, and this rank's share of the samples in each."""
+    world, data = role.layout.world, role.layout.data
     with world.phase("coordination"):
-        shares = prepare.Shares(count, data.size, role.hidden_size)
-        plan = prepare.plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
-    packed = pack(plan.samples_of(collected.groups, world.rank), collected.step - 1)
-    return plan, redistribute(packed, plan, count, data, world)  # [all]
+        shares = Shares(count, data.size, role.hidden_size)
+        made = plan(collected.step, all_alike(collected.table), shares, AGGREGATIONS["token-mean"])
+    packed = pack(made.samples_of(collected.groups, world.rank), collected.step - 1)
+    return made, redistribute(packed, made, count, data, world)  # [all]
 
 
 class Imitation:
@@ -58,7 +56,7 @@ class Imitation:
         loss, among the metrics."""
         self.policy, self._world, self._num_updates = policy, policy.layout.world, num_updates
         self._temperature, self._lr_factor, self._name = temperature, lr_factor, name
-        self.plan: prepare.Plan | None = None
+        self.plan: Plan | None = None
         """The plan of the last `prepare`; the sample log reads it."""
 
     @classmethod

@@ -54,7 +54,7 @@ def _digest_of(path: Path) -> str:
 def _sums(collected: Collected, reference: PolicyRole) -> list[tuple[int, int, float]]:
     """[all] (ticket, answer, logprob of all learnt tokens) of each sample."""
     data = reference.layout.data
-    _, (batch,) = deal(collected, 1, reference)  # [all]
+    (batch,) = deal(collected, 1, reference)[1]  # [all]
     logprobs, _ = reference.logprobs(batch, 1.0)  # [all]
     index, samples = batch.sampled.index, batch.sampled.samples
     sums = logprobs.new_zeros(batch.num_samples).index_add(0, samples, logprobs[index])

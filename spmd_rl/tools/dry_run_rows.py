@@ -29,7 +29,7 @@ RENDERED = 1000
 def show(cfg: RowsPipelineConfig) -> None:
     """Print the preview of a run. UserError for what would end it before its first step."""
     with phase("reading the rows"):
-        examples = Examples.load(cfg.data, cfg.row_kind, cfg.steps > 0)
+        examples = Examples.load(cfg.data, cfg.row_kind)
         cfg.count_rows(len(examples.train))
     with phase("loading the tokenizer"), without_torch():
         policy, kwargs = cfg.policy, cfg.data.chat_template_kwargs

@@ -25,13 +25,13 @@ def header(cfg: JobConfig, world: World, num_train: int, num_eval: int) -> str:
     where = "forward passes and the engine" if generates else "forward passes"
     trained = f"{dtype} in {where}; master weights and optimizer in float32"
     tasks = generates[0] if generates else f"each trains {layout}"
-    counted = (partial(_prompts, num_train, num_eval), partial(describe_rows, num_train, num_eval), describe_batch)
     lines = [
         ("run", f"{cfg.run.name}, {cfg.steps or 'no training'}{' steps' * bool(cfg.steps)}, seed {cfg.seed}"),
         ("model", f"{model}: {describe_model(model)}"),
         ("dtype", trained if cfg.steps else dtype),
         ("ranks", f"{ranks} on {nodes} node{'s' * (nodes > 1)} ({world.device.type}): {tasks}"),
-        *chain.from_iterable(apply(counted, cfg)),
+        *chain.from_iterable(apply([partial(one, num_train, num_eval) for one in (_prompts, describe_rows)], cfg)),
+        *chain.from_iterable(apply((describe_batch,), cfg)),
         *apply((partial(_evaluation, num_eval),), cfg),
         ("run.dir", cfg.run.dir),
     ]

@@ -16,8 +16,8 @@ class RowsConfig(SourcesConfig):
     )
 
     holdout: float = 0.05
-    """Share of `train` that is held out, by content hash, when `eval` is not given and there are steps of training. 0:
-    all rows are trained on, and nothing is evaluated."""
+    """Share of `train` that is held out, by content hash, when `eval` is not given. 0: all rows are trained on, and
+    nothing is evaluated."""
     rows_per_step: int = 32
     """Number of rows that a step trains on. Each epoch has all rows once, in an order of its own."""
     max_tokens: int = 1024
