@@ -161,6 +161,6 @@ def test_a_mistake_is_named_before_torch(toy: Written, more: list[str], line: st
 
 def test_what_it_shows(toy: Written) -> None:
     shown = toy.run("--dry-run", ranks=0, name="shown").text()
-    assert "what is learnt in colour" in shown and "for training" in shown and "say 0" in shown
+    assert "what is learnt in colour" in shown and "for training" in shown and "say 1" in shown
     assert not (toy.path / "shown").exists()
     assert "rows_per_step: 6" in toy.run("--cfg", "job", ranks=0, name="printed").text()
