@@ -131,7 +131,8 @@ def test_epochs_end_where_the_rows_end(toy: Written) -> None:
 def test_other_rows_are_not_the_ones_that_a_checkpoint_counts(toy: Written, straight: Running) -> None:
     text = toy.data.read_text()
     try:
-        toy.data.write_text(text + json.dumps(toy.row(40)) + "\n")
+        more = [json.dumps(toy.row(number)) + "\n" for number in range(40, 52)]  # some are not held out
+        toy.data.write_text(text + "".join(more))
         other = toy.start("steps=5", name="straight")
         assert other.wait() == 2 and "data.train: its rows are not those" in other.text()
     finally:
