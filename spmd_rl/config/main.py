@@ -13,6 +13,7 @@
 The line also goes to `run.dir/error.txt` and into torchrun's report, and is printed once for all ranks that fail
 alike. Hydra's `--help`, `--cfg
 job`, `--config-dir`, `--config-name`, groups and overrides work as its users know them; nothing is written by them.
+With `steps=0`, a line of reinforcement learning is one of `python -m spmd_rl.evaluate`.
 """
 
 import argparse
@@ -64,14 +65,11 @@ def main(
 ) -> None:
     """Compose, check, run. Returns after a good end, else leaves the process with the code above.
 
-    `preview` is what `--dry-run` calls in the place of `run`: a function, or `module:function` to import it late.
-    `--plan` is the same for all pipelines. With `steps=0`, a line of reinforcement learning is one of
-    `python -m spmd_rl.evaluate`.
+    `preview`: what `--dry-run` calls instead of `run`, a function or `module:function`; `--plan` is the same for all.
     """
     argv = sys.argv[1:] if argv is None else argv
     if NO_STEPS in argv and issubclass(schema, RlConfig):
-        pipeline, schema, run, preview = EvaluateConfig.pipeline, EvaluateConfig, imported(EVALUATE), ""
-        argv = [word for word in argv if word != NO_STEPS]
+        return main("evaluate", EvaluateConfig, imported(EVALUATE), [*filter(NO_STEPS.__ne__, argv)])
     exit_ = Exit(given_run_dir(pipeline, argv))
     try:
         asked = parse(pipeline, schema, argv)
@@ -87,7 +85,7 @@ def main(
             return None
         planned = apply((pretend_ranks,), cfg) if shows else []
         if asked.plan:
-            require(bool(planned), f"--plan: {pipeline} has no section plan")
+            require(planned, f"--plan: {pipeline} has no section plan")
             check_plan(cfg)
             return imported(PLAN, "torch")(cfg)
         require(bool(preview) or not asked.dry_run, f"--dry-run: {pipeline} has nothing to show")

@@ -287,6 +287,9 @@ class AgenticConfig(RlConfig):
 class RowsPipelineConfig(PipelineConfig):
     """The settings that pipelines of supervised learning have in common: they train on rows that are written."""
 
+    row_kind: ClassVar[str] = "demonstration"
+    """What rows are: see `data.conversations.KINDS`."""
+
     epochs: float | None = None
     """Passes over `data.train`, from which `steps` follows, whatever it is. Default: as many as `steps` takes."""
     data: RowsConfig = field(default_factory=RowsConfig)
@@ -295,11 +298,6 @@ class RowsPipelineConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         above(self, epochs=0)
-
-    @property
-    def row_kind(self) -> str:
-        """What rows are: see `data.conversations.KINDS`."""
-        return "demonstration"
 
     def count_rows(self, num_rows: int) -> int | None:
         """Set `steps` to what `epochs` of so many rows take. Return at which row of the run it ends; None: at none."""
@@ -352,7 +350,7 @@ class DpoConfig(RowsPipelineConfig):
 class RewardModelConfig(RowsPipelineConfig):
     """The settings of `python -m spmd_rl.reward_model`; `policy` is the model that it is made of."""
 
-    pipeline = "reward_model"
+    pipeline, row_kind = "reward_model", "ranked"
     data: PairsConfig = field(default_factory=PairsConfig)
     center_coef: float = 0.0
     """Weight of the square of the sum of a pair's rewards, which keeps rewards around 0."""
@@ -360,11 +358,6 @@ class RewardModelConfig(RowsPipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, center_coef=0)
-
-    @property
-    def row_kind(self) -> str:
-        """See `RowsPipelineConfig.row_kind`."""
-        return "ranked"
 
     @property
     def roles(self) -> list[RoleConfig]:

@@ -91,7 +91,7 @@ MEGATRON = [("llama", TP2), ("qwen2", PP2), ("smollm2", CP2), ("qwen3_moe", EP2)
 MORE = [("qwen3", TP2), ("mixtral", EP2), ("qwen3_moe", TP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2)]
 OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 | CP2), ("qwen3", PP2 | CP2)]
 OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
-OF_FOUR += [("deep", {"pp": 4, "vpp": 2})]
+OF_FOUR += [("deep", {"pp": 4, "vpp": 2}), ("llama", PP2)]
 """Models and layouts of Megatron"""
 OTHERS = [
     (2, "deepspeed", [(model, zero) for model in ("llama", "qwen3_moe") for zero in ZEROS]),

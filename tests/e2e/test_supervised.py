@@ -131,7 +131,8 @@ def test_epochs_end_where_the_rows_end(toy: Written) -> None:
 def test_other_rows_are_not_the_ones_that_a_checkpoint_counts(toy: Written, straight: Running) -> None:
     text = toy.data.read_text()
     try:
-        toy.data.write_text(text + json.dumps(toy.row(40)) + "\n")
+        more = [json.dumps(toy.row(number)) + "\n" for number in range(40, 52)]  # some are not held out
+        toy.data.write_text(text + "".join(more))
         other = toy.start("steps=5", name="straight")
         assert other.wait() == 2 and "data.train: its rows are not those" in other.text()
     finally:
@@ -161,6 +162,6 @@ def test_a_mistake_is_named_before_torch(toy: Written, more: list[str], line: st
 
 def test_what_it_shows(toy: Written) -> None:
     shown = toy.run("--dry-run", ranks=0, name="shown").text()
-    assert "what is learnt in colour" in shown and "for training" in shown and "say 0" in shown
+    assert "what is learnt in colour" in shown and "for training" in shown and "say 1" in shown
     assert not (toy.path / "shown").exists()
     assert "rows_per_step: 6" in toy.run("--cfg", "job", ranks=0, name="printed").text()

@@ -46,7 +46,7 @@ class MegatronModel:
         """
         config = module.config
         self._layout, self._world, self.device = layout, layout.world, layout.world.device
-        self._dtype, self._vocab_size = getattr(torch, role.dtype), config.vocab_size
+        self._dtype = getattr(torch, role.dtype)
         self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
         is_tied, num_stages = config.tie_word_embeddings, layout.size("pp")
         dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)

@@ -1,4 +1,4 @@
-"""Llama, and Mistral."""
+"""Llama."""
 
 from typing import Any
 
