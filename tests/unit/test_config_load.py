@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from spmd_rl.config.keys import flatten, leaves, to_dict, type_name
 from spmd_rl.config.load import CONFIGS, build, experiment_doors, load
-from spmd_rl.config.schema import PIPELINES, AgenticConfig, RlvrConfig, RolloutConfig
+from spmd_rl.config.pipelines import PIPELINES
+from spmd_rl.config.schema import AgenticConfig, RlvrConfig, RolloutConfig
 from spmd_rl.errors import UserError
 
 
@@ -286,10 +287,10 @@ def test_every_field_of_the_schema_has_a_type_that_can_be_named():
 
 def test_settings_need_no_torch_and_start_fast():
     code = (
-        "import sys, time; t = time.time()\n"
+        "import sys, time; t = time.process_time()\n"
         "from spmd_rl.config.load import load\nfrom spmd_rl.config.schema import RlvrConfig\n"
-        "load('rlvr', RlvrConfig); print(time.time() - t); sys.exit('torch' in sys.modules)"
+        "load('rlvr', RlvrConfig); print(time.process_time() - t); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 5  # about 0.3 s; the machine may be busy
+    assert float(done.stdout) < 5  # about 0.3 s of a processor

@@ -290,9 +290,10 @@ class TeachersConfig(TeacherConfig):
     """`teacher.<domain>.*`: a teacher for the answers of one domain, in the place of `teacher.model`."""
 
     @property
-    def names(self) -> list[str]:
-        """The domains that have a teacher; '' stands for all others."""
-        return [""] * bool(self.model) + [domain for domain, one in self.domains.items() if one.model]
+    def sections(self) -> dict[str, TeacherConfig]:
+        """Each teacher's section, by the name of its role: `teacher`, `teacher.<domain>`."""
+        own = {f"teacher.{domain}": one for domain, one in self.domains.items()}
+        return {name: one for name, one in ({"teacher": self} | own).items() if one.model}
 
     def __post_init__(self) -> None:
         super().__post_init__()
