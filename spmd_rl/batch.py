@@ -116,7 +116,8 @@ class Batch(_Remembered):
     loss_mask: Tensor = field(metadata=per_token(torch.bool))
     """bool [T]: the token was sampled by the policy (its logprob comes from the token before it)"""
     rollout_logprobs: Tensor = field(metadata=per_token(torch.float32, "nats"))
-    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere"""
+    """float32 [T]: the engine's natural logprob of each sampled token, 0 elsewhere. Of written rows, which no engine
+    sampled: at the first learnt token what `RowSource` knows of the whole answer, a reference's sum or a margin"""
     lags: Tensor = field(metadata=per_token(torch.int32, "policy versions"))
     """int32 [T]: by how many versions the policy that sampled the token is older than the step's; 0 elsewhere"""
     candidate_ids: Ragged | None = field(default=None, metadata=per_token(torch.int32, "token ids", ragged=True))

@@ -182,7 +182,7 @@ class TokenHead(nn.Module):
             weight = weight.to_local()
         temperature = self.temperature / self._factor
         about = (self.targets, temperature, self.candidate_ids, self.top, share, self._factor)
-        found = head_outputs(hidden[0], weight, *about)[None]  # [all] a view of it would make FSDP warn
+        found = torch.stack([head_outputs(hidden[0], weight, *about)])  # [all] a view of it would make FSDP warn
         return found if self._factor == 1 else found / self._factor
 
 
