@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spmd_rl.bundled import HOME
 from spmd_rl.config.keys import check_keys, inline_field, key_types, leaves, type_name
+from spmd_rl.config.pipelines import PIPELINES
 from spmd_rl.config.run_identity import fill_run
-from spmd_rl.config.schema import PIPELINES
 from spmd_rl.errors import UserError
 
 REMOTE_CODE = "policy.trust_remote_code"

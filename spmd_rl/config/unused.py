@@ -16,7 +16,7 @@ from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import CriticConfig, PolicyConfig
+from spmd_rl.config.sections.models import CriticConfig, PolicyConfig, TeachersConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
 from spmd_rl.config.sections.preference import PreferenceConfig
@@ -78,6 +78,15 @@ def _of_generation(rollout: RolloutConfig, eval: EvalConfig, placement: Placemen
     ]
 
 
+def _of_teacher(teacher: TeachersConfig) -> Idle:
+    used = bool(teacher.sections)
+    keys = "teacher.train teacher.alone teacher.coef teacher.loss teacher.top_k teacher.mix teacher.reward_coef"
+    return [
+        (used, "teacher.model is null", keys),
+        (teacher.coef, "teacher.coef is 0", "teacher.loss teacher.top_k teacher.mix"),
+    ]
+
+
 def _of_policy(policy: PolicyConfig) -> Idle:
     return [(policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum")]
 
@@ -123,8 +132,8 @@ def _of_sidecar(reward: RewardsConfig, debug: bool) -> Idle:
 
 
 IDLE = (
-    *(_of_algorithm, _of_generation, _of_policy, _of_critic, _of_data, _of_evaluation, _of_validation),
-    *(_of_preference, _of_sidecar),
+    *(_of_algorithm, _of_generation, _of_policy, _of_critic, _of_teacher, _of_data, _of_evaluation),
+    *(_of_validation, _of_preference, _of_sidecar),
 )
 """Each is of the pipelines that have the sections that it takes (`apply`)"""
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
@@ -186,13 +186,20 @@ class Policy(BaseRole):
         logprobs, entropy = self.evaluate("logprobs", batch, ForwardArgs(temperature), 2)  # [all]
         return logprobs, entropy
 
+    def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
+        """See `PolicyRole`."""
+        columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
+        tops = torch.stack(columns[2:], 1)[batch.sampled.index]
+        lists = (tops[:, :k].round().int(), tops[:, k:])
+        return columns[0], *(Ragged(values.flatten(), bounds_of(batch.loss_mask.long() * k)) for values in lists)
+
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
         """See `PolicyRole`."""
-        return self.optimize(batch, ForwardArgs(temperature), loss)
+        return self.optimize(batch, ForwardArgs(temperature, compares=batch.teacher_ids is not None), loss)
 
 
 class Critic(BaseRole):

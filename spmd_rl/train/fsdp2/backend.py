@@ -15,7 +15,7 @@ from spmd_rl.model.value_head import with_value_head
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
-from spmd_rl.train.row import aim
+from spmd_rl.train.row import aim, parts
 from spmd_rl.train.stored_model import Source
 
 
@@ -31,8 +31,8 @@ class FSDP2Policy(FSDP2Model):
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         row = self.row(micro)
-        aim(self.module.get_output_embeddings(), micro, row, args.temperature, self.device)
-        return self.predictions(micro, row).unbind(-1)
+        aim(self.module.get_output_embeddings(), micro, row, args, self.device)
+        return parts(self.predictions(micro, row), args)
 
 
 class FSDP2Value(FSDP2Model):

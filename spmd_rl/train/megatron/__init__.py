@@ -28,7 +28,7 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         found = f"megatron-core {out[0]} is not {out[1]}" if out else "megatron-core is not installed here"
         raise UserError(f"{role.key}.name=megatron: {found}; pip install 'spmd-rl[megatron]', or say train=fsdp2")
     if role.name == "critic":
-        raise UserError(f"{role.key}.name: train=megatron has no value head yet; critic.train.name=fsdp2 has")
+        raise UserError(f"{role.key}.name: train=megatron has no value head yet; {role.key}.name=fsdp2 has")
     if kind is not None and kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")

@@ -30,7 +30,7 @@ from spmd_rl.train.megatron.shim import on_cpu
 from spmd_rl.train.megatron.tensors import Tensors
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.replay import Replay
-from spmd_rl.train.row import Row, aim, filled_up, row_of
+from spmd_rl.train.row import Row, aim, filled_up, parts, row_of
 from spmd_rl.train.state import Shard
 
 
@@ -143,7 +143,7 @@ class MegatronModel:
         row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
         head = getattr(getattr(chunk, "module", chunk), "output_layer", None)
         if head is not None:
-            aim(head, micro, row, loop.args.temperature, device)
+            aim(head, micro, row, loop.args, device)
             head.keep = to_device(filled_up(row.keep), device)
         positions = to_device(row.position_ids, device)
         chosen = None if row.chosen is None else to_device(row.chosen, device)
@@ -162,7 +162,8 @@ class MegatronModel:
         if row.own is not None:
             own = to_device(row.own, self.device)
             found = collect(found, own, len(micro.sampled.index), self._layout.group("cp"))  # [all]
-        return loop.finish(number, micro, found.unbind(-1)), torch.zeros((), dtype=torch.int, device=self.device), {}
+        nothing = torch.zeros((), dtype=torch.int, device=self.device)
+        return loop.finish(number, micro, parts(found, loop.args)), nothing, {}
 
     def grad_square(self) -> float:
         """See `ShardedModel`."""
