@@ -18,6 +18,8 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.devices import kind
 from spmd_rl.distributed import World
 
+IMPORT_SECONDS = 600.0
+"""What importing DeepSpeed may take without any progress, where many ranks of a machine read it at once."""
 BUCKET = 2**26
 """Gradients that are reduced at a time: DeepSpeed reserves the room for them."""
 
@@ -57,8 +59,9 @@ def start(world: World) -> ModuleType:
     """Import DeepSpeed and let it take over the process groups that there are."""
     os.environ.setdefault("DS_ACCELERATOR", kind(world.device))  # or it looks for devices itself, and warns
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # a run of one rank has no launcher
-    import deepspeed
-    from deepspeed.runtime.zero import partitioned_param_coordinator
+    with world.journal.extend_timeout(IMPORT_SECONDS):
+        import deepspeed
+        from deepspeed.runtime.zero import partitioned_param_coordinator
 
     # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
