@@ -98,6 +98,7 @@ _THEIRS = {
     "algorithm.correction.level=token": "vllm_importance_sampling_correction",
     "algorithm.correction.upper": "vllm_importance_sampling_cap tis_imp_ratio_cap",
     "algorithm.critic_warmup": "critic_warmup",
+    "algorithm.sample_epochs": "ppo_epochs num_iterations",
     # data and rewards
     "data.train": "dataset_name train_files prompt_data",
     "data.eval": "eval_dataset val_files",
@@ -130,9 +131,6 @@ _ABSENT = {
     ),
     "train.updates_per_step is the number of mini-batches of a step": "ppo_mini_batch_size steps_per_generation",
     "a step generates rollout.prompts_per_step x rollout.answers_per_prompt samples": "generation_batch_size",
-    "each sample is trained on once; train.updates_per_step is the number of mini-batches of a step": (
-        "ppo_epochs num_iterations"
-    ),
     "the length of a run is given in steps, or supervised in epochs": "num_train_epochs total_epochs epochs num_epochs",
     "the warm-up is given in updates: policy.warmup_steps": "warmup_ratio lr_warmup_steps_ratio",
     "micro-batches are always packed by tokens: train.tokens_per_microbatch": "use_dynamic_bsz",

@@ -4,7 +4,6 @@ from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
@@ -111,7 +110,8 @@ class Learner:
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
-            needs_old = proximal and (self._num_updates > 1 or self.plan.stale)
+            several = self._num_updates * settings.sample_epochs > 1
+            needs_old = proximal and (several or self.plan.stale)
             needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
@@ -135,7 +135,8 @@ class Learner:
             )
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
-                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, trains)
+                epochs = settings.sample_epochs
+                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
 
     def _check_signal(self) -> None:
@@ -151,11 +152,14 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""
+        """[all] One optimizer step per mini-batch and epoch; none where no sample of any rank trains.
+
+        Equal on all ranks.
+        """
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
-            used = np.unique(self.plan.minibatches).tolist()
+            used = self.plan.visits(self._settings.sample_epochs, self._seed)
             self._num_empty_steps += not used
             if self._critic:
                 value_loss = bind_value_loss(self._settings)

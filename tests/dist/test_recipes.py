@@ -39,6 +39,7 @@ OPTIONS = {
     "terms": ["algorithm.entropy_coef=0.01", "algorithm.sft_coef=0.1", "algorithm.kl_coef=0.1", "algorithm.target_kl=1",
               "algorithm.correction.level=sequence", "algorithm.correction.mask_low=0.01",
               "algorithm.loss=segment_clip"],
+    "epochs": ["algorithm=ppo", "algorithm.sample_epochs=2"],
     "token_kl": ["algorithm.kl_reward_coef=0.1", "algorithm.kl_reward_estimator=k2", "algorithm.gamma=0.9"],
 }  # fmt: skip
 """What no recipe turns on."""

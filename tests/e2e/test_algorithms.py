@@ -15,6 +15,7 @@ STATEFUL = (
     "algorithm.norm_mean_type=running",
     "algorithm.norm_std_type=running",
     "algorithm.critic_warmup=1",
+    "algorithm.sample_epochs=2",
     "train.updates_per_step=2",
     "rollout.prompts_per_step=3",
 )

@@ -265,6 +265,10 @@ class AlgorithmConfig:
     kl_horizon: float = 10000.0
     """Number of answers over which the adaptive controller may change a KL weight by a fifth."""
 
+    sample_epochs: int = 1
+    """Passes over a step's samples, each of `train.updates_per_step` optimizer steps. The first takes the mini-batches
+    in order, each further one in a random order of its own. Old logprobs, advantages and values are those from before
+    the first."""
     value_clip: float | None = None
     """Clip the critic's values to within this of the old ones (null: not at all)."""
     critic_warmup: int = 0
@@ -286,7 +290,7 @@ class AlgorithmConfig:
         within(self, clip_cov_ratio=(0, 1), kl_cov_ratio=(0, 1), variance_top_p=(0, 1))
         above(self, variance_top_p=0)
         at_least(self, clip_low=0, clip_high=0, dual_clip=1, kimi_tau=0, kl_cov_coef=0, entropy_coef=0, sft_coef=0)
-        at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, pass_k=1, loss_agg_length=1)
+        at_least(self, kl_coef=0, kl_reward_coef=0, critic_warmup=0, sample_epochs=1, pass_k=1, loss_agg_length=1)
         at_least(self, overlong_coef=0, overlong_tokens=1, format_penalty=0, repetition_coef=0, repetition_ngram=1)
         at_least(self, error_max_len_threshold=1, variance_eps=0, variance_patience=1)
         at_least(self, dppo_cap=1)
