@@ -156,7 +156,8 @@ _ABSENT = {
     "track.wandb and track.swanlab log to the project spmd_rl, under the name of run.dir": (
         "project_name wandb_project project"
     ),
-    "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs": "reward_weights",
+    "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs its parts, and "
+    "algorithm.advantage=gdpo their advantages (algorithm.reward_weights)": "reward_weights multi_objective_aggregation",
     "run.dir/samples has all samples; python -m spmd_rl view shows them": "log_completions",
     "models are trained without dropout": "disable_dropout",
     "not needed: logits are never whole in memory, their logprobs are computed in chunks": "use_liger_kernel",

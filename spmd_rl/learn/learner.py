@@ -17,6 +17,7 @@ from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
+from spmd_rl.learn.verdict_terms import verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -97,10 +98,12 @@ class Learner:
             if settings.repetition_coef:
                 trajectories = chain.from_iterable(trajectories_of(group.samples) for group in collected.groups)
                 penalties = repetition_penalties(trajectories, settings, self._world)  # [all]
+            names = list(settings.reward_weights) if settings.advantage == "gdpo" else []
+            terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
                 limits = rollout.max_answer_tokens, greedy
-                found = credit(collected.table, settings, self._scores, *limits, penalties)
+                found = credit(collected.table, settings, self._scores, *limits, penalties, terms)
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
                 aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
                 self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
