@@ -98,6 +98,8 @@ _THEIRS = {
     "algorithm.correction.level=token": "vllm_importance_sampling_correction",
     "algorithm.correction.upper": "vllm_importance_sampling_cap tis_imp_ratio_cap",
     "algorithm.critic_warmup": "critic_warmup",
+    "reference.sync_steps": "sync_ref_model ref_model_sync_steps",
+    "reference.mixup": "ref_model_mixup_alpha",
     "algorithm.sample_epochs": "ppo_epochs num_iterations",
     # data and rewards
     "data.train": "dataset_name train_files prompt_data",
@@ -170,7 +172,6 @@ _ABSENT = {
     "nothing is uploaded; the last checkpoint has a Hugging Face model: checkpoint.export_hf": "push_to_hub",
     "a stall ends the run: journal.stall_seconds": "ddp_timeout nccl_timeout",
     "adapters are not supported, all weights are trained": "use_peft peft_config lora_rank lora lora_r",
-    "the reference stays as it was before training": "sync_ref_model",
     "prompts are always shuffled, by seed": "shuffle_dataset shuffle",
     "a rewarder gets all fields of a row": "remove_unused_columns",
     "training always samples, at rollout.temperature": "do_sample",

@@ -18,6 +18,7 @@ from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
     EvaluatedModelConfig,
+    FollowingReferenceConfig,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
@@ -126,7 +127,7 @@ class PipelineConfig(JobConfig):
 class RlConfig(PipelineConfig):
     """The settings that pipelines of reinforcement learning have in common: they generate, score and learn from it."""
 
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: FollowingReferenceConfig = field(default_factory=FollowingReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -173,9 +173,17 @@ class Learner:
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
+            self._follow()
             if not self._monitored:
                 self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
         return metrics | self._prepared | self._own_metrics(metrics)
+
+    def _follow(self) -> None:
+        """[all] Let the reference follow the policy, if this step is one of those in which it does."""
+        every = self._reference.sync_steps if self._reference else None
+        if every is not None and self.plan.step % every == 0:
+            with self._policy.awake(), self._reference.awake():
+                self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
         """Metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""
