@@ -159,7 +159,9 @@ _ABSENT = {
         "project_name wandb_project project"
     ),
     "a domain has one rewarder (reward.<domain>.target); rewards.composite:CompositeReward weighs its parts, and "
-    "algorithm.advantage=gdpo their advantages (algorithm.reward_weights)": "reward_weights multi_objective_aggregation",
+    "algorithm.advantage=gdpo their advantages (algorithm.reward_weights)": (
+        "reward_weights multi_objective_aggregation"
+    ),
     "run.dir/samples has all samples; python -m spmd_rl view shows them": "log_completions",
     "models are trained without dropout": "disable_dropout",
     "not needed: logits are never whole in memory, their logprobs are computed in chunks": "use_liger_kernel",

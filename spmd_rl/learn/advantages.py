@@ -247,7 +247,9 @@ def credit(
     columns = None
     if terms is not None:
         rows = [terms[key] for key in keys(data.answers)]
-        columns = {name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)}
+        columns = {
+            name: as_tensor([row[i] for row in rows], np.float64) for i, name in enumerate(settings.reward_weights)
+        }
     return Credit(data, *_advantages(data, settings, running, max_tokens, extra, columns), masked, weights)
 
 

@@ -4,7 +4,6 @@ from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 
-
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments

@@ -21,7 +21,9 @@ class Roofline:
         self._spec = find_device_spec(spec, world.device, dtype)
         self._devices = Devices(world.size, tp, getattr(torch, dtype).itemsize)
 
-    def metrics(self, collected: Samples, plan: Plan, needs_old: bool, policy_epochs: int, critic_epochs: int) -> Metrics:
+    def metrics(
+        self, collected: Samples, plan: Plan, needs_old: bool, policy_epochs: int, critic_epochs: int
+    ) -> Metrics:
         """Seconds by phase, equal on all ranks.
 
         needs_old: the policy's logprobs were computed before the update. policy_epochs, critic_epochs: passes over the

@@ -133,7 +133,6 @@ class PolicyRole(Role, Protocol):
         """
         ...
 
-
     def follow(self, policy: "PolicyRole") -> None:
         """[all] Inside `awake` of both: move this reference's weights towards the policy's, in place.
 

@@ -1,4 +1,4 @@
-"""A reference that follows the policy: its shards move towards a stream of whole weights, whatever the layout of each."""
+"""A reference that follows the policy: its shards move towards a stream of whole weights, whatever both layouts."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -77,7 +77,9 @@ def group(ticket: int, generator: torch.Generator) -> Group:
             parts = (array("i", ids[:blank]), array("i", ids[blank:]), array("f", logprobs), array("i", [0] * n))
             turns.append(Turn(*parts, "length" if n == 11 else "stop"))
         verdict = Verdict("ok", float(torch.randint(0, 2, (1,), generator=generator)))
-        verdict = Verdict("ok", verdict.score, {"right": verdict.score, "long": sum(len(t.token_ids) for t in turns) / 9})
+        verdict = Verdict(
+            "ok", verdict.score, {"right": verdict.score, "long": sum(len(t.token_ids) for t in turns) / 9}
+        )
         verdict = Verdict("timeout") if (ticket, answer) == (2, 3) else verdict
         samples.append(Sample(ticket, answer, tuple(turns), verdict))
     return Group(Prompt(f"{ticket:032x}", (Message("user", "?"),), "toy", ""), ticket, tuple(samples))

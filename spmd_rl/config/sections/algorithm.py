@@ -131,9 +131,9 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """Advantage estimator. For whole answers: `grpo`, `dr_grpo`, `rloo`, `reinforce`, `reinforce_pp_baseline`, `remax`,
-    `opo`, `lite_ppo`, `maxrl`, `pass_at_k`, `gdpo`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`, `turn_gae` (with a
-    critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or a function of your own, as `module:function`:
-    docs/ALGORITHMS.md."""
+    `opo`, `lite_ppo`, `maxrl`, `pass_at_k`, `gdpo`; for the steps of agents: `starpo`, `step_reinforce`, `gigpo`,
+    `turn_gae` (with a critic); for tokens: `gae` (with a critic), `reinforce_returns`. Or a function of your own, as
+    `module:function`: docs/ALGORITHMS.md."""
     norm_std: bool = True
     """Divide centred scores by the standard deviation of their group (`false` is Dr.GRPO)."""
     gamma: float = 1.0
@@ -141,9 +141,9 @@ class AlgorithmConfig:
     lam: float = 1.0
     """Lambda of GAE; 1 has no bias from the critic and the largest variance."""
     reward_weights: dict[str, float] = field(default_factory=dict)
-    """Weights of several rewards, by the name of a part of the verdict, for `gdpo`: `{correct: 1, form: 0.5}`. The parts
-    of `rewards.composite:CompositeReward` have the names that are given to them. With other estimators the rewarder
-    adds its parts up, and GRPO compares the sums."""
+    """Weights of several rewards, by the name of a part of the verdict, for `gdpo`: `{correct: 1, form: 0.5}`. The
+    parts of `rewards.composite:CompositeReward` have the names that are given to them. With other estimators the
+    rewarder adds its parts up, and GRPO compares the sums."""
     pass_k: int = 4
     """Number k of answers in pass@k."""
     pass_score: float = 1.0

@@ -240,4 +240,6 @@ def test_a_score_at_the_pass_score_is_right() -> None:
 
 def test_no_name_stands_for_two_estimators() -> None:
     assert not set(ADVANTAGES) & set(TOKEN_ADVANTAGES)
-    assert set(ADVANTAGES) == {*BY_HAND, "pass_at_k", "gdpo", "starpo", "step_reinforce", "gigpo"}, "each has a reference"
+    assert set(ADVANTAGES) == {*BY_HAND, "pass_at_k", "gdpo", "starpo", "step_reinforce", "gigpo"}, (
+        "each has a reference"
+    )
