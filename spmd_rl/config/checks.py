@@ -13,13 +13,13 @@ from spmd_rl.bundled import HOME
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
-from spmd_rl.config.backends import backend
+from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
-from spmd_rl.config.plugin_checks import check_envs, check_rewards
+from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
@@ -340,8 +340,9 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 CHECKS = (
     *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
-    *(check_placement, check_mesh, check_engine),
-    *(check_episode, check_data, check_sidecar, check_wandb, check_rewards, check_envs, stay_offline),
+    *(check_placement, check_mesh, check_following, check_engine),
+    *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
+    stay_offline,
     check_algorithm,  # last: a module of tensors imports torch
 )
 """In order; each is of the pipelines that have the sections that it takes (`apply`)"""

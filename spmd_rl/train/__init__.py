@@ -23,7 +23,7 @@ class Roles(NamedTuple):
     policy: "PolicyRole | None"
     """None where a reward model is trained, which is a critic."""
     reference: "PolicyRole | None" = None
-    """Frozen; None where the algorithm has no KL penalty."""
+    """Without an optimizer; None where the algorithm has no KL penalty."""
     critic: "CriticRole | None" = None
     """None where the algorithm reads no values."""
     teachers: "Mapping[str, PolicyRole]" = MappingProxyType({})
@@ -31,8 +31,11 @@ class Roles(NamedTuple):
 
     @property
     def trained(self) -> "dict[str, Role]":
-        """By name, those whose weights a checkpoint must hold."""
-        return {name: role for name, role in (("policy", self.policy), ("critic", self.critic)) if role}
+        """By name, those whose weights a checkpoint must hold; the reference among them, if it follows the policy."""
+        follows = self.reference is not None and self.reference.sync_steps is not None
+        return {
+            name: role for name, role in self._asdict().items() if role is not None and (name != "reference" or follows)
+        }
 
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:

@@ -20,7 +20,8 @@ from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.train import averages
-from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, ShardedModel
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel
+from spmd_rl.train.follow import move
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
@@ -192,6 +193,16 @@ class Policy(BaseRole):
         tops = torch.stack(columns[2:], 1)[batch.sampled.index]
         lists = (tops[:, :k].round().int(), tops[:, k:])
         return columns[0], *(Ragged(values.flatten(), bounds_of(batch.loss_mask.long() * k)) for values in lists)
+
+    @property
+    def sync_steps(self) -> int | None:
+        """See `PolicyRole`."""
+        return self._role.sync_steps
+
+    def follow(self, policy: PolicyRole) -> None:
+        """See `PolicyRole`."""
+        move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
+        self.model.on_state_loaded()
 
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""

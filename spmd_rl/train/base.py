@@ -103,7 +103,10 @@ class Role(Protocol):
 
 
 class PolicyRole(Role, Protocol):
-    """The policy, or its frozen reference."""
+    """The policy, or its reference, which has no optimizer."""
+
+    sync_steps: int | None
+    """Of a reference: it follows the policy after every so many steps; None: it stays as it is."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy of every sampled token: float32 [T] each, 0 outside `loss_mask`; no gradient.
@@ -135,6 +138,13 @@ class PolicyRole(Role, Protocol):
 
         A tensor is valid until the next one is asked for. Tied weights appear once, under the name that
         `save_pretrained` keeps.
+        """
+        ...
+
+    def follow(self, policy: "PolicyRole") -> None:
+        """[all] Inside `awake` of both: move this reference's weights towards the policy's, in place.
+
+        UserError, on all ranks, if these are of another model.
         """
         ...
 

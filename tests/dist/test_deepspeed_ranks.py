@@ -56,7 +56,7 @@ def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def guarded(world: World, path: str, zero: dict, dtype: str) -> dict[str, bool]:
     """One rank's bad weight skips the update on all, and the next one is that of a twin who never saw it."""
     mine, twin = (policy(world, path, zero, dtype, schedule="constant", warmup_steps=0) for _ in range(2))
-    start, good = dict((name, tensor.clone()) for name, tensor in mine.weights()), share_of(mine, "dealt", global_batch())
+    start, good = {name: tensor.clone() for name, tensor in mine.weights()}, share_of(mine, "dealt", global_batch())
     metrics = [updates(world, role, [0]) for role in (mine, twin)]
     facts = {"updates repeat": metrics[0] == metrics[1] and same(state(mine), state(twin))}
     if dtype == "bfloat16":

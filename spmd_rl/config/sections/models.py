@@ -313,6 +313,23 @@ class CriticConfig(TrainedModelConfig):
     train: TrainOverrides = field(default_factory=TrainOverrides)
 
 
+@dataclass
+class FollowingReferenceConfig(ReferenceConfig):
+    """The reference of the KL term; loaded only when `algorithm.kl_coef` or `kl_reward_coef` > 0. It stays as it was
+    before training, or follows the policy."""
+
+    sync_steps: int | None = None
+    """Steps after which the reference follows the policy, each time: after every so many (null: never)."""
+    mixup: float = 1.0
+    """Share of the policy's weights in what the reference becomes: 1 takes them over, less makes a moving average of
+    them, which is held in float32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, sync_steps=1)
+        require(0 < self.mixup <= 1, f"mixup: must be above 0 and at most 1, not {self.mixup}")
+
+
 @dataclass(frozen=True)
 class RoleConfig:
     """What a role is built from: its own section, and what of the policy's that leaves open."""
@@ -336,6 +353,17 @@ class RoleConfig:
     def optimizer(self) -> TrainedModelConfig | None:
         """Its section, with the settings of an optimizer; None of a role that is frozen."""
         return self.own if isinstance(self.own, TrainedModelConfig) else None
+
+    @property
+    def sync_steps(self) -> int | None:
+        """Of a reference that follows the policy: after how many steps, each time."""
+        return self.own.sync_steps if isinstance(self.own, FollowingReferenceConfig) else None
+
+    @property
+    def held_dtype(self) -> str:
+        """In which dtype weights are held that are computed with in `dtype`."""
+        mixes = self.sync_steps is not None and self.own.mixup < 1
+        return "float32" if mixes or self.optimizer is not None else self.dtype
 
     @property
     def key(self) -> str:

@@ -33,5 +33,6 @@ BACKEND = Backend(
     settings=("activation_checkpointing", "reshard_after_forward", "compile", "offload"),
     optimizers=OPTIMIZERS,
     has_plan=True,
+    follows=True,
     refuse=refuse,
 )

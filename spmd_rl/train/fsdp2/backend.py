@@ -57,7 +57,7 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
-    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
+    held = getattr(torch, role.held_dtype)
     model, load, num_bytes, _ = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
         head = with_value_head(model, role.value_bias).get_output_embeddings()
