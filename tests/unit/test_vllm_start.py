@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmd_rl.engine.arguments import check_args
 from spmd_rl.errors import UserError
 from tests.engines import needs_vllm
 
@@ -21,11 +22,13 @@ pytestmark = needs_vllm
     ],
 )
 def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):
-    from spmd_rl.engine.vllm.start import check_args
+    from vllm.engine.arg_utils import EngineArgs
 
-    check_args({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"})
+    from spmd_rl.engine.vllm.start import ALWAYS, OURS
+
+    check_args({"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}, EngineArgs, OURS, ALWAYS)
     with pytest.raises(UserError, match=rf"engine\.args\.{name}: .*{words}"):
-        check_args({name: 1})
+        check_args({name: 1}, EngineArgs, OURS, ALWAYS)
 
 
 @pytest.mark.parametrize(

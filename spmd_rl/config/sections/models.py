@@ -17,7 +17,7 @@ BACKENDS = {
 }
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
 """Engines: the modules whose `build` makes them."""
 
 
