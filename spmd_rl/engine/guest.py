@@ -18,8 +18,8 @@ import torch
 def undisturbed(prefix: str) -> Iterator[None]:
     """Import and start a package inside; afterwards the process is as it was, but for its variables and modules.
 
-    Put back are variables of the environment (those that begin with `prefix` stay), signal handlers, the start method of
-    processes, the number of threads, generators, the heap, the precision of float32 and what is logged.
+    Put back are variables of the environment (those that begin with `prefix` stay), signal handlers, the start method
+    of processes, the number of threads, generators, the heap, the precision of float32 and what is logged.
     """
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}

@@ -1,4 +1,4 @@
-"""`HostedEngine`: what engines over a package of somebody else's share: the requests under way, sleep, what may be lost.
+"""`HostedEngine`: what engines over a package of others share: the requests under way, sleep, what may be lost.
 
 Left out: how a request is computed, and how weights get in.
 """

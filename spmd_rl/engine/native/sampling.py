@@ -26,7 +26,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def draw(logits: Tensor, rows: Sequence[SequenceState]) -> tuple[list[int], list[float], list[list[int]]]:
-    """The next token of each row, its logprob, and among which tokens it was drawn (none: among all), from logits [R, V].
+    """The next token of each row, its logprob, and among which it was drawn (none: among all), from logits [R, V].
 
     It depends on the row's own logits, request and number of tokens alone.
     """

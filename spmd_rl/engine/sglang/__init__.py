@@ -31,7 +31,9 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
         from spmd_rl.engine.sglang.start import start
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
-        replica = world.process_group("sglang", "gloo" if cpu else None, range(first, first + tp))  # [all] of the replica
+        replica = world.process_group(
+            "sglang", "gloo" if cpu else None, range(first, first + tp)
+        )  # [all] of the replica
         scheduler = start(
             policy.model,
             getattr(torch, policy.dtype),

@@ -118,10 +118,10 @@ class SglangEngine(HostedEngine):
         batch = self.scheduler.turn()
         for req in batch.reqs if batch else []:
             row = self._sampler.rows.get(req.rid)
-            if row is not None and len(req.output_ids) > len(row.token_ids):
-                if reason := self._extend(row, req):
-                    self._end(row.request.id, ended=req.finished())
-                    ended.append(row.completion(reason))
+            new = row is not None and len(req.output_ids) > len(row.token_ids)  # else part of a long prompt
+            if new and (reason := self._extend(row, req)):
+                self._end(row.request.id, ended=req.finished())
+                ended.append(row.completion(reason))
         return ended
 
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:

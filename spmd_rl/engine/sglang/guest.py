@@ -81,7 +81,7 @@ class _Absent(type):
     """The type of what stands for a name of a package that is not installed: a class, so that others may inherit."""
 
     importing = False
-    """Whether modules are being imported, whose decorators and tables of settings may be made; later calls are errors."""
+    """Whether modules are being imported, whose decorators and tables may be made; later calls are errors."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -1,8 +1,8 @@
 """Start SGLang's scheduler in this process, on the process groups that are there, and take it down again.
 
 It is the object that SGLang's own server runs in a child for each rank. Here nobody listens to sockets: requests and
-aborts are put into a list, answers are read off its batches, and a step is one turn of its loop. Its API is private: the
-version is pinned, and `tests/unit/test_sglang_contract.py` finds the names. Left out: requests, weights.
+aborts are put into a list, answers are read off its batches, and a step is one turn of its loop. Its API is private:
+the version is pinned, and `tests/unit/test_sglang_contract.py` finds the names. Left out: requests, weights.
 """
 
 from collections.abc import Mapping
@@ -132,9 +132,9 @@ def start(
         | BY_DEVICE.get(device.type, {})
         | args,
     )
-    nowhere = dict.fromkeys(("tokenizer", "scheduler_input", "detokenizer", "rpc", "metrics"), "")
+    nobody = ("tokenizer", "scheduler_input", "detokenizer", "rpc", "metrics")
     ports = PortArgs(
-        **{f"{name}_ipc_name": "" for name in nowhere},
+        **{f"{name}_ipc_name": "" for name in nobody},
         tokenizer_worker_ipc_name=None,
         decoupled_spec_ipc_config=None,
         nccl_port=0,
