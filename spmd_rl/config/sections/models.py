@@ -307,7 +307,7 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """Generation engine: `native` is embedded and needs no package, `vllm` and `sglang` run these in the process of each
+    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run them in the process of each
     rank."""
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
