@@ -7,11 +7,17 @@ from typing import Any
 from spmd_rl.errors import UserError
 
 
-def check_args(args: Mapping[str, Any], of: type, ours: Mapping[str, str], leaned_on: Mapping[str, Any]) -> None:
+def check_args(
+    args: Mapping[str, Any],
+    of: type,
+    ours: Mapping[str, str],
+    leaned_on: Mapping[str, Any],
+    reasons: Mapping[str, str] | None = None,
+) -> None:
     """UserError for an argument that the engine does not know, that another setting gives, or that a promise needs.
 
-    of: the class that takes them. ours: argument -> the setting that gives it. leaned_on: argument -> its value, or
-    the reason why it is none of the user's.
+    of: the class that takes them. ours: argument -> the setting that gives it. leaned_on: argument -> its value.
+    reasons: argument -> what would break if it had another one.
     """
     known = inspect.signature(of).parameters
     for name in args:
@@ -20,4 +26,5 @@ def check_args(args: Mapping[str, Any], of: type, ours: Mapping[str, str], leane
         if name in ours:
             raise UserError(f"engine.args.{name}: {ours[name]} says this")
         if name in leaned_on:
-            raise UserError(f"engine.args.{name}: is {leaned_on[name]!r}, which the engine leans on")
+            reason = (reasons or {}).get(name, "which the engine leans on")
+            raise UserError(f"engine.args.{name}: is {leaned_on[name]!r}, {reason}")

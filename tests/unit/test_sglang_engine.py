@@ -174,7 +174,7 @@ def test_more_than_the_cache_holds(engine, native, weights):
     [
         (ask("x", prompt=()), "at least one prompt token"),
         (ask("x", new=0), "one new token"),
-        (ask("x", prompt=range(500), new=12), "512 tokens exceed 511"),
+        (ask("x", prompt=range(500), new=11), "511 tokens exceed 510"),
         (ask("x", temperature=-1.0), "negative temperature"),
         (ask("x", stop=("no tokenizer",), top_p=0.5), "need a top_k"),
     ],
@@ -186,7 +186,7 @@ def test_requests_that_are_refused(engine, request_, words):
 
 
 def test_a_request_as_long_as_the_engine_allows(engine):
-    assert len(run(engine, ask("x", prompt=range(200), new=311))["x"].token_ids) == 311
+    assert len(run(engine, ask("x", prompt=range(200), new=310))["x"].token_ids) == 310
 
 
 def test_new_weights_under_way(engine, native, weights, other_weights):
@@ -306,18 +306,19 @@ def test_sleep_and_wake_in_order(path):
     [
         ("max_prefil_tokens", "has no such argument"),
         ("tp_size", "engine.tp says this"),
-        ("disable_overlap_schedule", "is True, which the engine leans on"),
+        ("disable_overlap_schedule", "is True, or a batch would be scheduled before"),
+        ("random_seed", "is 0, which the engine leans on"),
     ],
 )
 def test_an_argument_that_is_not_the_users_to_choose_is_refused(name, words):
     from sglang.srt.server_args import ServerArgs
 
     from spmd_rl.engine.arguments import check_args
-    from spmd_rl.engine.sglang.start import ALWAYS, OURS
+    from spmd_rl.engine.sglang.start import ALWAYS, OURS, REASONS
 
     check_args({"max_prefill_tokens": 512, "kv_cache_dtype": "fp8_e5m2"}, ServerArgs, OURS, ALWAYS)
     with pytest.raises(UserError, match=rf"engine\.args\.{name}: .*{words}"):
-        check_args({name: 1}, ServerArgs, OURS, ALWAYS)
+        check_args({name: 1}, ServerArgs, OURS, ALWAYS, REASONS)
 
 
 def test_another_version_is_refused(path, monkeypatch):

@@ -60,7 +60,7 @@ class SglangEngine(HostedEngine):
         self._replica = replica
         self._sampler = scheduler.tp_worker.model_runner.sampler
         self._rids: dict[str, str] = {}  # SGLang's names: an id may come again while SGLang still drops the last one
-        max_tokens = min(scheduler.max_req_len, scheduler.max_total_num_tokens)
+        max_tokens = scheduler.max_req_len - 1  # it would cut short what is longer
         capacity = Capacity(scheduler.max_running_requests, scheduler.max_total_num_tokens, max_tokens)
         super().__init__(capacity, shapes, sleeps, text_of)
 
@@ -118,10 +118,14 @@ class SglangEngine(HostedEngine):
         batch = self.scheduler.turn()
         for req in batch.reqs if batch else []:
             row = self._sampler.rows.get(req.rid)
-            new = row is not None and len(req.output_ids) > len(row.token_ids)  # else part of a long prompt
+            if row is None:
+                continue
+            new = len(req.output_ids) > len(row.token_ids)  # else part of a long prompt
             if new and (reason := self._extend(row, req)):
                 self._end(row.request.id, ended=req.finished())
                 ended.append(row.completion(reason))
+            elif req.finished():
+                raise RunFailed(f"SGLang ended request {row.request.id}: {req.finished_reason.to_json()}")
         return ended
 
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:

@@ -31,13 +31,13 @@ ALWAYS = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
     "sampling_backend": "pytorch",  # ours takes its place
-    "disable_overlap_schedule": True,  # else a batch is scheduled before the last one's tokens are read
+    "disable_overlap_schedule": True,
     "disable_radix_cache": False,
-    "schedule_policy": "fcfs",  # the order of `add`
+    "schedule_policy": "fcfs",
     "num_continuous_decode_steps": 1,
     "stream_interval": 1,
     "random_seed": 0,
-    "watchdog_timeout": 1e8,  # it would end our parent; a stall is the journal's to find
+    "watchdog_timeout": 1e8,
     "pp_size": 1,
     "dp_size": 1,
     "speculative_algorithm": None,
@@ -45,6 +45,16 @@ ALWAYS = {
     "quantization": None,
 }
 """Arguments that the engine leans on."""
+REASONS = {
+    "disable_overlap_schedule": "or a batch would be scheduled before the last one's tokens are read",
+    "disable_radix_cache": "or the answers to one prompt would compute it again and again",
+    "schedule_policy": "so that requests are admitted in the order of their claims",
+    "speculative_algorithm": "as drafts are accepted by a sampler that reports other logprobs",
+    "quantization": "or logprobs would be another model's than the trainer's",
+    "watchdog_timeout": "or a long step would end the launcher; the journal finds stalls",
+    "load_format": "as the trainer publishes the weights",
+    "sampling_backend": "in whose place stands the native engine's rule",
+}
 OURS = {
     "model_path": "policy.model",
     "dtype": "policy.dtype",
@@ -116,7 +126,7 @@ def start(
     args: arguments of `ServerArgs` that are the user's to choose; UserError for one that is unknown, or ours.
     """
     args = dict(args or {})
-    check_args(args, ServerArgs, OURS, ALWAYS)
+    check_args(args, ServerArgs, OURS, ALWAYS, REASONS)
     config = AutoConfig.from_pretrained(model_folder(path), trust_remote_code=trust)
     settings = ServerArgs(
         model_path=str(model_folder(path)),

@@ -50,6 +50,13 @@ ALWAYS = {
     "gpu_memory_utilization": 0.01,  # it asks for that share to be free, although the cache's size is given in bytes
 }
 """Arguments that the engine leans on."""
+REASONS = {
+    "async_scheduling": "or a step would be scheduled before the last one's tokens are read",
+    "enable_prefix_caching": "or the answers to one prompt would compute it again and again",
+    "logprobs_mode": "the logprobs of what was drawn from",
+    "load_format": "as the trainer publishes the weights",
+    "generation_config": "or the model's own would sample and stop otherwise than the settings say",
+}
 OURS = {
     "model": "policy.model",
     "dtype": "policy.dtype",
@@ -84,7 +91,7 @@ def start(
     args: arguments of `EngineArgs` that are the user's to choose; UserError for one that is unknown, or ours.
     """
     args = dict(args or {})
-    check_args(args, EngineArgs, OURS, ALWAYS)
+    check_args(args, EngineArgs, OURS, ALWAYS, REASONS)
     cpu = device.type == "cpu"
     block = CPU_BLOCK if cpu else BLOCK
     num_blocks = -(-kv_tokens // block) + 1  # vLLM keeps one to itself
