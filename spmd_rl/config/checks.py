@@ -37,8 +37,10 @@ from spmd_rl.plugins.targets import import_coroutine
 
 SHAPES = HOME / "configs" / "shapes"
 """Directories with the `config.json` of a model alone"""
+ENGINE_PACKAGES = {"vllm": ("vLLM", "make setup"), "sglang": ("SGLang", "make setup-sglang")}
+"""Engines that are packages: their names, and what installs them for the CPU"""
 VOCABULARY_ROWS = 64
-"""vLLM pads the vocabulary to a multiple of this before it shards it"""
+"""Engines pad the vocabulary to a multiple of this before they shard it"""
 
 
 NO_TRAINING_DATA = f"data.train: no training data is given; {EVALUATE} evaluates data.eval and trains nothing"
@@ -120,8 +122,8 @@ def check_placement(
     if not placement.is_split:
         return
     _check_carried(rollout, placement)
-    if placement.swap == "keep" and engine.name != "native":
-        raise UserError("placement.swap=keep: only with engine.name=native; recompute works with every engine")
+    if placement.swap == "keep" and (engine.name == "vllm" or engine.tp > 1):
+        raise UserError("placement.swap=keep: not with engine=vllm or engine.tp > 1; recompute works with every engine")
     if placement.is_attached:
         _check_attached(rollout, debug)
     several = int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) < world_size() and placement.attach is None
@@ -200,12 +202,14 @@ def check_engine(
     eval: EvaluationConfig | None = None,
 ) -> None:
     """Check that the engine is installed, that it can sample as asked, and its replicas."""
-    if engine.name == "vllm":
-        missing, found = importlib.util.find_spec("vllm") is None, unsupported("vllm")
+    if engine.name in ENGINE_PACKAGES:
+        package, setup = ENGINE_PACKAGES[engine.name]
+        missing, found = importlib.util.find_spec(engine.name) is None, unsupported(engine.name)
         if missing or found:
+            wrong = f"{package} is not installed here" if missing else f"{package} {found[0]} is not {found[1]}"
             raise UserError(
-                f"engine=vllm: {'vLLM is not installed here' if missing else f'vLLM {found[0]} is not {found[1]}'}; "
-                "`make setup` installs it for the CPU, pip install 'spmd-rl[vllm]' for a GPU; or say engine=native"
+                f"engine={engine.name}: {wrong}; `{setup}` installs it for the CPU, "
+                f"pip install 'spmd-rl[{engine.name}]' for a GPU; or say engine=native"
             )
     if policy.router_replay:
         if engine.name != "native":

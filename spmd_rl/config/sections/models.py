@@ -19,7 +19,7 @@ BACKENDS = {
 DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "jensen_shannon")
 """See `algo/distillation.py`"""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
 """Engines: the modules whose `build` makes them."""
 
 
@@ -381,7 +381,8 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """Generation engine: `native` is embedded and needs no package, `vllm` runs vLLM in the process of each rank."""
+    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run them in the process of each
+    rank."""
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     max_running: int = 64
@@ -389,10 +390,13 @@ class EngineConfig:
     kv_tokens: int = 32768
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`. Those that other
-    settings give, or that the engine leans on, are refused. `native` takes none."""
+    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`, or of SGLang's
+    `ServerArgs`. Those that other settings give, or that the engine leans on, are refused. `native` takes none."""
 
     def __post_init__(self) -> None:
         one_of(self, name=ENGINES)
         at_least(self, tp=1, max_running=1, kv_tokens=1)
-        require(self.name != "native" or not self.args, "args: engine=native takes none; they are engine=vllm's")
+        require(
+            self.name != "native" or not self.args,
+            "args: engine=native takes none; they are for engine=vllm and engine=sglang",
+        )
