@@ -153,7 +153,9 @@ class Ranks:
             self._job.wait(60.0)
         self._end()
 
-    def run(self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None, timeout: float = 120.0) -> list:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None, timeout: float = 120.0
+    ) -> list:
         """As `run_ranks`; with `ranks`, `fn` gets the world of these alone, and the others never meet them."""
         if self._job is None:
             self._folder = tempfile.TemporaryDirectory()

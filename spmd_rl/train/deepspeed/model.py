@@ -63,7 +63,7 @@ class DeepSpeedModel:
                     model=module,
                     optimizer=self._optimizer,
                     config=config,
-                    mpu=DataParallel(group),
+                    mpu=DataParallel(group, layout.world.process_group("alone", None, [layout.world.rank])),
                     dist_init_required=False,
                 )
             module.to(self._device)
