@@ -9,6 +9,7 @@ same numbers on all ranks.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from spmd_rl.train.follow import move
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
-from spmd_rl.train.state import SavedState, read_state, write_state
+from spmd_rl.train.state import SavedState, Shard, read_state, staged, write_state
 
 AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """A `BoundLoss` or a `BoundValueLoss`: called with what a forward gives and the micro-batch on the device."""
@@ -157,9 +158,15 @@ class BaseRole:
 
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""
+        return self._write(folder, self.model.state(), self._world.progress)
+
+    def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        """See `Role`."""
+        return partial(self._write, folder, staged(self.model.state()))
+
+    def _write(self, folder: Path, state: Iterable[Shard], on_progress: Callable[[], object]) -> list[Path]:
         about = {"backend": self._role.train.name, "layout": str(self._role.train.used_axes)}
-        path = folder / f"{self._world.rank:05d}.safetensors"
-        return write_state(path, self.model.state(), about, self._world.progress)
+        return write_state(folder / f"{self._world.rank:05d}.safetensors", state, about, on_progress)
 
     def load(self, folder: Path) -> None:
         """See `Role`."""

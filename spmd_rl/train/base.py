@@ -82,6 +82,14 @@ class Role(Protocol):
         """
         ...
 
+    def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        """[all] Inside `awake`: copy to the host what `save` would write; what is returned writes it, and meets nobody.
+
+        It may be called outside of `awake`, on another thread and while training goes on, with a function that it calls
+        after each tensor; it returns and raises what `save` does.
+        """
+        ...
+
     def load(self, folder: Path) -> None:
         """[all] Inside `awake`: take over what `save` wrote, on whatever number of ranks, from a verified folder.
 

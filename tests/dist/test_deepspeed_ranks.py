@@ -18,7 +18,7 @@ from spmd_rl.distributed import Layout, World
 from spmd_rl.model.build import build_model
 from spmd_rl.train import build_role
 from spmd_rl.train.deepspeed.model import role_of
-from tests.dist.test_train_parity import as_stored, plain_values, value_loss, with_random_head
+from tests.dist.test_train_parity import as_stored, critic_errors, with_random_head
 from tests.dist.test_train_state import restore, save, updates, weights
 from tests.models import tiny
 from tests.training import SETTINGS, TEMPERATURE, global_batch, loss, plain_backward, plain_forward, share_of
@@ -56,7 +56,8 @@ def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def guarded(world: World, path: str, zero: dict, dtype: str) -> dict[str, bool]:
     """One rank's bad weight skips the update on all, and the next one is that of a twin who never saw it."""
     mine, twin = (policy(world, path, zero, dtype, schedule="constant", warmup_steps=0) for _ in range(2))
-    start, good = {name: tensor.clone() for name, tensor in mine.weights()}, share_of(mine, "dealt", global_batch())
+    start = {name: tensor.clone() for name, tensor in mine.weights()}
+    good = share_of(mine, "dealt", global_batch())
     metrics = [updates(world, role, [0]) for role in (mine, twin)]
     facts = {"updates repeat": metrics[0] == metrics[1] and same(state(mine), state(twin))}
     if dtype == "bfloat16":
@@ -123,22 +124,7 @@ def others(world: World, path: str, zero: dict) -> dict[str, bool]:
     own = CriticConfig(lr=1e-2, eps=1e-3)
     module = with_random_head(build_model(path, torch.float32, "cpu"))
     mine = role_of(module, Layout(world), RoleConfig("critic", own, path, "float32", False, train_of(zero), 5))
-    plain = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
-    adamw = torch.optim.AdamW(plain.parameters(), lr=own.lr, eps=own.eps, weight_decay=0.0)
-    errors = []
-    for _ in range(2):
-        per_token, _ = value_loss(plain_values(plain, batch)[batch.loss_mask], batch)
-        total = (per_token * batch.weights[batch.loss_mask]).sum()
-        total.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), own.max_grad_norm))
-        adamw.step()
-        adamw.zero_grad()
-        metrics = mine.update(share, value_loss)
-        errors += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
-        if share.num_tokens:
-            errors.append(float((mine.values(share) - plain_values(plain, share)).abs().max()))
-        else:
-            mine.values(share)
+    errors = critic_errors(mine, path, own)
     start = build_role(RoleConfig("critic", own, path, "float32", False, train_of(zero), 5), world)
     return facts | {"critic": max(errors) < 1e-4, "values start at 0": not start.values(share).any()}
 

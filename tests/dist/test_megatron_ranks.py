@@ -12,17 +12,20 @@ import pytest
 import torch
 
 from spmd_rl import weights
-from spmd_rl.distributed import World
+from spmd_rl.config.schema import CriticConfig, TrainConfig
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
+from spmd_rl.train import build_role
 from spmd_rl.train.state import SavedState
 from tests.dist.test_experts import with_auxiliary
 from tests.dist.test_router_replay import replayed
-from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored
+from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, critic_errors, plain_values, with_random_head
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
-from tests.training import TEMPERATURE, built, global_batch, loss, plain_backward, relative, share_of
+from tests.training import TEMPERATURE, built, fsdp2_critic, global_batch, loss, plain_backward, relative, share_of
 
 ARCHITECTURES = "spmd_rl.train.megatron.architectures"
 EPS = 1e-3
@@ -133,6 +136,24 @@ def with_padding(world: World, path: str, axes) -> dict[str, float]:
     return {name: relative((before[name] - after[name]) / 100, grad) for name, grad in wanted.items()}
 
 
+def values(world: World, path: str, folder: str, axes) -> list[float]:
+    """Errors of a critic that goes on from what FSDP2 has saved, against plain torch; before, its values are 0."""
+    own = CriticConfig(lr=1e-2, eps=1e-3)
+    random = with_random_head(build_model(path, torch.float32, "cpu"))
+    writer = fsdp2_critic(random, Layout(world), TrainConfig(), torch.float32, own, 5)
+    counters, train = save(world, writer, folder), TrainConfig(name="megatron", tokens_per_microbatch=60, **axes)
+    mine = build_role(RoleConfig("critic", own, path, "float32", False, train, 5), world)
+    start = mine.values(share_of(mine, "uneven", global_batch()))
+    mine.load(Path(folder))
+    mine.load_counters(counters)
+    summing, share = with_random_head(build_model(path, torch.float32, "cpu")), share_of(mine, "dealt", global_batch())
+    with torch.no_grad():  # see `ForwardArgs.is_fingerprint`
+        summing.get_output_embeddings().weight.fill_(mine.hidden_size**-0.5)
+        summing.get_output_embeddings().bias.zero_()
+        apart = (mine.packing_fingerprint(share) - plain_values(summing, share)).abs()
+    return [float(start.abs().sum()), float(apart.amax()), *critic_errors(mine, path, own)]
+
+
 def swapped_queries(rules) -> None:
     name = next(name for name in rules if "linear_qkv" in name)
     q, k, v = rules[name].names
@@ -209,6 +230,10 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
             for axes, checkpointing in (({"ep": 2}, "full"), ({"tp": 2}, "none"), ({"pp": 2}, "none"))
         ],
         "padding": [with_padding(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
+        "values": [
+            values(world, paths[f"{model} 0"], f"{folder}/values {model} {axes}", axes)
+            for model, axes in (("llama", {}), ("llama", {"tp": 2}), ("qwen3_moe", {"pp": 2}), ("llama", {"cp": 2}))
+        ],
         "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
@@ -268,6 +293,11 @@ def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(found) -> None:
 def test_what_transformers_takes_for_padding_gets_no_gradient(found) -> None:
     for errors in (errors for of_rank in found for errors in of_rank["padding"]):
         assert max(errors.values()) < 1e-5 and len(errors) > 15, errors
+
+
+def test_a_critic_follows_plain_torch(found) -> None:
+    for errors in (errors for of_rank in found for errors in of_rank["values"]):
+        assert len(errors) == 9 and max(errors) < 1e-4, errors
 
 
 def test_what_gloo_would_mix_up_is_refused(found) -> None:

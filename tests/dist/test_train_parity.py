@@ -322,30 +322,34 @@ def plain_values(model, batch) -> torch.Tensor:
     return values * batch.loss_mask
 
 
+def critic_errors(mine, path: str, settings: CriticConfig) -> list[float]:
+    """Errors of a critic `with_random_head`: of values before and after two updates, of the losses and of the norms."""
+    plain, found = with_random_head(build_model(path, torch.float32, "cpu", attention="eager")), []
+    adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
+    batch = global_batch()
+    share = share_of(mine, "uneven", batch)
+    for _ in range(2):
+        wanted, got = plain_values(plain, share), mine.values(share)
+        found.append(float((got - wanted).abs().amax()) if share.num_tokens else 0.0)
+        per_token, _ = value_loss(plain_values(plain, batch)[batch.loss_mask], batch)
+        total = (per_token * batch.weights[batch.loss_mask]).sum()
+        total.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.max_grad_norm))
+        adamw.step()
+        adamw.zero_grad()
+        metrics = mine.update(share, value_loss)
+        found += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
+    last = (mine.values(share) - plain_values(plain, share)).detach().abs()
+    return [*found, float(last.amax()) if share.num_tokens else 0.0]
+
+
 def critics(world: World, paths: list[str], axes: dict[str, int]) -> list[float]:
-    """Errors of the values before and after two updates, of the losses and of the norms."""
     found = []
     for path in paths:
         settings, train = CriticConfig(lr=1e-2, eps=1e-3), TrainConfig(tokens_per_microbatch=50, **axes)
         model = with_random_head(build_model(path, torch.float32, "cpu"))
         mine = fsdp2_critic(model, Layout(world, **train.axes), train, torch.float32, settings, 5)
-        plain = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
-        adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
-        batch = global_batch()
-        share = share_of(mine, "uneven", batch)
-        for _ in range(2):
-            wanted = plain_values(plain, share)
-            found.append(float((mine.values(share) - wanted).abs().amax()) if share.num_tokens else 0.0)
-            per_token, _ = value_loss(plain_values(plain, batch)[batch.loss_mask], batch)
-            total = (per_token * batch.weights[batch.loss_mask]).sum()
-            total.backward()
-            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.max_grad_norm))
-            adamw.step()
-            adamw.zero_grad()
-            metrics = mine.update(share, value_loss)
-            found += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
-        last = (mine.values(share) - plain_values(plain, share)).detach().abs()
-        found.append(float(last.amax()) if share.num_tokens else 0.0)
+        found += critic_errors(mine, path, settings)
     return found
 
 

@@ -27,9 +27,9 @@ BUCKET = 2**26
 class DataParallel:
     """What DeepSpeed asks of its `mpu`: ranks differ in their data alone."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """`group`: of a role's ranks, which may be some of the job's."""
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, alone: dist.ProcessGroup | None) -> None:
+        """`group`: of a role's ranks, which may be some of the job's. `alone`: of this one."""
+        self._group, self._alone = group, alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """The group over which state is shared out and gradients are summed."""
@@ -43,8 +43,9 @@ class DataParallel:
         """This rank's place in it."""
         return dist.get_rank(self._group)
 
-    def get_model_parallel_group(self) -> None:
-        """None: there is no such group."""
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """This rank alone; with None, DeepSpeed meets all ranks of the job, of which some may not train."""
+        return self._alone
 
     def get_model_parallel_world_size(self) -> int:
         """1: no rank shares a layer with another one."""
