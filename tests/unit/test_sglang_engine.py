@@ -163,7 +163,7 @@ def test_aborted_requests_come_back_with_what_they_have(engine):
 def test_more_than_the_cache_holds(engine, native, weights):
     """SGLang takes requests back where they outgrow the cache, and begins them anew."""
     native.load(weights, version=1)
-    requests = [ask(f"{i}", range(i, i + 100), 190, seed=i) for i in range(4)]
+    requests = [ask(f"{i}", range(i, i + 250), 20, seed=i) for i in range(4)]
     mine = run(engine, *requests)
     for request in requests:
         alike(mine[request.id], run(native, request)[request.id])
@@ -278,11 +278,12 @@ def test_stale_keys_are_found(engine, other_weights, monkeypatch):
     drain(engine)
 
 
-def test_sleep_and_wake_in_order(path):
+def test_sleep_and_wake_in_order(monkeypatch):
     """Of the device's memory: on a machine without one, in which order SGLang is asked."""
     from spmd_rl.engine.sglang.engine import SglangEngine
 
     calls = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     scheduler = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(sampler=None, model=torch.nn.Module())),
         weight_updater=SimpleNamespace(
