@@ -96,20 +96,9 @@ def _is_own(value):
     return value.__globals__.get("__name__", "tests") in ("tests", "__main__")
 
 
-class _Iterator:
-    """An iterator of the tests that is no generator."""
-
-    def __init__(self, ask):
-        self._ask = ask
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return self._ask("next")
-
-    def __copy__(self):
-        return self._ask("copy")
+_ask = {"__next__": lambda self: self.ask("next"), "__copy__": lambda self: self.ask("copy")}
+_Iterator = type("iterator", (), {"__iter__": lambda self: self, **_ask})
+"""An iterator of the tests that is no generator."""
 
 
 class Stubs:
@@ -141,22 +130,20 @@ class Stubs:
         return stub
 
     def _iterator(self, number, is_generator):
-        if not is_generator:
-            return _Iterator(lambda verb: self._ask(number, verb, [], {}))
-        made = self._generator(number)
-        next(made)
+        made = self._generator(number) if is_generator else _Iterator()
+        if is_generator:
+            next(made)  # so that it has begun: `send`, `throw` and `close` are for the tests' generator, begun or not
+        else:
+            made.ask = lambda verb: self._ask(number, verb, [], {})
         return made
 
     def _generator(self, number):
-        verb, given, item = "send", [None], None
+        item = None
         while True:
             try:
-                given = [(yield item)]
-                verb = "send"
-            except GeneratorExit:
-                verb, given = "close", []
+                verb, given = "send", [(yield item)]
             except BaseException as error:  # noqa: BLE001 - for the tests' generator to handle
-                verb, given = "throw", [error]
+                verb, given = ("close", []) if type(error) is GeneratorExit else ("throw", [error])
             try:
                 item = self._ask(number, verb, given, {})
             except StopIteration as end:

@@ -34,10 +34,9 @@ class Maker:
         defaults = [inspect.Parameter.empty] * (len(self.fields) - len(self.defaults)) + list(self.defaults)
         wanted = dict(zip(self.fields, defaults))  # noqa: B905 - Python 3.8
         parameters = [inspect.Parameter(name, 1, default=default) for name, default in wanted.items()]
-        found = inspect.Signature(parameters).bind(*args, **kwargs).arguments
-        given = {*found}
-        for name in wanted.keys() - found:
-            found[name] = wanted[name]() if wanted[name] in (list, dict, set) else wanted[name]
+        given = inspect.Signature(parameters).bind(*args, **kwargs).arguments
+        made = {name: it() if it in (list, dict, set) else it for name, it in wanted.items() if name not in given}
+        found = {**given, **made}
         return self.kind, self.fields, tuple(found[name] for name in self.fields), self.is_tuple, self.compared, given
 
 

@@ -171,7 +171,7 @@ class CodeServer:
             return node
         if hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             return ["stream", self.number(value), kind is types.GeneratorType]
-        if isinstance(kind, enum.EnumMeta):
+        if isinstance(kind, enum.EnumMeta) and plain_of(value) is not None:
             return ["member", self.number(value), plain_of(value)]
         if isinstance(value, type) and self._namespace.get(value.__name__) is value:
             return ["name", value.__name__]
@@ -182,7 +182,7 @@ class CodeServer:
         if fields is None:
             return None
         items, number = _items(value), self.number(value)
-        if not isinstance(value, (tuple, enum.Enum)):
+        if not isinstance(value, tuple):
             self._records[number] = items
         said = [self.number(type(value)), fields, isinstance(value, tuple), compared(type(value))]
         return items, [number, traits(type(value)), *said]
@@ -229,10 +229,8 @@ def _items(value):
 
 
 def fields_of(value):
-    """Return the names of the fields of an object of a dataclass, a named tuple or a plain enum, else None."""
+    """Return the names of the fields of an object of a dataclass or a named tuple, else None."""
     kind = type(value)
-    if isinstance(kind, enum.EnumMeta):
-        return ["name"] if plain_of(value) is None else None
     if hasattr(kind, "__dataclass_fields__"):
         return [field.name for field in dataclasses.fields(kind)]
     return list(kind._fields) if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
@@ -240,8 +238,8 @@ def fields_of(value):
 
 def classes_of(namespace, server):
     """Return what is said of the classes of the code: (name, `error`, names of its bases), or of one with named fields
-    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple, the names of the
-    fields that are compared, its traits)."""
+    (name, `record` or `named`, fields, defaults of the last of them, its number, whether it is a tuple, the fields that
+    are compared, its traits)."""
     found = []
     for name, kind in namespace.items():
         if not isinstance(kind, type) or getattr(kind, "__module__", "") != "solution":

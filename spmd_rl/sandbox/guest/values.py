@@ -40,8 +40,13 @@ cannot change, `KEPT`, so that it is the same object when it comes back."""
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, range, object, type(None), *MUTABLE.values())
 _OWNERS = {str, *MUTABLE.values()}
 _ERRORS = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan", **dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")}
+_ITEMS = {tuple: "tuple", frozenset: "frozenset", float: "nan"}
+_ITEMS.update({**dict.fromkeys(VIEWS, "view"), **dict.fromkeys(_ERRORS, "error")})
 TYPES = {kind.__name__: kind for kind in (*_PLAIN, *_ERRORS)}
+_MOMENT = (
+    lambda d: [d.isoformat(), d.fold, *(d.tzinfo.__getinitargs__()[1:] if d.tzinfo else ())],
+    lambda kind, text, *rest: _moment(kind.fromisoformat(text), *rest),
+)
 LEAVES = {
     "builtins.bytes": (lambda b: [b.hex()], lambda kind, text: kind.fromhex(text)),
     "builtins.complex": (lambda z: [z.real, z.imag], lambda kind, *parts: kind(*parts)),
@@ -49,8 +54,8 @@ LEAVES = {
     "decimal.Decimal": (lambda d: [str(d)], lambda kind, text: kind(text)),
     "fractions.Fraction": (lambda f: [str(f)], lambda kind, text: kind(text)),
     "datetime.date": (lambda d: [d.isoformat()], lambda kind, text: kind.fromisoformat(text)),
-    **dict.fromkeys(("datetime.time", "datetime.datetime"), (lambda d: _moment_parts(d), lambda *parts: _moment(*parts))),
-    "datetime.timedelta": (lambda t: _interval(t), lambda kind, *parts: kind(*parts)),
+    **dict.fromkeys(("datetime.time", "datetime.datetime"), _MOMENT),
+    "datetime.timedelta": (lambda t: [t.days, t.seconds, t.microseconds], lambda kind, *parts: kind(*parts)),
 }
 """By the name of an exact type: the function to JSON scalars, and the function back."""
 _DTYPE = re.compile(r"[<>|]([biufcSU]\d+|[mM]8(\[\w+\])?)")
@@ -243,19 +248,9 @@ def _leaf(value):
     return None
 
 
-def _interval(length):
-    return [length.days, length.seconds, length.microseconds]
-
-
-def _moment_parts(moment):
-    """Return a time without its zone, its fold, and the offset of the zone with its name if it has one."""
-    zone = moment.tzinfo.__getinitargs__() if moment.tzinfo else ()
-    return [moment.replace(tzinfo=None).isoformat(), moment.fold, *[_interval(each) for each in zone[:1]], *zone[1:]]
-
-
-def _moment(kind, text, fold, *zone):
-    zone = datetime.timezone(datetime.timedelta(*zone[0]), *zone[1:]) if zone else None
-    return kind.fromisoformat(text).replace(tzinfo=zone, fold=fold)
+def _moment(made, fold, *name):
+    """Return a time with that fold, whose time zone has that name."""
+    return made.replace(fold=fold, tzinfo=datetime.timezone(made.utcoffset(), *name) if name else made.tzinfo)
 
 
 # -- arrays of numpy ------------------------------------------------------------------------------------------------
@@ -279,12 +274,10 @@ def memory_of(value):
 
 def refuse_mixed(new, known):
     """Raise ValueError if an array lies in the memory of another container, without being known as a part of that."""
-    new = [thing for thing in new if isinstance(thing, _MADE_OF_BYTES) or is_array(thing)]
-    everything = [*new, *(each for each in known if isinstance(each, _MADE_OF_BYTES) or is_array(each))] if new else []
-    foreign = [each for each in everything if is_array(each) and memory_of(each).base is not None]
-    owned = [each for each in everything if not is_array(each) or memory_of(each).base is None] if foreign else []
-    share = owned and importlib.import_module("numpy").may_share_memory
-    if any(share(array, owner) for array in foreign for owner in owned):
+    new, known = ([it for it in each if isinstance(it, _MADE_OF_BYTES) or is_array(it)] for each in (new, known))
+    foreign = [it for it in (*new, *known) if new and is_array(it) and memory_of(it).base is not None]
+    owners = [it for it in (*new, *known) if foreign and not (is_array(it) and memory_of(it).base is not None)]
+    if any(importlib.import_module("numpy").may_share_memory(a, b) for a in foreign for b in owners):
         raise ValueError("an array in the memory of something else that crosses")
 
 
