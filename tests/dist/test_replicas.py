@@ -99,7 +99,7 @@ def replica_of_two(world, path, name):
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_and_faults_at_tp_two(tmp_path, name):
     path = tiny("qwen2", tmp_path, **VLLM_SIZES, **SPREAD)
-    results = run_ranks(2, replica_of_two, str(path), name, timeout=240)
+    results = run_ranks(2, replica_of_two, str(path), name, timeout=400)
     assert results[0] == results[1]
     errors, diffs, served = results[0]
     with started_engine(name, path, max_running=16, kv_tokens=1024) as engine:
@@ -133,4 +133,4 @@ def test_replicas_serve_the_same(tmp_path, name, size, tp):
     with started_engine(name, whole, max_running=16, kv_tokens=1024) as engine:
         engine.load(build_model(whole, torch.float32, "cpu").named_parameters(), version=0)
         expected = {id: list(pair) for id, pair in serve(engine).items()}
-    assert run_ranks(size, serve_alone, str(whole), name, tp, timeout=240) == [expected] * size
+    assert run_ranks(size, serve_alone, str(whole), name, tp, timeout=400) == [expected] * size

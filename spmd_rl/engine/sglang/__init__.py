@@ -18,6 +18,9 @@ from spmd_rl.errors import UserError
 
 __all__ = ["build"]
 
+START_SECONDS = 600
+"""SGLang is imported and started in less, on a busy machine too, without any progress to show."""
+
 
 def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world: World) -> Engine:
     """[all] The policy's architecture in the policy's dtype on this rank's device, without weights."""
@@ -26,7 +29,8 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
     tp, cpu = settings.tp, world.device.type == "cpu"
     first = world.rank // tp * tp
     sleeps = sleeps and not cpu
-    with world.collective("engine: start sglang"), hosted(world.device.type):  # [all]
+    patience = world.journal.extend_timeout(START_SECONDS)
+    with world.collective("engine: start sglang"), patience, hosted(world.device.type):  # [all]
         from spmd_rl.engine.sglang.engine import SglangEngine
         from spmd_rl.engine.sglang.start import start
 
