@@ -23,7 +23,6 @@ from spmd_rl.config.sections.models import (
     PolicyConfig,
     RoleConfig,
     ServedModelConfig,
-    TeachersConfig,
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
@@ -39,6 +38,7 @@ from spmd_rl.config.sections.run import (
     TrackConfig,
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.config.values import at_least, require
 from spmd_rl.errors import UserError
 

@@ -16,12 +16,13 @@ from spmd_rl.config.keys import flatten, to_dict
 from spmd_rl.config.sections.algorithm import ADVANTAGES, CHOICES, LOSS_AGGS, LOSSES, AlgorithmConfig
 from spmd_rl.config.sections.data import GENERATORS, DataConfig, RewardConfig, RewardsConfig, SourcesConfig
 from spmd_rl.config.sections.env import EnvsConfig
-from spmd_rl.config.sections.models import CriticConfig, FollowingReferenceConfig, PolicyConfig, TeachersConfig
+from spmd_rl.config.sections.models import CriticConfig, FollowingReferenceConfig, PolicyConfig
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.preference import LOSSES as LOSSES_OF_PREFERENCES
 from spmd_rl.config.sections.preference import PreferenceConfig
 from spmd_rl.config.sections.rollout import EvalConfig, RolloutConfig
 from spmd_rl.config.sections.rows import ValidationConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 
 Idle = list[tuple[Any, str, str]]
 """What must hold for keys or sections to have an effect, the reason why they have none, and these, in one text"""
