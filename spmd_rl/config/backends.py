@@ -40,6 +40,8 @@ class Backend:
     settings: tuple[str, ...] = ()
     """of `OWN`, those that it has"""
     optimizers: tuple[str, ...] = ("adamw",)
+    adapters: bool = False
+    """Whether it trains those of `policy.lora`"""
     has_plan: bool = False
     """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
     refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None
@@ -55,6 +57,8 @@ class Backend:
         if optimizer not in self.optimizers:
             known = ", ".join(self.optimizers)
             raise UserError(f"{role.name}.optimizer: {optimizer} is unknown to train={train.name}; known: {known}")
+        if role.lora.rank and not self.adapters:
+            raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
         try:
             model = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError):

@@ -154,6 +154,8 @@ class ForwardArgs(NamedTuple):
     """a policy divides its logits by it"""
     is_fingerprint: bool = False
     """a critic gives `Role.packing_fingerprint` instead of its values"""
+    is_base: bool = False
+    """adapters are off"""
 
 
 @dataclass(frozen=True)

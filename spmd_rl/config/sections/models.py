@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from os.path import expanduser
 from typing import Any, ClassVar
 
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.values import above, at_least, one_of, require
 
 DTYPES = ("bfloat16", "float32")
@@ -71,6 +72,7 @@ class TrainedModelConfig(ModelConfig):
     each update, up where the expert had less than the mean load, else down. 0.001 in DeepSeek-V3."""
     max_skipped_updates: int = 3
     """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,6 +292,16 @@ class RoleConfig:
     def optimizer(self) -> TrainedModelConfig | None:
         """Its section, with the settings of an optimizer; None of a role that is frozen."""
         return self.own if isinstance(self.own, TrainedModelConfig) else None
+
+    @property
+    def lora(self) -> LoraConfig:
+        """Its adapters; of rank 0 where it has none."""
+        return self.optimizer.lora if self.optimizer else LoraConfig()
+
+    def is_base_of(self, policy: "RoleConfig") -> bool:
+        """Whether this is the policy with its adapters off: frozen, of the same model, computed alike."""
+        alike = (self.model, self.dtype, self.train) == (policy.model, policy.dtype, policy.train)
+        return alike and self.optimizer is None and policy.lora.rank > 0
 
     @property
     def key(self) -> str:

@@ -38,6 +38,8 @@ class FSDP2Policy(FSDP2Model):
 class FSDP2Value(FSDP2Model):
     """A language model `with_value_head`; it gives the value of what stands before each token."""
 
+    trains_head = True
+
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         self.module.get_output_embeddings().gives_fingerprint = args.is_fingerprint
@@ -57,7 +59,8 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
-    held = getattr(torch, role.dtype if role.optimizer is None else "float32")
+    frozen = role.optimizer is None or role.lora.rank > 0
+    held = getattr(torch, role.dtype if frozen else "float32")
     model, load, num_bytes, _ = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
         head = with_value_head(model, role.value_bias).get_output_embeddings()

@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.batch import Batch
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.sections.models import TrainConfig, TrainedModelConfig
 from spmd_rl.devices import kind, to_device
 from spmd_rl.distributed import Layout
 from spmd_rl.model.context import context_of
 from spmd_rl.model.differentiable import collect
 from spmd_rl.model.load import Region, local, owned_region
+from spmd_rl.model.lora import SCALING
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
 from spmd_rl.train.accumulate import walk
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.dither import dither
 from spmd_rl.train.fsdp2 import shard
+from spmd_rl.train.fsdp2.adapters import Adapters
 from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
@@ -47,6 +50,9 @@ COMPILE_SECONDS = 3600.0
 class FSDP2Model(ABC):
     """See `train.base.ShardedModel`."""
 
+    trains_head = False
+    """Whether the output embedding is trained beside adapters, as one that begins at 0 must be"""
+
     def __init__(
         self,
         model: nn.Module,
@@ -63,7 +69,7 @@ class FSDP2Model(ABC):
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
         self.device = layout.world.device
-        self._parts = stored_parts(model)
+        parts = stored_parts(model)
         self.hidden_size, self.size = model.config.get_text_config().hidden_size, ModelSize.of(model)
         self.module = model
         self._context = None
@@ -73,6 +79,10 @@ class FSDP2Model(ABC):
             self._context = context_of(group, heads // tp, max(1, (kv_heads or heads) // tp))
         if optimizer is None:
             model.requires_grad_(False)
+        head = model.get_output_embeddings() if self.trains_head else None
+        section = "policy" if layout.key == "train" else layout.key.partition(".")[0]
+        self._adapters = Adapters(model, optimizer.lora if optimizer else LoraConfig(), section, head)
+        self._parts = self._adapters.stored(parts)
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
         self._replay = Replay(model, layout, getattr(optimizer, "router_replay", False))
@@ -91,7 +101,9 @@ class FSDP2Model(ABC):
         shard.shard(model, layout, dtype, self._keep_gathered, recomputed)
         if load is not None:
             materialize(model, self.device)
-            load(model)
+            with self._adapters.hidden():
+                load(model)
+        self._adapters.initialize()
         if optimizer is not None and optimizer.dither:
             dither(model, dtype)
         self._optimizer = None
@@ -112,6 +124,10 @@ class FSDP2Model(ABC):
         def forward(step: Step) -> None:
             stage.begin(step)
             micro = loop.select(step.microbatch)
+            with self._adapters.dropping(self._drawn(step.microbatch) if loop.is_trained else None):
+                compute(step, micro)
+
+        def compute(step: Step, micro: Batch) -> None:
             if stage.is_last:
                 stage.forwarded(loop.finish(step.microbatch, micro, self.outputs(micro, loop.args)))
             else:
@@ -123,11 +139,17 @@ class FSDP2Model(ABC):
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
-        walk(loop, self._layout, stage.steps(loop.count, loop.is_trained), forward, backward, self._compiling)
+        steps = stage.steps(loop.count, loop.is_trained)
+        with self._adapters.hidden(loop.args.is_base):
+            walk(loop, self._layout, steps, forward, backward, self._compiling)
         if loop.is_trained or not self._keep_gathered:
             shard.reshard(self.module)  # trained weights are about to change
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
+
+    def _drawn(self, microbatch: int) -> tuple[int, ...]:
+        """By which dropout is drawn: the update, and what of the batch is here."""
+        return self._optimizer.num_steps, microbatch, self._layout.data.rank, self._layout.rank("cp")
 
     @abstractmethod
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
@@ -195,7 +217,7 @@ class FSDP2Model(ABC):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `ShardedModel`: bitwise what the forward pass computes with."""
-        for name, tensor in self.whole_parameters():  # [all]
+        for name, tensor in self._adapters.merged(self.whole_parameters()):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
         for name, buffer in self.module.named_buffers():
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
@@ -227,6 +249,8 @@ class FSDP2Model(ABC):
             return []
         weights, moments = live["model"], live["optimizer"]
         found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
+        if self._adapters.layers:
+            found += [Shard(SCALING, (), (), self._adapters.scaling, self._world.rank == 0)]
         for name, bias in self._routing.biases().items():  # alike on all ranks
             found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
         for name, held in self._pipeline.held.items():
@@ -243,6 +267,7 @@ class FSDP2Model(ABC):
 
     def on_state_loaded(self) -> None:
         """See `ShardedModel`."""
+        self._adapters.check_scaling()
         self._weights.changed()
         self._moments.changed()
         if self._optimizer is not None:

@@ -61,6 +61,11 @@ class Optimizer:
         """As many as AdamW has taken, which is the same of all its parameters and on all ranks"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
+    @property
+    def num_steps(self) -> int:
+        """Steps taken; skipped updates are none."""
+        return int(self._steps)
+
     def local_grad_square(self) -> float:
         """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
         grads = self._local_grads()

@@ -1,0 +1,36 @@
+"""Adapters (LoRA) as tensors: under which names peft stores them, and the weight that they make of a frozen one.
+
+An adapter of a linear layer `X` is `A` [rank, inputs] and `B` [outputs, rank]: the layer computes with W + s B A. With
+DoRA also a magnitude [outputs]: each row of that sum is brought to the length that it says.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+"""What peft's files call the tensors of a layer, after `PREFIX` and the layer's name"""
+SCALING = "adapter/scaling"
+"""In a saved state: the factor s, float64 []"""
+
+
+class Adapter(NamedTuple):
+    """One layer's, whole."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    magnitude: Tensor | None = None
+
+    def merged(self, weight: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """The weight that the layer computes with, or a part of it, in the dtype of `weight`; computed in float32.
+
+        weight: the frozen one's `rows`; all of their columns.
+        """
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        found = weight.to(wide) + self.scaling * (self.b[rows].to(wide) @ self.a.to(wide))
+        if self.magnitude is not None:
+            found *= (self.magnitude[rows].to(wide) / found.norm(dim=1))[:, None]
+        return found[:, columns].to(weight.dtype)
