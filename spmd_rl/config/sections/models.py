@@ -18,6 +18,7 @@ BACKENDS = {
 }
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
 CHECKPOINTING = ("none", "selective", "full")
+QUANTIZATIONS = ("fp8", "int8", "int4")
 ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
 """Engines: the modules whose `build` makes them."""
 
@@ -326,11 +327,18 @@ class EngineConfig:
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
+    quantization: str | None = None
+    """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
+    `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
+    Correct for it by `algorithm.correction.level=token`."""
+    adapters: bool = False
+    """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
+    publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`. Those that other
     settings give, or that the engine leans on, are refused. `native` takes none."""
 
     def __post_init__(self) -> None:
-        one_of(self, name=ENGINES)
+        one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, max_running=1, kv_tokens=1)
         require(self.name != "native" or not self.args, "args: engine=native takes none; they are engine=vllm's")

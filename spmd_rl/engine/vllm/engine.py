@@ -13,6 +13,7 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from spmd_rl.data import counter_seed
 from spmd_rl.engine.base import Capacity, Engine, PromptTokens
 from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.sequence import SequenceState, TextOf, check, has_stop, no_text
+from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import plain_weights, repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
@@ -40,13 +42,19 @@ class VllmEngine(Engine):
     """An `Engine` over a vLLM that `start` has started."""
 
     def __init__(
-        self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False, text_of: TextOf = no_text
+        self,
+        llm: LLMEngine,
+        shapes: Mapping[str, torch.Size],
+        sleeps: bool = False,
+        text_of: TextOf = no_text,
+        slot: AdapterSlot | None = None,
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
-        `text_of`: needed for requests with stop strings.
+        `text_of`: needed for requests with stop strings. `slot`: where an adapter is computed with; then `load` may
+        bring adapters alone, once it has brought all.
         """
-        self._sleeps, self._text_of = sleeps, text_of
+        self._sleeps, self._text_of, self._slot = sleeps, text_of, slot
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
         self.shapes = shapes
@@ -96,7 +104,9 @@ class VllmEngine(Engine):
         self._num_added += 1
         if self._first is None:
             self._first = request.id
-        self.llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
+        adapter, arrival = self._slot.request if self._slot else None, float(self._num_added)
+        sampling = self._sampling(request)
+        self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)
         self.under_way[request.id] = SequenceState(request)
 
     def _sampling(self, request: Request) -> SamplingParams:
@@ -176,25 +186,44 @@ class VllmEngine(Engine):
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
-        self.version = None
+        holds_base, self.version = self._checksums, None
+        faults = [*filter(None, [self.lost])]
+        if self._slot is None:
+            faults += self._reload(weights)
+        else:
+            base = self._slot.others(weights)
+            first = next(base, None)
+            self._slot.brings_base = first is not None or not holds_base
+            faults += self._reload(chain([first] if first else [], base)) if self._slot.brings_base else []
+            faults += self._slot.put(self.llm)
+        if faults:
+            raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
+        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
+        self.version, self._first = version, None
+        self._checksums = self._fingerprints()
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Take over weights by their Hugging Face names; what is wrong with them."""
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
         kept = ((name, tensor.clone()) for name, tensor in checked)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
         repack_heads(self.model)
-        if faults := [*filter(None, [self.lost]), *checked.end()]:
-            raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
-        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
-        self.version, self._first = version, None
-        self._checksums = self._fingerprints()
+        return checked.end()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
+        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few.
+
+        With adapters, what the last load brought.
+        """
         config = self.llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self.shapes)
-        return plain_weights(self.model, self.shapes, config.model_config.dtype)
+        plain = plain_weights(self.model, self.shapes, config.model_config.dtype)
+        if self._slot is None:
+            return plain
+        return chain(plain if self._slot.brings_base else (), self._slot.held(self.model))
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -249,6 +278,8 @@ class VllmEngine(Engine):
         """Free everything; idempotent. The default process group stays."""
         if self.llm is not None:
             stop(self.llm)
+        if self._slot is not None:
+            self._slot.close()
         self.llm = None
         self.under_way.clear()
         self._aborted.clear()

@@ -59,7 +59,8 @@ def plain_weights(
     fused = {
         part: (one, parts) for one, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts
     }
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}  # so called beside an adapter
     for name, shape in shapes.items():
         *stem, module, kind = name.split(".")
         one, parts = fused.get(module, (module, [module]))

@@ -133,6 +133,13 @@ class Adapters:
                 known = {}
         assert not known, f"an adapter is not whole: {sorted(known)}"
 
+    def scaled(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All parameters as they are, but `B` multiplied by the factor of adapters, in float32."""
+        for name, tensor in wholes:
+            is_b = name.endswith(f".lora_B.{NAME}.weight")
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            yield name, (tensor.to(wide) * self._settings.scaling).to(tensor.dtype) if is_b else tensor
+
     @contextmanager
     def dropping(self, seed: tuple[int, ...] | None) -> Iterator[None]:
         """With a seed, adapters drop some of their inputs within, as it says; of no effect without `dropout`."""

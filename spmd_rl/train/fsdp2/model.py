@@ -109,7 +109,7 @@ class FSDP2Model(ABC):
         self._optimizer = None
         if optimizer is not None:
             self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline, for_muon)
-        self._changed, self._gather = 0.0, None
+        self._changed, self._gathers = 0.0, dict[bool, Gather]()
         self.offloads = train.offload and on_device
         self._weights = Offload(model.parameters())
         self._moments = Offload(self._optimizer.moments() if self._optimizer else ())
@@ -215,21 +215,28 @@ class FSDP2Model(ABC):
         """Each shape of a micro-batch may have to be compiled."""
         return self._world.journal.extend_timeout(COMPILE_SECONDS) if self._train.compile else nullcontext()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ShardedModel`: bitwise what the forward pass computes with."""
-        for name, tensor in self._adapters.merged(self.whole_parameters()):  # [all]
+    def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See `ShardedModel`: bitwise what the forward pass computes with.
+
+        adapters: `merged` into the weights; `apart`, under peft's names beside the frozen ones; or `alone`, which
+        leaves out all that is frozen. Where they are not merged, `B` is multiplied by their factor.
+        """
+        wholes = self.whole_parameters(trained_alone=adapters == "alone")
+        for name, tensor in (self._adapters.merged if adapters == "merged" else self._adapters.scaled)(wholes):  # [all]
             yield from ((part.name, part.of(tensor)) for part in self._parts[name])
+        if adapters == "alone":
+            return
         for name, buffer in self.module.named_buffers():
             yield from ((part.name, part.of(buffer)) for part in self._parts.get(name, ()))
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_parameters(self, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
         """[all] The same by parameters, of which some are stored in parts: those of the whole model, whole."""
         shard.reshard(self.module)
-        parameters = dict(self.module.named_parameters())
-        if self._gather is None:
-            self._gather = Gather(parameters, self._dtype, self._layout)  # [all] like this whole method
-        own = self._gather.whole(parameters)
-        for name, tensor in self._pipeline.of_owners(own, self._dtype):
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not trained_alone}
+        if trained_alone not in self._gathers:  # [all] like this whole method
+            self._gathers[trained_alone] = Gather(parameters, self._dtype, self._layout)
+        own = self._gathers[trained_alone].whole(parameters)
+        for name, tensor in self._pipeline.of_owners(own, self._dtype, trained_alone):
             self._world.progress()
             yield name, tensor
 
