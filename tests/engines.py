@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from spmd_rl.config.schema import EngineConfig, PolicyConfig
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.distributed import solo
 from spmd_rl.engine import build
 
@@ -26,17 +27,22 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @contextmanager
 def vllm_engine(
-    path: Path | str, dtype: str = "float32", max_running: int = 8, kv_tokens: int = 2048
+    path: Path | str,
+    dtype: str = "float32",
+    max_running: int = 8,
+    kv_tokens: int = 2048,
+    lora: LoraConfig | None = None,
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    settings = EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens)
+    settings = EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
+    policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
     own = not dist.is_initialized()
     if own:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with solo() as world:
-            engine = build(settings, PolicyConfig(model=str(path), dtype=dtype), False, world)
+            engine = build(settings, policy, False, world)
             yield engine
             engine.close()
     finally:

@@ -4,10 +4,11 @@
     python -m spmd_rl convert to-peft RUN_DIR/checkpoints/step-000010 OUT
     python -m spmd_rl convert from-hf HF_DIR RUN_DIR/checkpoints/step-000010 OUT
 
-`to-hf` writes what the run's own export writes, byte for byte; adapters are merged, and `to-peft` writes them alone. `from-hf` writes another checkpoint: the given one with
-the weights of HF_DIR in the place of its policy's; all else (AdamW's moments, the critic, counters, prompts) stays. One
-process, no device, and no more memory than a few times the largest parameter: tensors are read, cut or merged, and
-written one after the other. A checkpoint's content is verified before anything of it is read.
+`to-hf` writes what the run's own export writes, byte for byte; adapters are merged, and `to-peft` writes them alone.
+`from-hf` writes another checkpoint: the given one with the weights of HF_DIR in the place of its policy's; all else
+(AdamW's moments, the critic, counters, prompts) stays. One process, no device, and no more memory than a few times the
+largest parameter: tensors are read, cut or merged, and written one after the other. A checkpoint's content is verified
+before anything of it is read.
 """
 
 import shutil

@@ -41,7 +41,8 @@ class AdaptedFiles(WeightFiles):
         super().__init__(folder)
         self._saved, self._dtype, self._adapters = saved, dtype, {}
         for layer, adapter in adapters_of(saved, dtype).items():
-            stored = [name for name in (f"{layer}.weight", *(part.name for part in parts.get(f"{layer}.weight", ())))]
+            weight = f"{layer}.weight"
+            stored = (weight, *(part.name for part in parts.get(weight, ())))
             name = next((name for name in stored if name in self.names), None)
             shape = [adapter.b.shape[0], adapter.a.shape[1]]
             if name is None or self.shape(name) != shape:

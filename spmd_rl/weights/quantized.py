@@ -37,7 +37,7 @@ def int8(weight: Tensor) -> Tensor:
 
 def int4(weight: Tensor) -> Tensor:
     """[rows, columns] in whole numbers up to 7 with a scale for each `GROUP` of a row: symmetric."""
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     groups = torch.nn.functional.pad(weight, (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
     scale = _nonzero(groups.abs().amax(2, keepdim=True) / 7)
     return ((groups / scale).round() * scale).flatten(1)[:, :columns]

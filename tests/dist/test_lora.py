@@ -114,7 +114,7 @@ def saved(world: World, role, folder: Path) -> SavedState:
 
 
 def compared(world: World, path: str, axes: dict[str, int], own: dict, folder: str) -> dict[str, float]:
-    """Relative errors of gradients and norm; largest ones of logprobs, of merged weights, and of the base's logprobs."""
+    """Relative errors of gradients and norm; largest ones of logprobs, merged weights, and the base's logprobs."""
     train, whole = TrainConfig(tokens_per_microbatch=60, **axes), global_batch()
     settings = PolicyConfig(lr=SCALE * HUGE, lora=LoraConfig(**own), **AS_GRADIENT)
     model, layout = build_model(path, torch.float32, "cpu"), Layout(world, **train.axes)
@@ -232,7 +232,9 @@ def kept(world: World, path: str, run: str, axes: dict[str, int], dtype: str, lo
     facts["evaluated"] = float((merged.logprobs(share, TEMPERATURE)[0] - wanted).abs().max())
     half = build_role(role_of(path, axes, dtype, lora | {"alpha": lora["alpha"] / 2}), world)
     told = refusal(saver(world, half, Path(run + "-half"), resume=str(saved)).restore)
-    facts["half"] = float(not told.endswith("adapters count 1.5 times, those here 0.75 times: lora.alpha and lora.rslora"))
+    facts["half"] = float(
+        not told.endswith("adapters count 1.5 times, those here 0.75 times: lora.alpha and lora.rslora")
+    )
     full = build_role(role_of(path, axes, dtype, {}), world)
     told = refusal(saver(world, full, Path(run + "-full"), resume=str(saved)).restore)
     facts["full"] = float("does not fit this model" not in told)

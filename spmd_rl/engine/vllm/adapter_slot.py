@@ -25,7 +25,12 @@ MEMORY = Path("/dev/shm")
 
 def engine_args(rank: int) -> dict[str, object]:
     """Arguments of vLLM's for one adapter of this rank."""
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": min(n for n in RANKS if n >= rank)}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": min(n for n in RANKS if n >= rank),
+    }
 
 
 class AdapterSlot:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.errors import UserError
 from spmd_rl.model.load import local, owned_region
-from spmd_rl.model.lora import A, B, MAGNITUDE, PREFIX, Adapter
+from spmd_rl.model.lora import MAGNITUDE, PREFIX, A, Adapter, B
 from spmd_rl.model.stored import Part
 from spmd_rl.train.recompute import decoder_layers
 
@@ -98,7 +98,7 @@ class Adapters:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Begin with the model as it is: `A` uniform as peft draws it, `B` zero. Of a model whose weights are loaded."""
+        """Begin with the model as it is, whose weights are loaded: `A` uniform as peft draws it, `B` zero."""
         for name, p in self._model.named_parameters():
             if name.endswith(f".lora_A.{NAME}.weight"):
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -115,7 +115,9 @@ class Adapters:
         saved, own = float(self.scaling), self._settings.scaling if self._settings.rank else 0.0
         self.scaling.fill_(own)
         if saved != own:
-            raise ValueError(f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora")
+            raise ValueError(
+                f"its adapters count {saved:g} times, those here {own:g} times: lora.alpha and lora.rslora"
+            )
 
     def merged(self, wholes: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights of the model without adapters, each with what its adapter adds; from all parameters, whole."""
