@@ -42,6 +42,8 @@ class Backend:
     optimizers: tuple[str, ...] = ("adamw",)
     adapters: bool = False
     """Whether it trains those of `policy.lora`"""
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    """In which it trains: `float16` needs a factor of the loss"""
     has_plan: bool = False
     """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
     refuse: Callable[[RoleConfig, dict[str, Any]], None] = lambda role, model: None
@@ -57,6 +59,8 @@ class Backend:
         if optimizer not in self.optimizers:
             known = ", ".join(self.optimizers)
             raise UserError(f"{role.name}.optimizer: {optimizer} is unknown to train={train.name}; known: {known}")
+        if role.dtype not in (*self.dtypes, "auto"):
+            raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
         if role.lora.rank and not self.adapters:
             raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
         try:

@@ -6,7 +6,6 @@ DoRA also a magnitude [outputs]: each row of that sum is brought to the length t
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 PREFIX = "base_model.model."
@@ -24,13 +23,10 @@ class Adapter(NamedTuple):
     scaling: float
     magnitude: Tensor | None = None
 
-    def merged(self, weight: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """The weight that the layer computes with, or a part of it, in the dtype of `weight`; computed in float32.
-
-        weight: the frozen one's `rows`; all of their columns.
-        """
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        found = weight.to(wide) + self.scaling * (self.b[rows].to(wide) @ self.a.to(wide))
+    def added_to(self, weight: Tensor, rows: slice = slice(None)) -> Tensor:
+        """What the layer computes with, or some `rows` of it: float32, as `weight`, which is the frozen one's."""
+        wide = weight.dtype
+        found = weight + self.scaling * (self.b[rows].to(wide) @ self.a.to(wide))
         if self.magnitude is not None:
             found *= (self.magnitude[rows].to(wide) / found.norm(dim=1))[:, None]
-        return found[:, columns].to(weight.dtype)
+        return found

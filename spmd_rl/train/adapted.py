@@ -11,6 +11,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.load import Region, WeightFiles
 from spmd_rl.model.lora import MAGNITUDE, PREFIX, SCALING, A, Adapter, B
 from spmd_rl.model.stored import Part
+from spmd_rl.train.dither import merged
 from spmd_rl.train.state import MODEL, SavedState
 
 
@@ -39,7 +40,10 @@ class AdaptedFiles(WeightFiles):
     ) -> None:
         """parts: `stored_parts` of the model. dtype: that the layers compute in. UserError if it is another model."""
         super().__init__(folder)
-        self._saved, self._dtype, self._adapters = saved, dtype, {}
+        self._saved, self._dtype = saved, dtype
+        self._adapters: dict[str, Adapter] = {}
+        self._layers: dict[str, str] = {}
+        """By the name that is stored, and the name that the trainer's model has for it."""
         for layer, adapter in adapters_of(saved, dtype).items():
             weight = f"{layer}.weight"
             stored = (weight, *(part.name for part in parts.get(weight, ())))
@@ -48,7 +52,7 @@ class AdaptedFiles(WeightFiles):
             if name is None or self.shape(name) != shape:
                 has = "has none" if name is None else f"has {self.shape(name)}"
                 raise UserError(f"{saved.folder} holds an adapter of {layer}, {shape}; the model in {folder} {has}")
-            self._adapters[name] = adapter
+            self._adapters[name], self._layers[name] = adapter, f"{layer}.weight"
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """See `WeightFiles`."""
@@ -59,7 +63,7 @@ class AdaptedFiles(WeightFiles):
             return super().read(name, region)
         rows, columns = region
         whole_rows = super().read(name, (rows, slice(0, self.shape(name)[1])))
-        return adapter.merged(whole_rows.to(self._dtype), rows, columns)
+        return merged(adapter, whole_rows.to(self._dtype), self._layers[name], self.shape(name)[0], rows)[:, columns]
 
 
 def write_adapter(saved: SavedState, model_dir: Path, path: Path, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.values import above, at_least, one_of, require
 
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "float16")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -31,7 +31,7 @@ class ModelConfig:
     """A Hugging Face causal LM directory, or a model of the hub (`ORG/NAME@REVISION`). Default: the policy's, as it was
     before training."""
     dtype: str | None = None
-    """Compute dtype: `bfloat16` or `float32`. Default: the policy's."""
+    """Compute dtype: `bfloat16`, `float32` or `float16`. Default: the policy's."""
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
@@ -103,8 +103,9 @@ class ServedModelConfig(ModelConfig):
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
     downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
     dtype: str = "auto"
-    """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
-    multiplies it and else float32. Master weights and optimizer state are always float32."""
+    """Compute and engine dtype: `bfloat16`, `float32`, `float16` (with a factor of the loss that keeps gradients in its
+    range), or `auto`, which is bfloat16 where the hardware of all ranks multiplies it and else float32. Master weights
+    and optimizer state are always float32."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
 

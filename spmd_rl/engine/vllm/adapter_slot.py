@@ -1,7 +1,7 @@
 """`AdapterSlot`: the one adapter that vLLM computes with beside frozen weights, replaced in place at each publish.
 
-Adapters come as peft's files name them, with `B` multiplied by alpha / rank already, so that vLLM's own factor is 1: what
-it holds can be compared with what it was given to the bit, and no factor can be another. They reach it through a
+Adapters come as peft's files name them, with `B` multiplied by alpha / rank already, so that vLLM's own factor is 1:
+what it holds can be compared with what it was given to the bit, and no factor can be another. They reach it through a
 directory in memory, as peft writes one, which is the way in that vLLM documents.
 """
 

@@ -19,6 +19,10 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
         raise UserError(f"{role.key}.compile: not together with {axis} > 1")
     if train.pp > 1 and (kind := model.get("model_type")) in SCALES_HIDDEN_STATES:  # each stage would
         raise UserError(f"{role.key}.pp: {kind} scales its hidden states; must be 1")
+    if role.dtype == "float16" and getattr(role.own, "router_aux_coef", 0):
+        raise UserError(
+            f"{role.section or role.name}.router_aux_coef: its gradient is not scaled in float16; must be 0"
+        )
     if role.lora.rank:
         _refuse_with_adapters(role, f"{role.section or role.name}")
 
@@ -47,6 +51,7 @@ BACKEND = Backend(
     settings=("activation_checkpointing", "reshard_after_forward", "compile", "offload"),
     optimizers=OPTIMIZERS,
     adapters=True,
+    dtypes=("bfloat16", "float32", "float16"),
     has_plan=True,
     refuse=refuse,
 )

@@ -23,6 +23,7 @@ from spmd_rl.errors import UserError
 from spmd_rl.model.load import local, owned_region
 from spmd_rl.model.lora import MAGNITUDE, PREFIX, A, Adapter, B
 from spmd_rl.model.stored import Part
+from spmd_rl.train.dither import merged
 from spmd_rl.train.recompute import decoder_layers
 
 BASE, NAME = ".base_layer", "default"
@@ -131,7 +132,8 @@ class Adapters:
             if len(known) == 3 + self._settings.dora:  # one layer's come together
                 a, b, *magnitude = (known[ending] for ending in ENDINGS if ending in known)
                 adapter = Adapter(a, b, self._settings.scaling, *magnitude)
-                yield f"{layer}{BASE}.weight", adapter.merged(known[f"{BASE}.weight"])
+                weight = known[f"{BASE}.weight"]
+                yield f"{layer}{BASE}.weight", merged(adapter, weight, f"{layer}.weight", len(weight))
                 known = {}
         assert not known, f"an adapter is not whole: {sorted(known)}"
 

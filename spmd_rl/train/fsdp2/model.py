@@ -36,6 +36,7 @@ from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.replayed import watch
 from spmd_rl.train.fsdp2.routing import Routing
 from spmd_rl.train.fsdp2.tensor_parallel import parallelize
+from spmd_rl.train.loss_scale import LossScale
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.replay import Replay
@@ -64,7 +65,7 @@ class FSDP2Model(ABC):
     ) -> None:
         """[all] Take over `model`: whole, or on the meta device with `load` to fill this rank's shards.
 
-        dtype: compute dtype, bfloat16 or float32. Parameters that require a gradient are float32; frozen ones may be of
+        dtype: compute dtype. Parameters that require a gradient are float32; frozen ones may be of
         any dtype. Without `optimizer` all of them are frozen.
         """
         self._layout, self._world, self._train, self._dtype = layout, layout.world, train, dtype
@@ -106,7 +107,7 @@ class FSDP2Model(ABC):
         self._adapters.initialize()
         if optimizer is not None and optimizer.dither:
             dither(model, dtype)
-        self._optimizer = None
+        self._optimizer, self._loss_scale = None, LossScale(dtype)
         if optimizer is not None:
             self._optimizer = Optimizer(model, optimizer, layout, dtype, self._pipeline, for_muon)
         self._changed, self._gathers = 0.0, dict[bool, Gather]()
@@ -117,7 +118,7 @@ class FSDP2Model(ABC):
 
     def run(self, loop: MicrobatchLoop) -> None:
         """See `ShardedModel`."""
-        stage = self._pipeline
+        stage, scales = self._pipeline, loop.is_trained and self._loss_scale.is_used
         if loop.is_trained:
             self._routing.begin(loop.count)
 
@@ -129,7 +130,8 @@ class FSDP2Model(ABC):
 
         def compute(step: Step, micro: Batch) -> None:
             if stage.is_last:
-                stage.forwarded(loop.finish(step.microbatch, micro, self.outputs(micro, loop.args)))
+                found = loop.finish(step.microbatch, micro, self.outputs(micro, loop.args))
+                stage.forwarded(found * self._loss_scale.factor if scales else found)
             else:
                 stage.forwarded(self._run(self.row(micro), 0))
 
@@ -158,7 +160,7 @@ class FSDP2Model(ABC):
     def grad_square(self) -> float:
         """See `ShardedModel`."""
         self._moments.to_device()  # not before: what the micro-batches held is free again
-        return self._optimizer.local_grad_square()  # [all]
+        return self._optimizer.local_grad_square(1 / self._loss_scale.factor)  # [all]
 
     def step(self, lr: float, norm: float | None) -> None:
         """See `ShardedModel`."""
@@ -168,6 +170,7 @@ class FSDP2Model(ABC):
             self._routing.balance()  # [all]
             self._weights.changed()
             self._moments.changed()
+        self._loss_scale.update(skipped=norm is None)
         self._optimizer.zero_grad()
         if self.offloads:  # the next update's micro-batches may need the room
             with self._world.journal.kind("copy"):
@@ -179,6 +182,8 @@ class FSDP2Model(ABC):
         if self._optimizer.rounds:  # alike on all ranks
             changed = self._world.reduce("update: changed weights", {"changed": self._changed}, op="sum")  # [all]
             found["changed_share"] = changed["changed"] / self._num_trained
+        if self._loss_scale.is_used:
+            found["loss_scale"] = self._loss_scale.factor
         return found | self._routing.metrics() | self._replay.metrics()  # [all]
 
     def row(self, micro: Batch) -> Row:
@@ -256,6 +261,8 @@ class FSDP2Model(ABC):
             return []
         weights, moments = live["model"], live["optimizer"]
         found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
+        if self._loss_scale.is_used:
+            found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
         if self._adapters.layers:
             found += [Shard(SCALING, (), (), self._adapters.scaling, self._world.rank == 0)]
         for name, bias in self._routing.biases().items():  # alike on all ranks
