@@ -1,7 +1,7 @@
-"""`LossScale`: float16's gradients are kept in its range by a factor of the loss (Micikevicius et al., arXiv 1710.03740).
+"""`LossScale`: a factor of the loss keeps float16's gradients in its range (Micikevicius et al., arXiv 1710.03740).
 
-A gradient that overflows skips its update, like any that is not finite, and halves the factor; many good ones in a row
-double it. In other dtypes it is 1 for ever.
+A gradient that overflows skips its update, like any that is not finite, and halves the factor; many good ones double
+it. In other dtypes it is 1 for ever.
 """
 
 import torch
