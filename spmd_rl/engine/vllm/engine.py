@@ -263,7 +263,7 @@ class VllmEngine(Engine):
 
     def _fingerprints(self) -> dict[str, bytes]:
         """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
-        tensors = dict(self.model.named_buffers())
+        tensors = dict(self.model.named_buffers()) | dict(self._slot.held(self.model) if self._slot else ())
         if self._sleeps:
             tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})

@@ -11,7 +11,7 @@ all that is trained, and the same in every layout: where they begin follows from
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,20 +144,20 @@ class Adapters:
             wide = torch.promote_types(tensor.dtype, torch.float32)
             yield name, (tensor.to(wide) * self._settings.scaling).to(tensor.dtype) if is_b else tensor
 
+    def begin(self, is_trained: bool) -> None:
+        """Adapters drop some of their inputs from now on, or not; of no effect without `dropout`."""
+        for layer in self.layers.values() if self._settings.dropout else ():
+            layer.lora_dropout[NAME].train(is_trained)  # until the next call: a layer may be computed a second time
+
     @contextmanager
-    def dropping(self, seed: tuple[int, ...] | None) -> Iterator[None]:
-        """With a seed, adapters drop some of their inputs within, as it says; of no effect without `dropout`."""
-        if not self.layers or not self._settings.dropout or seed is None:
+    def drawn(self, seed: Callable[[], tuple[int, ...]]) -> Iterator[None]:
+        """Within, what is dropped is a function of these numbers."""
+        if not self.layers or not self._settings.dropout:
             yield
             return
-        drops = [layer.lora_dropout[NAME] for layer in self.layers.values()]
         with torch.random.fork_rng():
-            torch.manual_seed(zlib.crc32(repr(seed).encode()))
-            for drop in drops:
-                drop.train()
+            torch.manual_seed(zlib.crc32(repr(seed()).encode()))
             yield
-            for drop in drops:
-                drop.eval()
 
 
 def _targets(model: nn.Module, wanted: list[str] | None, key: str) -> list[str]:

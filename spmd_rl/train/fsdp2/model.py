@@ -8,6 +8,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ class FSDP2Model(ABC):
         def forward(step: Step) -> None:
             stage.begin(step)
             micro = loop.select(step.microbatch)
-            with self._adapters.dropping(self._drawn(step.microbatch) if loop.is_trained else None):
+            with self._adapters.drawn(partial(self._seed, step.microbatch)):
                 compute(step, micro)
 
         def compute(step: Step, micro: Batch) -> None:
@@ -141,6 +142,7 @@ class FSDP2Model(ABC):
             shard.sum_over_copies(self.module, now=step.microbatch == loop.count - 1)
             stage.backward()
 
+        self._adapters.begin(loop.is_trained)
         steps = stage.steps(loop.count, loop.is_trained)
         with self._adapters.hidden(loop.args.is_base):
             walk(loop, self._layout, steps, forward, backward, self._compiling)
@@ -149,9 +151,14 @@ class FSDP2Model(ABC):
         with self._world.collective(f"{loop.name}: sends"):  # [all]
             stage.finish()
 
-    def _drawn(self, microbatch: int) -> tuple[int, ...]:
+    def _seed(self, microbatch: int) -> tuple[int, ...]:
         """By which dropout is drawn: the update, and what of the batch is here."""
-        return self._optimizer.num_steps, microbatch, self._layout.data.rank, self._layout.rank("cp")
+        return (
+            self._optimizer.num_steps if self._optimizer else 0,
+            microbatch,
+            self._layout.data.rank,
+            self._layout.rank("cp"),
+        )
 
     @abstractmethod
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
