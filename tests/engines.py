@@ -16,13 +16,28 @@ import torch.distributed as dist
 
 from spmd_rl.config.schema import EngineConfig, PolicyConfig
 from spmd_rl.config.sections.lora import LoraConfig
-from spmd_rl.distributed import solo
+from spmd_rl.distributed import World, solo
 from spmd_rl.engine import build
 
 VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 """For `tiny`: vLLM's attention on the CPU knows no smaller heads."""
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@contextmanager
+def one_rank() -> Iterator[World]:
+    """A world of one rank with process groups, over the default group that is there or one of its own."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with solo() as world:
+            yield world
+    finally:
+        if own:
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -34,17 +49,9 @@ def vllm_engine(
     lora: LoraConfig | None = None,
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     settings = EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
     policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
-    own = not dist.is_initialized()
-    if own:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with solo() as world:
-            engine = build(settings, policy, False, world)
-            yield engine
-            engine.close()
-    finally:
-        if own:
-            dist.destroy_process_group()
+    with one_rank() as world:
+        engine = build(settings, policy, False, world)
+        yield engine
+        engine.close()

@@ -20,7 +20,8 @@ def adapters_of(saved: SavedState, dtype: torch.dtype = torch.float32) -> dict[s
     if SCALING not in saved.tensors:
         return {}
     head, scaling = MODEL + PREFIX, float(saved.read(SCALING))
-    layers = [name.removeprefix(head).removesuffix(A) for name in saved.tensors if name.endswith(A)]
+    names = [name for name in saved.tensors if name.startswith(head) and name.endswith(A)]
+    layers = [name.removeprefix(head).removesuffix(A) for name in names]
     found = {}
     for layer in layers:
         a, b, *magnitude = (

@@ -45,6 +45,7 @@ AS_GRADIENT = {"eps": HUGE, "max_grad_norm": HUGE, "weight_decay": 0.0, "schedul
 SIZES = {"head_dim": 8, "intermediate_size": 90, "vocab_size": 263}  # of these nothing divides by 4
 MODELS = {
     "llama": ("llama", {"tie": True, **SIZES}),
+    "wide": ("llama", {**SIZES, "intermediate_size": 92}),
     "qwen2": ("qwen2", {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}),
     "qwen3_moe": ("qwen3_moe", {**SIZES, **EXPERTS["qwen3_moe"]}),
 }
@@ -59,7 +60,7 @@ CASES = {
         ({"pp": 2}, "llama", {}),
         ({"ep": 2}, "qwen3_moe", {}),
     ],
-    4: [({"tp": 4}, "llama", {}), ({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2, "dp_replicate": 2}, "qwen2", {})],
+    4: [({"tp": 4}, "wide", {}), ({"tp": 2, "pp": 2}, "llama", {}), ({"tp": 2, "dp_replicate": 2}, "qwen2", {})],
 }
 """By the number of ranks: layout, model, and what differs from `LORA`"""
 LORA = {"rank": 4, "alpha": 6.0}

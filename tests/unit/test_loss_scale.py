@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
-from spmd_rl.distributed import Layout, solo
+from spmd_rl.distributed import Layout
 from spmd_rl.model.build import build_model
 from spmd_rl.train.loss_scale import FIRST, GROWS_AFTER, LossScale
+from tests.engines import one_rank
 from tests.models import tiny
 from tests.training import TEMPERATURE, fsdp2_policy, global_batch, loss, plain_backward
 
@@ -27,7 +28,7 @@ def test_the_factor_halves_doubles_and_is_1_elsewhere() -> None:
 def test_updates_in_float16_follow_float32_and_an_overflow_is_skipped(tmp_path) -> None:
     path = tiny("llama", tmp_path / "model")
     settings = PolicyConfig(lr=1e-3, max_grad_norm=1e9, max_skipped_updates=50)
-    with solo() as world:
+    with one_rank() as world:
         layout, train = Layout(world), TrainConfig()
         made = [
             fsdp2_policy(build_model(path, torch.float32, "cpu"), layout, train, torch.float16, settings)

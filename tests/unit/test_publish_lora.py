@@ -10,7 +10,7 @@ from spmd_rl.distributed import Layout, solo
 from spmd_rl.errors import RunFailed
 from spmd_rl.model.build import build_model
 from spmd_rl.weights.adapter_source import AdapterSource
-from tests.engines import VLLM_SIZES, needs_vllm, vllm_engine
+from tests.engines import VLLM_SIZES, needs_vllm, one_rank, vllm_engine
 from tests.models import tiny
 from tests.training import TEMPERATURE, fsdp2_policy, global_batch, loss
 from tests.unit.test_publish import native
@@ -49,7 +49,7 @@ def path(tmp_path_factory):
 
 
 def test_merged_weights_arrive_and_no_fault_of_an_adapter_passes(path) -> None:
-    with solo() as world:
+    with one_rank() as world:
         policy, engine = learner(path, world), native(path)
         weights.build(policy, engine, world)(version=0)
         base = {name: tensor.clone() for name, tensor in policy.weights()}

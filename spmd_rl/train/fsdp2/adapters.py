@@ -1,6 +1,6 @@
 """`Adapters`: peft's LoRA layers inside of a model that FSDP shards.
 
-    adapters = Adapters(model, settings, "policy", parts)   # before the model is cut and sharded; rank 0: nothing
+    adapters = Adapters(model, settings, layout.key)   # before the model is cut and sharded; rank 0: nothing
     with adapters.hidden():                                 # the model under the names that it had
         load(model)
     adapters.initialize()
@@ -35,11 +35,11 @@ ENDINGS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B, f".lora_mag
 class Adapters:
     """The adapters of one model, a part of which may be elsewhere."""
 
-    def __init__(self, model: nn.Module, settings: LoraConfig, section: str, head: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, settings: LoraConfig, key: str, head: nn.Module | None = None) -> None:
         """Put adapters into `model`, in place, and freeze all else but `head`, if given. UserError if it cannot have
         them.
 
-        section: of the settings, which an error names.
+        key: of the layout, `train` or `<section>.train`, from which an error names the setting.
         """
         self._model, self._settings = model, settings
         self.scaling = torch.tensor(settings.scaling if settings.rank else 0.0, dtype=torch.float64)
@@ -51,6 +51,7 @@ class Adapters:
         from peft import LoraConfig as Peft
         from peft import inject_adapter_in_model
 
+        section = "policy" if key == "train" else key.partition(".")[0]
         names = _targets(model, settings.targets, f"{section}.lora.targets")
         inject_adapter_in_model(
             Peft(

@@ -82,8 +82,7 @@ class FSDP2Model(ABC):
         if optimizer is None:
             model.requires_grad_(False)
         head = model.get_output_embeddings() if self.trains_head else None
-        section = "policy" if layout.key == "train" else layout.key.partition(".")[0]
-        self._adapters = Adapters(model, optimizer.lora if optimizer else LoraConfig(), section, head)
+        self._adapters = Adapters(model, optimizer.lora if optimizer else LoraConfig(), layout.key, head)
         self._parts = self._adapters.stored(parts)
         self._num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         for_muon = matrices(model) if optimizer is not None and optimizer.optimizer == "muon" else {}
