@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from spmd_rl.bundled import HOME
+from spmd_rl.config.adapter_checks import check_adapters
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
@@ -344,7 +345,7 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 CHECKS = (
     *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
-    *(check_placement, check_mesh, check_following, check_engine),
+    *(check_placement, check_mesh, check_following, check_engine, check_adapters),
     *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
     stay_offline,
     check_algorithm,  # last: a module of tensors imports torch

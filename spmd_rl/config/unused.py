@@ -89,7 +89,10 @@ def _of_teacher(teacher: TeachersConfig) -> Idle:
 
 
 def _of_policy(policy: PolicyConfig) -> Idle:
-    return [(policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum")]
+    return [
+        (policy.optimizer == "muon", "policy.optimizer is not muon", "policy.muon_momentum"),
+        (policy.lora.rank, "policy.lora.rank is 0", "policy.lora"),
+    ]
 
 
 def _of_reference(reference: FollowingReferenceConfig) -> Idle:
@@ -97,7 +100,10 @@ def _of_reference(reference: FollowingReferenceConfig) -> Idle:
 
 
 def _of_critic(critic: CriticConfig) -> Idle:
-    return [(critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum")]
+    return [
+        (critic.optimizer == "muon", "critic.optimizer is not muon", "critic.muon_momentum"),
+        (critic.lora.rank, "critic.lora.rank is 0", "critic.lora"),
+    ]
 
 
 def _of_data(data: SourcesConfig) -> Idle:

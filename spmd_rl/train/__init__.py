@@ -40,10 +40,13 @@ class Roles(NamedTuple):
 
 def build_roles(roles: Sequence[RoleConfig], world: "World") -> Roles:
     """[all] The policy, and what the pipeline wants beside it. UserError if a model does not load, fit, or pack."""
+    from spmd_rl.train.adapter_off import AdapterOff
     from spmd_rl.train.packed_check import check_packing
 
-    built = {role.name: build_role(role, world) for role in roles}  # [all]
-    for role in roles:
+    own = [role for role in roles if not role.is_base_of(roles[0])]
+    built = {role.name: build_role(role, world) for role in own}  # [all]
+    built |= {role.name: AdapterOff(built[roles[0].name]) for role in roles if role not in own}
+    for role in own:
         check_packing(f"{role.model_key}: {role.model}", built[role.name], role.dtype)  # [all]
     names = [name for name in built if name.partition(".")[0] == "teacher"]
     teachers = {name.partition(".")[2]: built[name] for name in names}

@@ -152,9 +152,9 @@ class BaseRole:
         yield
         self.model.sleep()  # not in a `finally`: an error ends the job, and a broken device would hang or hide it
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyRole`."""
-        return self.model.weights()
+    def weights(self, adapters: str = "merged") -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyRole`. adapters: see `FSDP2Model`, which has them."""
+        return self.model.weights() if adapters == "merged" else self.model.weights(adapters)
 
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""

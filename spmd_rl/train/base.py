@@ -184,6 +184,8 @@ class ForwardArgs(NamedTuple):
     """(k, num_ids): a policy gives its most likely tokens too, see `PolicyRole.top_logprobs`"""
     compares: bool = False
     """a policy gives its logprobs of the teacher's tokens (`Batch.teacher_ids`) too"""
+    is_base: bool = False
+    """adapters are off"""
 
 
 @dataclass(frozen=True)

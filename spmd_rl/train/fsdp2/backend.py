@@ -38,6 +38,8 @@ class FSDP2Policy(FSDP2Model):
 class FSDP2Value(FSDP2Model):
     """A language model `with_value_head`; it gives the value of what stands before each token."""
 
+    trains_head = True
+
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         self.module.get_output_embeddings().gives_fingerprint = args.is_fingerprint
