@@ -29,7 +29,7 @@ PROOF = RunLimits(cpu_seconds=60, wall_seconds=120.0)  # a first import from a c
 DRAIN_SECONDS = 1.0  # the time to read what is left in the pipes of a process that has ended
 PATIENCE, LOOK, SLEEPS = 5, 0.1, 0.02
 """What uses the processor may run for so many times its wall time. It is looked at after each such share of that time,
-and sleeps if it used less than this share of a processor since."""
+and sleeps if it used less than this share of a processor since, and wants none now."""
 PARSED = 8  # bytes of memory that the tests have for each byte of a message from the code, beside the limit of the code
 _CHUNK = 1 << 16
 
@@ -57,9 +57,9 @@ class _Run:
             self.process.kill()
 
     def look(self, used: float) -> None:
-        """Kill the process past its deadline if it sleeps: `used` is the processor time of all that runs."""
+        """Kill the process past its deadline if it sleeps. `used`: what `used_seconds` returns."""
         now, limit = time.monotonic(), self.limits.wall_seconds
-        busy = self.used < 0 or used - self.used > SLEEPS * self.pause
+        busy = min(used, self.used) < 0 or used - self.used > SLEEPS * self.pause
         patience = PATIENCE if self.limits.processes == 1 else 1
         if not busy or now > self.started + patience * limit:
             self.kill("wall")
@@ -227,12 +227,18 @@ def _give_up(run: _Run) -> None:
 
 
 def used_seconds(owner: int) -> float:
-    """Return the processor time of all processes that descend from one, 0.0 where there is no `/proc` to tell."""
-    used = 0.0
-    with contextlib.suppress(OSError):  # it has ended
-        for pid in Path(f"/proc/{owner}/task/{owner}/children").read_text().split():
-            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            used += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") + used_seconds(int(pid))
+    """Return the processor time of all processes that descend from one, -1.0 if one of their threads has a processor
+    or waits for one, which others may have; 0.0 where there is no `/proc` to tell."""
+    used, found = 0.0, [owner]
+    for pid in found:
+        with contextlib.suppress(OSError):  # it has ended
+            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            if pid != owner:
+                paths = [Path(f"/proc/{pid}/stat"), *Path(f"/proc/{pid}").glob("task/*/stat")]
+                (state, *words), *threads = (path.read_text().rpartition(")")[2].split() for path in paths)
+                if "R" in [state, *(thread[0] for thread in threads)]:
+                    return -1.0
+                used += (int(words[10]) + int(words[11])) / os.sysconf("SC_CLK_TCK")
     return used
 
 

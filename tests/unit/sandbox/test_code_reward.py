@@ -97,8 +97,9 @@ def test_a_program_that_waits_is_no_zero(sandbox):
 
 
 def test_what_works_is_ended_by_processor_time_and_its_verdict_says_so(sandbox, monkeypatch):
-    """However small the share of a busy machine that it gets: its wall time is less than its processor time here."""
-    monkeypatch.setattr("spmd_rl.sandbox.base.PATIENCE", 100)
+    """However small the share of a busy machine that it gets: its wall time is less than its processor time here, and
+    no patience ends."""
+    monkeypatch.setattr("spmd_rl.sandbox.base.PATIENCE", float("inf"))
     tests = {"case_type": "assert", "test_cases": ["assert f() == 1"]}
     for extra, code in ((SUM, "while True: pass"), (tests, "def f():\n    while True: pass")):
         found = CodeReward(sandbox, seconds=1, total_seconds=0.9).score(row(**extra), fenced(code), INFO)
