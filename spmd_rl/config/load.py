@@ -70,7 +70,7 @@ def without_others(values: DictConfig, schema: type, overrides: Sequence[str]) -
         found = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
-            below = isinstance(value, dict) and key not in own
+            below = isinstance(value, dict) and key not in own and key not in known
             if below and (inner := kept(value, f"{key}.")):
                 found[name] = inner
             elif not below and (key in own or key not in known or key in said):

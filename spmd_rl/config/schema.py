@@ -18,12 +18,11 @@ from spmd_rl.config.sections.models import (
     CriticConfig,
     EngineConfig,
     EvaluatedModelConfig,
+    FollowingReferenceConfig,
     ModelConfig,
     PolicyConfig,
-    ReferenceConfig,
     RoleConfig,
     ServedModelConfig,
-    TeachersConfig,
     TrainConfig,
 )
 from spmd_rl.config.sections.placement import PlacementConfig
@@ -39,6 +38,7 @@ from spmd_rl.config.sections.run import (
     TrackConfig,
 )
 from spmd_rl.config.sections.run import DeviceSpecConfig as DeviceSpecConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.config.values import at_least, require
 from spmd_rl.errors import UserError
 
@@ -100,11 +100,11 @@ class JobConfig:
             dtype=own.dtype or policy.dtype,
             trust_remote_code=policy.trust_remote_code,
             train=self.train if name == "policy" else own.train.over(self.train),
-            total_updates=self.trained_steps(name) * self.train.updates_per_step,
+            total_updates=self.passes(name) * self.train.updates_per_step,
         )
 
-    def trained_steps(self, name: str) -> int:
-        """In how many steps a role is trained."""
+    def passes(self, name: str) -> int:
+        """How often in the run a role is trained on all samples of a step."""
         return self.steps
 
 
@@ -126,7 +126,7 @@ class PipelineConfig(JobConfig):
 class RlConfig(PipelineConfig):
     """The settings that pipelines of reinforcement learning have in common: they generate, score and learn from it."""
 
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: FollowingReferenceConfig = field(default_factory=FollowingReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeachersConfig = field(default_factory=TeachersConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -203,9 +203,11 @@ class RlConfig(PipelineConfig):
         asked = [self.role(name) for name, wanted in used.items() if wanted]
         return asked + [self.role(*teacher) for teacher in self.teacher.sections.items()]
 
-    def trained_steps(self, name: str) -> int:
-        """See `PipelineConfig.trained_steps`: the critic learns alone at first."""
-        return max(0, self.steps - self.algorithm.critic_warmup) if name == "policy" else self.steps
+    def passes(self, name: str) -> int:
+        """See `JobConfig.passes`: the critic learns alone at first, and what is shown is learnt from once."""
+        shown = min(self.num_shown, self.steps) if name == "policy" else 0
+        alone = max(self.algorithm.critic_warmup if name == "policy" else 0, self.num_shown)
+        return shown + self.algorithm.sample_epochs * max(0, self.steps - alone)
 
 
 @dataclass

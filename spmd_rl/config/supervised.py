@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from spmd_rl.config.schema import PipelineConfig
-from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig, TeachersConfig
+from spmd_rl.config.sections.models import ReferenceConfig, RoleConfig
 from spmd_rl.config.sections.preference import PairsConfig, PreferenceConfig
 from spmd_rl.config.sections.rows import RowsConfig, ValidationConfig
+from spmd_rl.config.sections.teachers import TeachersConfig
 from spmd_rl.config.values import above, at_least
 
 

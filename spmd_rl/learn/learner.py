@@ -4,8 +4,6 @@ from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
@@ -19,6 +17,7 @@ from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, me
 from spmd_rl.learn.roofline import Roofline
 from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
+from spmd_rl.learn.verdict_terms import verdict_terms
 from spmd_rl.rollout.table import trajectories_of
 from spmd_rl.train import Roles
 from spmd_rl.train.base import Metrics
@@ -102,10 +101,12 @@ class Learner:
             if settings.repetition_coef:
                 trajectories = chain.from_iterable(trajectories_of(group.samples) for group in collected.groups)
                 penalties = repetition_penalties(trajectories, settings, self._world)  # [all]
+            names = list(settings.reward_weights) if settings.advantage == "gdpo" else []
+            terms = verdict_terms(collected.groups, names, self._world) if names else None  # [all]
             with self._world.phase("coordination"):
                 greedy = rollout.answers_per_prompt if settings.uses_greedy else None
                 limits = rollout.max_answer_tokens, greedy
-                found = credit(collected.table, settings, self._scores, *limits, penalties)
+                found = credit(collected.table, settings, self._scores, *limits, penalties, terms)
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
                 aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
                 self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
@@ -116,7 +117,8 @@ class Learner:
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
             # With one update on samples of the current version, the update itself computes these very numbers.
             proximal = settings.old_logprobs == "trainer"  # else the engine's logprobs take their place
-            needs_old = proximal and (self._num_updates > 1 or self.plan.stale)
+            several = self._num_updates * settings.sample_epochs > 1
+            needs_old = proximal and (several or self.plan.stale)
             needs_old = needs_old or self._monitor.stops or token_advantages.needs_old_logprobs(settings)
             if needs_old or self._reference or self._critic:
                 with self._world.phase("logprobs"):
@@ -145,7 +147,8 @@ class Learner:
                     self._teachers.reward(batch)
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
-                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, trains)
+                epochs = settings.sample_epochs
+                self._prepared |= self._roofline.metrics(collected, self.plan, needs_old, epochs * trains, epochs)
         return batches
 
     def _check_signal(self) -> None:
@@ -161,11 +164,14 @@ class Learner:
             tell(f"warning: step {plan.step}: {line}")
 
     def update(self, batches: list[Batch]) -> Metrics:
-        """[all] One optimizer step per mini-batch; none where no sample of any rank trains. Equal on all ranks."""
+        """[all] One optimizer step per mini-batch and epoch; none where no sample of any rank trains.
+
+        Equal on all ranks.
+        """
         assert self.plan is not None
         metrics: Metrics = {}
         with self._world.phase("update"):
-            used = np.unique(self.plan.minibatches).tolist()
+            used = self.plan.visits(self._settings.sample_epochs, self._seed)
             self._num_empty_steps += not used
             if self._critic:
                 value_loss = bind_value_loss(self._settings)
@@ -177,9 +183,17 @@ class Learner:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
                 loss = self._teachers.loss(loss) if self._teachers else loss
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
+            self._follow()
             if not self._monitored:
                 self._monitor.check(self.plan.step, metrics | {"rollout/lag/max": self._oldest})
         return metrics | self._prepared | self._own_metrics(metrics)
+
+    def _follow(self) -> None:
+        """[all] Let the reference follow the policy, if this step is one of those in which it does."""
+        every = self._reference.sync_steps if self._reference else None
+        if every is not None and self.plan.step % every == 0:
+            with self._policy.awake(), self._reference.awake():
+                self._reference.follow(self._policy)  # [all]
 
     def _own_metrics(self, mean: Metrics) -> Metrics:
         """Metrics of the plan and of the learner's state. Adapts the KL coefficient to the step's mean KL."""

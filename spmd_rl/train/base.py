@@ -82,6 +82,14 @@ class Role(Protocol):
         """
         ...
 
+    def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        """[all] Inside `awake`: copy to the host what `save` would write; what is returned writes it, and meets nobody.
+
+        It may be called outside of `awake`, on another thread and while training goes on, with a function that it calls
+        after each tensor; it returns and raises what `save` does.
+        """
+        ...
+
     def load(self, folder: Path) -> None:
         """[all] Inside `awake`: take over what `save` wrote, on whatever number of ranks, from a verified folder.
 
@@ -103,7 +111,10 @@ class Role(Protocol):
 
 
 class PolicyRole(Role, Protocol):
-    """The policy, or its frozen reference."""
+    """The policy, or its reference, which has no optimizer."""
+
+    sync_steps: int | None
+    """Of a reference: it follows the policy after every so many steps; None: it stays as it is."""
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """[all] Logprob and entropy of every sampled token: float32 [T] each, 0 outside `loss_mask`; no gradient.
@@ -138,6 +149,13 @@ class PolicyRole(Role, Protocol):
         """
         ...
 
+    def follow(self, policy: "PolicyRole") -> None:
+        """[all] Inside `awake` of both: move this reference's weights towards the policy's, in place.
+
+        UserError, on all ranks, if these are of another model.
+        """
+        ...
+
 
 class CriticRole(Role, Protocol):
     """The critic: how much score is yet to come."""
@@ -166,6 +184,8 @@ class ForwardArgs(NamedTuple):
     """(k, num_ids): a policy gives its most likely tokens too, see `PolicyRole.top_logprobs`"""
     compares: bool = False
     """a policy gives its logprobs of the teacher's tokens (`Batch.teacher_ids`) too"""
+    is_base: bool = False
+    """adapters are off"""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from spmd_rl.algo.distillation import DIVERGENCES, distillation
-from spmd_rl.config.sections.models import DIVERGENCES as NAMES
+from spmd_rl.config.sections.teachers import DIVERGENCES as NAMES
 from spmd_rl.config.vocabulary import difference
 from spmd_rl.model import logprobs as room
 from spmd_rl.model.logprobs import token_logprobs, top_logprobs

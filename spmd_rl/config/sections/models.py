@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 from os.path import expanduser
 from typing import Any, ClassVar
 
+from spmd_rl.config.sections.lora import LoraConfig
 from spmd_rl.config.values import above, at_least, one_of, require
 
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "float16")
 POLICY_DTYPES = ("auto", *DTYPES)
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -16,10 +17,9 @@ BACKENDS = {
     "megatron": "spmd_rl.train.megatron",
 }
 """Training backends: the packages that have their `BACKEND`, see `config/backends.py`."""
-DIVERGENCES = ("forward_kl", "reverse_kl", "skewed_kl", "skewed_reverse_kl", "jensen_shannon")
-"""See `algo/distillation.py`"""
 CHECKPOINTING = ("none", "selective", "full")
-ENGINES = {"native": "spmd_rl.engine.native", "vllm": "spmd_rl.engine.vllm"}
+QUANTIZATIONS = ("fp8", "int8", "int4")
+ENGINES = {name: f"spmd_rl.engine.{name}" for name in ("native", "vllm", "sglang")}
 """Engines: the modules whose `build` makes them."""
 
 
@@ -31,7 +31,7 @@ class ModelConfig:
     """A Hugging Face causal LM directory, or a model of the hub (`ORG/NAME@REVISION`). Default: the policy's, as it was
     before training."""
     dtype: str | None = None
-    """Compute dtype: `bfloat16` or `float32`. Default: the policy's."""
+    """Compute dtype: `bfloat16`, `float32` or `float16`. Default: the policy's."""
 
     def __post_init__(self) -> None:
         self.model = self.model and expanduser(self.model)
@@ -73,6 +73,7 @@ class TrainedModelConfig(ModelConfig):
     each update, up where the expert had less than the mean load, else down. 0.001 in DeepSeek-V3."""
     max_skipped_updates: int = 3
     """Stop after this many consecutive non-finite gradients; each one skips its update on all ranks."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,8 +103,9 @@ class ServedModelConfig(ModelConfig):
     """A Hugging Face causal LM directory (config.json, safetensors, tokenizer), or a model of the hub, which is
     downloaded: `Qwen/Qwen2.5-0.5B-Instruct`, with `@REVISION` for a branch, tag or commit."""
     dtype: str = "auto"
-    """Compute and engine dtype: `bfloat16`, `float32`, or `auto`, which is bfloat16 where the hardware of all ranks
-    multiplies it and else float32. Master weights and optimizer state are always float32."""
+    """Compute and engine dtype: `bfloat16`, `float32`, `float16` (with a factor of the loss that keeps gradients in its
+    range), or `auto`, which is bfloat16 where the hardware of all ranks multiplies it and else float32. Master weights
+    and optimizer state are always float32."""
     trust_remote_code: bool = False
     """Run Python code that a model directory brings. Only for directories you trust, and only said on the line."""
 
@@ -260,50 +262,6 @@ class ReferenceConfig(ModelConfig):
 
 
 @dataclass
-class TeacherConfig(ModelConfig):
-    """A frozen model that the policy learns from: of one domain in `teacher.<domain>`."""
-
-    train: TrainOverrides = field(default_factory=TrainOverrides)
-
-
-@dataclass
-class TeachersConfig(TeacherConfig):
-    """Distillation: the teachers, held in their compute dtype, and how the policy learns from them; only with
-    `teacher.model`, or that of a domain. Its vocabulary must be the policy's."""
-
-    alone: bool = True
-    """Learn from the teacher alone; scores are measured and have no part in the gradient. `false`: the teacher's part
-    is added to what the algorithm makes of the scores."""
-    coef: float = 1.0
-    """Weight, in the loss of each token, of the divergence between teacher and policy. 0: none."""
-    loss: str = "reverse_kl"
-    """The divergence: `forward_kl`, `reverse_kl`, `skewed_kl`, `skewed_reverse_kl` or `jensen_shannon`. It is that over
-    the teacher's `top_k` tokens and all others as one."""
-    top_k: int = 64
-    """Number of the teacher's most likely tokens that it sends for each sampled token."""
-    mix: float = 0.1
-    """Share of the mixture that the skewed divergences compare with, and weight of the teacher in `jensen_shannon`."""
-    reward_coef: float = 0.0
-    """Weight of the teacher's logprob over the policy's, as an advantage of each sampled token: policy gradient in the
-    place of a loss. Then `coef=0`, or both."""
-    domains: dict[str, TeacherConfig] = field(default_factory=dict, metadata={"inline": True})
-    """`teacher.<domain>.*`: a teacher for the answers of one domain, in the place of `teacher.model`."""
-
-    @property
-    def sections(self) -> dict[str, TeacherConfig]:
-        """Each teacher's section, by the name of its role: `teacher`, `teacher.<domain>`."""
-        own = {f"teacher.{domain}": one for domain, one in self.domains.items()}
-        return {name: one for name, one in ({"teacher": self} | own).items() if one.model}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of(self, loss=DIVERGENCES)
-        at_least(self, coef=0, top_k=1, reward_coef=0)
-        require(0 < self.mix < 1, f"mix: must be between 0 and 1, not {self.mix:g}")
-        require(bool(self.coef or self.reward_coef), "coef: 0 leaves nothing to learn, and so does reward_coef")
-
-
-@dataclass
 class CriticConfig(TrainedModelConfig):
     """The critic of PPO, which predicts scores with a value head; it is trained only with `algorithm.advantage=gae` or
     `turn_gae`."""
@@ -311,6 +269,23 @@ class CriticConfig(TrainedModelConfig):
     lr: float = 1e-5
     """Peak learning rate."""
     train: TrainOverrides = field(default_factory=TrainOverrides)
+
+
+@dataclass
+class FollowingReferenceConfig(ReferenceConfig):
+    """The reference of the KL term; loaded only when `algorithm.kl_coef` or `kl_reward_coef` > 0. It stays as it was
+    before training, or follows the policy."""
+
+    sync_steps: int | None = None
+    """Steps after which the reference follows the policy, each time: after every so many (null: never)."""
+    mixup: float = 1.0
+    """Share of the policy's weights in what the reference becomes: 1 takes them over, less makes a moving average of
+    them, which is held in float32."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, sync_steps=1)
+        require(0 < self.mixup <= 1, f"mixup: must be above 0 and at most 1, not {self.mixup}")
 
 
 @dataclass(frozen=True)
@@ -338,6 +313,28 @@ class RoleConfig:
         return self.own if isinstance(self.own, TrainedModelConfig) else None
 
     @property
+    def sync_steps(self) -> int | None:
+        """Of a reference that follows the policy: after how many steps, each time."""
+        return self.own.sync_steps if isinstance(self.own, FollowingReferenceConfig) else None
+
+    @property
+    def lora(self) -> LoraConfig:
+        """Its adapters; of rank 0 where it has none."""
+        return self.optimizer.lora if self.optimizer else LoraConfig()
+
+    @property
+    def held_dtype(self) -> str:
+        """In which dtype weights are held that are computed with in `dtype`: beside adapters they are frozen."""
+        mixes = self.sync_steps is not None and self.own.mixup < 1
+        return "float32" if mixes or (self.optimizer is not None and not self.lora.rank) else self.dtype
+
+    def is_base_of(self, policy: "RoleConfig") -> bool:
+        """Whether this is the policy with its adapters off: frozen, of the same model, computed alike."""
+        alike = (self.model, self.dtype, self.train) == (policy.model, policy.dtype, policy.train)
+        frozen = self.optimizer is None and self.sync_steps is None
+        return alike and frozen and policy.lora.rank > 0
+
+    @property
     def key(self) -> str:
         """Where its `train` stands in the settings."""
         return "train" if (self.section or self.name) == "policy" else f"{self.name}.train"
@@ -353,18 +350,29 @@ class EngineConfig:
     """The generation engine: group `engine`."""
 
     name: str = "native"
-    """Generation engine: `native` is embedded and needs no package, `vllm` runs vLLM in the process of each rank."""
+    """Generation engine: `native` is embedded and needs no package; `vllm` and `sglang` run them in the process of each
+    rank."""
     tp: int = 1
     """Number of neighbouring ranks that share one copy of the engine (a replica) by tensor parallelism."""
     max_running: int = 64
     """Largest number of requests that a replica decodes at the same time."""
     kv_tokens: int = 32768
     """Size of a replica's KV cache in tokens; `vllm` rounds it up to whole blocks."""
+    quantization: str | None = None
+    """Round the weights that answers are generated with as an engine in `fp8` (blocks of 128 x 128), `int8` (rows) or
+    `int4` (groups of 32) would hold them. Simulated: nothing gets faster or smaller, and activations are not rounded.
+    Correct for it by `algorithm.correction.level=token`."""
+    adapters: bool = False
+    """With `policy.lora` and `engine=vllm`: answer with the adapters beside the frozen weights, so that after the first
+    publish adapters alone are sent. Default: each publish sends whole weights, with the adapters merged into them."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`. Those that other
-    settings give, or that the engine leans on, are refused. `native` takes none."""
+    """Further arguments of vLLM's `EngineArgs`, such as `engine.args.max_num_batched_tokens=8192`, or of SGLang's
+    `ServerArgs`. Those that other settings give, or that the engine leans on, are refused. `native` takes none."""
 
     def __post_init__(self) -> None:
-        one_of(self, name=ENGINES)
+        one_of(self, name=ENGINES, quantization=QUANTIZATIONS)
         at_least(self, tp=1, max_running=1, kv_tokens=1)
-        require(self.name != "native" or not self.args, "args: engine=native takes none; they are engine=vllm's")
+        require(
+            self.name != "native" or not self.args,
+            "args: engine=native takes none; they are for engine=vllm and engine=sglang",
+        )
