@@ -45,4 +45,7 @@ def test_ppo_learns_what_a_reward_model_trained_here_prefers(tmp_path: Path) -> 
     more = ["reward.toy.timeout=40", "journal.stall_seconds=300", *NOTHING_ELSE]
     run = toy.run(*reward, *how, *more, ranks=0, name="ppo")
     scores = [line["critic/score/mean"] for line in run.metrics()[1:]]
-    assert statistics.fmean(scores[-10:]) > statistics.fmean(scores[:10]) + 0.5
+    assert statistics.fmean(scores[-10:]) > statistics.fmean(scores[:10]) + 3
+    files = [run.run_dir / "samples" / f"step-{step:06d}.jsonl" for step in (1, STEPS)]
+    first, last = ([small(json.loads(line)["turns"][0]["text"]) for line in file.open()] for file in files)
+    assert statistics.fmean(last) > 4 > 2 > statistics.fmean(first)  # of six
