@@ -41,6 +41,10 @@ class Backend:
     settings: tuple[str, ...] = ()
     """of `OWN`, those that it has"""
     optimizers: tuple[str, ...] = ("adamw",)
+    adapters: bool = False
+    """Whether it trains those of `policy.lora`"""
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    """In which it trains: `float16` needs a factor of the loss"""
     has_plan: bool = False
     """Whether `--plan` can trace it: its model has `state_dict` and `whole_parameters` (see `FSDP2Model`)."""
     follows: bool = False
@@ -61,6 +65,10 @@ class Backend:
         if role.sync_steps is not None and not self.follows:
             raise UserError(f"{role.name}.sync_steps: train={train.name} keeps a reference as it was; say "
                             f"{role.name}.train.name=fsdp2")  # fmt: skip
+        if role.dtype not in (*self.dtypes, "auto"):
+            raise UserError(f"{role.section or role.name}.dtype: train={train.name} has no {role.dtype}")
+        if role.lora.rank and not self.adapters:
+            raise UserError(f"{role.section or role.name}.lora.rank: train={train.name} trains no adapters; must be 0")
         try:
             model = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError):

@@ -8,13 +8,14 @@ from spmd_rl.algo import AGGREGATIONS
 from spmd_rl.algo.kl import adaptive_coef
 from spmd_rl.algo.moments import Moments
 from spmd_rl.batch import Batch, pack
-from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig
+from spmd_rl.config.schema import AlgorithmConfig, RlConfig, RolloutConfig, TeachersConfig
 from spmd_rl.errors import RunFailed, tell
 from spmd_rl.learn import prepare, token_advantages
 from spmd_rl.learn.advantages import Samples, credit, repetition_penalties
 from spmd_rl.learn.custom import bind
 from spmd_rl.learn.losses import MismatchMonitor, bind_loss, bind_value_loss, mean_over, measure_mismatch, update
 from spmd_rl.learn.roofline import Roofline
+from spmd_rl.learn.teachers import Teachers
 from spmd_rl.learn.transfer import RoleShards, fill_in, redistribute
 from spmd_rl.learn.verdict_terms import verdict_terms
 from spmd_rl.rollout.table import trajectories_of
@@ -37,9 +38,11 @@ class Learner:
         seed: int = 0,
         replayed: bool = False,
         roofline: Roofline | None = None,
+        teacher: TeachersConfig | None = None,
     ) -> None:
         """Use `of`. num_updates: optimizer steps of a step. seed: the run's. replayed: see `pack`."""
-        self._policy, self._reference, self._critic = roles
+        self._policy, self._reference, self._critic, _ = roles
+        self._teachers = Teachers.of(roles, teacher, rollout.temperature) if teacher else None
         self._world = world = roles.policy.layout.world
         self._seed, self._rollout, self._num_updates, self._replayed = seed, rollout, num_updates, replayed
         limit = rollout.max_answer_tokens
@@ -72,6 +75,7 @@ class Learner:
             seed=cfg.seed,
             replayed=cfg.policy.router_replay,
             roofline=Roofline(roles, cfg.track.device, cfg.policy.dtype, cfg.engine.tp),
+            teacher=cfg.teacher,
         )
 
     def state(self) -> dict[str, Any]:
@@ -106,7 +110,8 @@ class Learner:
                 shares = prepare.Shares(self._num_updates, data.size, self._policy.hidden_size)
                 aggregate = bind(AGGREGATIONS[settings.loss_agg], settings)
                 self.plan, self._scores = prepare.plan(collected.step, found, shares, aggregate), found.running
-            self._check_signal()
+            if not self._teachers:
+                self._check_signal()
             own = self.plan.samples_of(collected.groups, self._world.rank)
             packed = pack(own, collected.step - 1, rollout.truncates, self._replayed)
             batches = redistribute(packed, self.plan, self._num_updates, data, self._world)  # [all]
@@ -135,6 +140,11 @@ class Learner:
             self._prepared = token_advantages.finish(  # [all]
                 batches, self.plan, settings, kl_reward_coef, data, self._seed
             )
+            if self._teachers:
+                with self._world.phase("logprobs"):
+                    self._teachers.fill_in(batches, self.plan, collected.table)  # [all]
+                for batch in batches:
+                    self._teachers.reward(batch)
             if self._roofline:
                 trains = self.plan.step > settings.critic_warmup
                 epochs = settings.sample_epochs
@@ -171,6 +181,7 @@ class Learner:
                     metrics |= mean_over([self._critic.update(shares[i], value_loss) for i in used], "critic")  # [all]
             if self.plan.step > self._settings.critic_warmup:
                 loss = bind_loss(self._settings, self._settings.kl_coef * self._kl_factor)
+                loss = self._teachers.loss(loss) if self._teachers else loss
                 metrics |= update(self._policy, [batches[i] for i in used], loss, self._rollout.temperature)  # [all]
             self._follow()
             if not self._monitored:

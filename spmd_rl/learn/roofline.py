@@ -16,7 +16,8 @@ class Roofline:
 
     def __init__(self, roles: Roles, spec: DeviceSpecConfig, dtype: str, tp: int) -> None:
         """The ranks of the policy are all devices. dtype: computed in. tp: of the engine."""
-        self._policy, self._reference, self._critic = roles
+        self._policy, self._reference, self._critic, teachers = roles
+        self._teacher = next(iter(teachers.values()), None)  # of several, each sees its own domain alone
         world = self._policy.layout.world
         self._spec = find_device_spec(spec, world.device, dtype)
         self._devices = Devices(world.size, tp, getattr(torch, dtype).itemsize)
@@ -36,6 +37,7 @@ class Roofline:
         used = np.isin(answers["ticket"] * width + answers["answer"], plan.keys @ (width, 1))
         passes = [ModelPasses(self._policy.size, int(needs_old), policy_epochs)]
         passes += [ModelPasses(self._reference.size, 1, 0)] if self._reference else []
+        passes += [ModelPasses(self._teacher.size, 1, 0)] if self._teacher else []
         passes += [ModelPasses(self._critic.size, 1, critic_epochs)] if self._critic else []
         seconds = roofline(
             _tokens(answers), _tokens(answers[used]), self._policy.size, passes, self._devices, self._spec

@@ -109,7 +109,7 @@ def train(world: World, path: str, cases: dict[str, dict]) -> dict[str, dict[str
     for name, case in cases.items():
         cfg = msgspec.convert(case, RlvrConfig)
         reads = cfg.algorithm.uses_reference, cfg.algorithm.uses_critic
-        roles = Roles(built.policy, *(role if read else None for role, read in zip(built[1:], reads, strict=True)))
+        roles = Roles(built.policy, *(role if read else None for role, read in zip(built[1:3], reads, strict=True)))
         for tensor, as_built in start:
             tensor.copy_(as_built)
         learner = Learner(roles, cfg.algorithm, cfg.rollout, cfg.train.updates_per_step, cfg.seed)

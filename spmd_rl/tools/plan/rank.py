@@ -124,7 +124,7 @@ class _Trace:
 
     def traced(self) -> Trace:
         cfg = self._cfg
-        for role in cfg.roles:
+        for role in (role for role in cfg.roles if not role.is_base_of(cfg.roles[0])):
             if not backend(role.train.name).has_plan:
                 raise UserError(f"{role.key}.name: --plan cannot trace train={role.train.name}")
             with progress(f"rank {self._world.rank}: building the {role.name}"):

@@ -68,9 +68,19 @@ class Optimizer:
         """As many as AdamW has taken, which is the same of all its parameters and on all ranks"""
         self._moments |= {f"{name}.{m}": buffer for name, buffer in self._muon.buffers.items() for m in MOMENTUM}
 
-    def local_grad_square(self) -> float:
-        """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once."""
+    @property
+    def num_steps(self) -> int:
+        """Steps taken; skipped updates are none."""
+        return int(self._steps)
+
+    def local_grad_square(self, factor: float = 1.0) -> float:
+        """[all] This rank's term of the squared gradient norm, in float64: the sum over all ranks counts each once.
+
+        factor: by which gradients are multiplied before, and stay.
+        """
         grads = self._local_grads()
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(list(grads.values()), factor)
         self._pipeline.sum_tied(grads)
         repeated = {name: grad for name, grad in grads.items() if is_repeated(self._parameters[name])}
         if self._layout.size("tp") > 1:
