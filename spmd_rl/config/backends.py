@@ -14,6 +14,7 @@ from typing import Any
 
 from spmd_rl.config.sections.models import BACKENDS, RoleConfig, TrainConfig
 from spmd_rl.errors import UserError
+from spmd_rl.hub import model_folder
 
 OWN = (
     "activation_checkpointing",
@@ -82,7 +83,23 @@ def backend(name: str) -> Backend:
 
 def check_following(roles: list) -> None:
     """Check that a reference can follow all that training changes in the policy."""
-    follows = any(role.sync_steps is not None for role in roles)
-    if follows and getattr(roles[0].own, "router_bias_update_speed", 0):
-        raise UserError("reference.sync_steps: a reference does not follow the biases of routers; "
-                        "policy.router_bias_update_speed must be 0")  # fmt: skip
+    policy, reference = roles[0], next((role for role in roles if role.sync_steps is not None), None)
+    if reference is None:
+        return
+    if getattr(policy.own, "router_bias_update_speed", 0):
+        raise UserError(
+            "reference.sync_steps: a reference does not follow the biases of routers; "
+            "policy.router_bias_update_speed must be 0"
+        )
+    ours, theirs = (_architecture(role.model) for role in (policy, reference))
+    if ours != theirs:
+        raise UserError(
+            f"{reference.model_key}: its {next(key for key in ours if ours[key] != theirs[key])} is not the policy's; "
+            "a reference that follows the policy is of its architecture"
+        )
+
+
+def _architecture(model: str) -> dict[str, Any]:
+    """What says which weights a model has, sizes aside, which are compared when they meet."""
+    config = json.loads((model_folder(model) / "config.json").read_text())
+    return {key: config.get(key) for key in ("model_type", "attention_bias", "mlp_bias", "tie_word_embeddings")}

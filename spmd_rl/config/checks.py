@@ -240,8 +240,12 @@ def check_replicas(engine: EngineConfig, placement: PlacementConfig, policy: Ser
         check_heads("engine.tp", engine.tp, model_folder(policy.model) / "config.json", engine=True)
 
 
-def check_episode(rollout: SamplingConfig) -> None:
-    """Whether `rollout.target` names a coroutine function that takes a context."""
+def check_episode(rollout: SamplingConfig, env: EnvsConfig | None = None) -> None:
+    """Whether `rollout.target` names a coroutine function that takes a context; that nothing asks for two episodes."""
+    if env is not None and env.tags and rollout.thinking_budget:
+        raise UserError(
+            "rollout.thinking_budget: an agent's thoughts are not ended for it; only answers to prompts are"
+        )
     if rollout.target is not None:
         import_coroutine("rollout.target", rollout.target)
 

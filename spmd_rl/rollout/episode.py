@@ -84,6 +84,15 @@ class Budget:
     max_turns: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Where an answer is cut off, unless it has come so far that it need not be."""
+
+    num_tokens: int
+    is_over: Callable[[array], bool]
+    """Of its tokens ('i') so far: whether it goes on to its own limit."""
+
+
 @dataclass(slots=True)
 class Context:
     """One sample's view of the world: what it may ask for, and what it has so far."""
@@ -152,14 +161,17 @@ class Context:
         thought = any("</think>" in turn.text for turn in self.turns)
         return bridge.append_only and (bridge.keeps_thoughts or not thought)
 
-    async def generate(self, prompt_ids: array) -> Turn:
+    async def generate(self, prompt_ids: array, pause: Pause | None = None, max_new_tokens: int | None = None) -> Turn:
         """Append `prompt_ids` ('i') to all tokens so far and let the policy answer. No token is ever rendered twice.
 
-        The answer is cut off, with finish reason `length`, at `sampling.max_new_tokens` or where the budget ends;
-        BudgetSpent: nothing is left for it. One that the end of a step cuts short goes on in the next step, with that
-        step's policy.
+        The answer is cut off, with finish reason `length`, at `max_new_tokens`, by default `sampling.max_new_tokens`,
+        or where the budget ends; BudgetSpent: nothing is left for it. One that the end of a step cuts short goes on in
+        the next step, with that step's policy. pause: where else it may be cut off.
         """
-        limit = min(self.sampling.max_new_tokens, self.budget.max_context_tokens - self.num_tokens - len(prompt_ids))
+        limit = min(
+            max_new_tokens or self.sampling.max_new_tokens,
+            self.budget.max_context_tokens - self.num_tokens - len(prompt_ids),
+        )
         if limit < 1:
             raise BudgetSpent(f"{self.num_tokens + len(prompt_ids)} tokens leave no room to answer")
         if self.num_turns == self.budget.max_turns:
@@ -168,11 +180,16 @@ class Context:
         if self.turns:
             history = [part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
             before = concat([*history, prompt_ids], "i")
-        c = self.log.replay(before) or await self.engine_loop.generate(self._request(before, 0, limit))
-        while c.finish_reason == "abort":
-            partial = c
+        first = limit if pause is None else min(limit, pause.num_tokens)
+        c = self.log.replay(before) or await self.engine_loop.generate(self._request(before, 0, first))
+        while c.finish_reason == "abort" or (len(c.token_ids) == first < limit and c.finish_reason == "length"):
+            partial, upto = c, first
             self.log.record(before, c)
-            c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), limit))
+            if pause is None or pause.is_over(c.token_ids):
+                upto = limit
+            elif len(c.token_ids) == first:
+                break  # an answer may have been aborted as it got there
+            c = await self.engine_loop.generate(self._request(before + c.token_ids, len(c.token_ids), upto))
             c = _joined(partial, c)
         self.log.record(before, c)
         text = self.tokenizer.decode(c.token_ids)

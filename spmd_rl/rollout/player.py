@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmd_rl.config.generation import GenerationSettings
+from spmd_rl.config.sections.rollout import RolloutConfig
 from spmd_rl.data import EnvTasks, Prompts, counter_seed
 from spmd_rl.distributed import World
 from spmd_rl.distributed.wait_message import WaitMessage
@@ -24,6 +25,7 @@ from spmd_rl.rollout.episode import Budget, Context, Episode, Sampling, first_of
 from spmd_rl.rollout.expected import ExpectedVerdicts
 from spmd_rl.rollout.replay_log import Migration, PartialRollouts, ReplayLog
 from spmd_rl.rollout.step_plan import GroupSlice, num_slots
+from spmd_rl.rollout.thinking import thinking
 from spmd_rl.types import Environments, Group, Prompt, Sample, Scorer
 
 SCORE_POLLS = 200
@@ -79,8 +81,8 @@ class Player:
         self._prompts, self._tokenizer, self._environments = prompts, services.tokenizer, services.environments
         self._scorer = ExpectedVerdicts(services.scorer, settings.reward, world.journal)
         s = settings.rollout
-        self._episode = services.episode or (import_coroutine("rollout.target", s.target) if s.target else single_turn)
-        self._asks_again = self._episode is not single_turn
+        self._episode = services.episode or _episode_of(s, self._tokenizer)
+        self._asks_again = self._episode is not single_turn and not s.thinking_budget
         """Whether an episode may ask the engine once more, after a verdict or an environment's reply."""
         self._budget = Budget(s.max_context_tokens or engine.capacity.max_tokens, s.max_turns)
         self._num_slots = num_slots(s, num_replicas, engine.capacity.max_running)
@@ -256,3 +258,10 @@ class Player:
         if self._environments and self._environments.outstanding:
             awaited.append(f"{self._environments.outstanding} replies of environments")
         return " and ".join(map(str, awaited)) or "the answers of other ranks"
+
+
+def _episode_of(settings: RolloutConfig, tokenizer: Tokenizer) -> Episode:
+    """The episode that the settings ask for."""
+    if settings.target:
+        return import_coroutine("rollout.target", settings.target)
+    return thinking(settings, tokenizer) if settings.thinking_budget else single_turn

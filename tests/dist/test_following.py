@@ -1,10 +1,13 @@
 """A reference that follows the policy, in a layout of its own: which weights it has then, and after a restart."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.schema import PolicyConfig, TrainConfig
 from spmd_rl.config.sections.models import FollowingReferenceConfig, RoleConfig
 from spmd_rl.distributed import World
@@ -66,8 +69,32 @@ def follows(world: World, path: str, axes: dict[str, int]) -> dict[str, object]:
 def test_the_reference_moves_towards_the_policy(axes: dict[str, int], tmp_path) -> None:
     for seed, name in enumerate("ab"):
         tiny("qwen2", tmp_path / name, seed=seed)
-    tiny("llama", tmp_path / "c")
+    deeper(tmp_path / "b", tmp_path / "c")
     for found in run_ranks(2, follows, str(tmp_path), axes):
         assert (found["mixed"], found["restored"], found["taken over"]) == ([], [], [])
         assert found["is saved"] == ["policy", "reference"]
-        assert "reference.model: the policy has no" in found["refused"] or "in the policy" in found["refused"]
+        assert found["refused"].startswith("reference.model: the policy has no model.layers.2.")
+
+
+def deeper(shallow: Path, deep: Path) -> None:
+    """The model with a third layer."""
+    config = AutoConfig.from_pretrained(shallow)
+    config.num_hidden_layers, config.layer_types = 3, config.layer_types[:1] * 3
+    AutoModelForCausalLM.from_config(config).save_pretrained(deep)
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path) -> None:
+    tiny("qwen2", tmp_path / "a")
+    tiny("llama", tmp_path / "c")
+    own, policy = FollowingReferenceConfig(sync_steps=1), PolicyConfig()
+    roles = [RoleConfig("policy", policy, f"{tmp_path}/a", "float32", False, TrainConfig(), 1)]
+    roles += [RoleConfig("reference", own, f"{tmp_path}/{name}", "float32", False, TrainConfig(), 1) for name in "ac"]
+    check_following(roles[:2])
+    with pytest.raises(UserError, match="reference.model: its model_type is not the policy's"):
+        check_following([roles[0], roles[2]])
+    policy.router_bias_update_speed = 0.001
+    with pytest.raises(UserError, match="policy.router_bias_update_speed must be 0"):
+        check_following(roles[:2])
+    for name in ("deepspeed", "megatron"):
+        with pytest.raises(UserError, match=f"reference.sync_steps: train={name} keeps a reference as it was"):
+            backend(name).check(replace(roles[1], train=TrainConfig(name=name)), tmp_path / "a")

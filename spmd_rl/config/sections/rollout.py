@@ -74,6 +74,24 @@ class SamplingConfig:
     answer that is scored and trained on; nothing is sampled after the token that completes it, and the finish reason is
     `stop`."""
 
+    thinking_budget: int | None = None
+    """Tokens of an answer after which thoughts that have not ended are ended by `thinking_end` (null: never). Its
+    tokens are not sampled: they have no part in the loss, and count in `max_new_tokens`. For models that think in tags,
+    one answer to a prompt; held-out answers too."""
+    thinking_end: str = "\\n</think>\\n\\n"
+    """Text that ends thoughts, such as a sentence and the closing tag; a backslash and an n are a line break. An answer
+    that has the last closing tag of it has ended its thoughts by itself."""
+
+    @property
+    def thinking_end_text(self) -> str:
+        """`thinking_end` with its line breaks."""
+        return self.thinking_end.replace("\\n", "\n")
+
+    @property
+    def thinking_tag(self) -> str:
+        """The closing tag in `thinking_end`."""
+        return ([""] + re.findall(r"</[^<>]+>", self.thinking_end))[-1]
+
     @property
     def truncation(self) -> dict[str, float]:
         """`top_k`, `top_p` and `min_p` as a request takes them."""
@@ -98,6 +116,13 @@ class SamplingConfig:
         at_least(self, max_prompt_tokens=1, max_new_tokens=1, max_context_tokens=2, max_turns=1)
         above(self, temperature=0)
         require("" not in self.stop, "stop: an empty text would end every answer")
+        at_least(self, thinking_budget=1)
+        require(bool(self.thinking_tag), f"thinking_end: {self.thinking_end!r} has no closing tag, such as </think>")
+        budget, limit = self.thinking_budget or 0, self.max_new_tokens
+        require(budget < limit, f"thinking_budget: {budget} leaves nothing of max_new_tokens={limit} for the answer")
+        own = budget and self.target is not None
+        require(not own, "thinking_budget: an episode of your own (rollout.target) ends thoughts itself, as "
+                         "spmd_rl/rollout/thinking.py does")  # fmt: skip
         _check_truncation(self)
 
 

@@ -1,0 +1,40 @@
+"""The episode of `rollout.thinking_budget`: thoughts that have not ended after so many tokens are ended for the policy.
+
+    answer = 400 sampled tokens, "\\n</think>\\n\\n", sampled tokens
+
+What ends them stands where a prompt does, between two turns of one answer, so that it is never trained on. Budget
+forcing: s1 (arXiv 2501.19393); the closing tag at a limit: Qwen3 (arXiv 2505.09388, section 4.3).
+"""
+
+from array import array
+
+from spmd_rl.config.sections.rollout import SamplingConfig
+from spmd_rl.errors import UserError
+from spmd_rl.model.tokenizer import Tokenizer
+from spmd_rl.rollout.episode import Context, Episode, Pause
+from spmd_rl.types import Sample
+
+
+def thinking(settings: SamplingConfig, tokenizer: Tokenizer) -> Episode:
+    """One answer, and one verdict on all its text. UserError if the budget leaves no room for what comes after it."""
+    budget, end_text, tag = settings.thinking_budget, settings.thinking_end_text, settings.thinking_tag
+    end, tag_ids = tokenizer.encode(end_text), tokenizer.encode(tag)
+    left = settings.max_new_tokens - budget - len(end)
+    if left < 1:
+        raise UserError(
+            f"rollout.thinking_budget: {budget} and {len(end)} tokens of rollout.thinking_end leave nothing of "
+            f"rollout.max_new_tokens={settings.max_new_tokens} for the answer"
+        )
+
+    def has_ended(token_ids: array) -> bool:
+        alone = len(tag_ids) == 1 and tag_ids[0] in token_ids  # a special token has no text
+        return alone or tag in tokenizer.decode(token_ids)
+
+    async def think_and_answer(ctx: Context) -> Sample | list[Sample]:
+        turn = await ctx.generate(ctx.render(ctx.prompt.messages), Pause(budget, has_ended))
+        text = turn.text
+        if turn.finish_reason == "length" and len(turn.token_ids) == budget and not has_ended(turn.token_ids):
+            text += end_text + (await ctx.generate(end, max_new_tokens=left)).text
+        return ctx.sample(await ctx.score(text))
+
+    return think_and_answer

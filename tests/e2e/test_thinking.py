@@ -1,0 +1,30 @@
+"""A thinking budget through the door: the trainer finds what follows the end of thoughts as likely as the engine."""
+
+import pytest
+
+from tests.e2e.runs import EXACT, Toy
+from tests.engines import VLLM_SIZES, needs_vllm
+
+SETTINGS = (*EXACT, "rollout.thinking_budget=5", "rollout.thinking_end='</t>'", "rollout.max_new_tokens=16", "steps=2")
+
+
+def check(started) -> None:
+    """A model of random weights seldom says `</t>` by itself, nor the end of its answer."""
+    for line in started.metrics()[1:]:
+        assert line["train_infer/abs_diff/mean"] < 1e-4 and line["actor/grad_norm"] > 0
+    rows = [row for step in (1, 2) for row in started.samples(step)]
+    ended = [row["turns"] for row in rows if len(row["turns"]) == 2]
+    assert len(ended) > len(rows) / 2
+    for first, second in ended:
+        assert first["finish_reason"] == "length" and bytes(second["prompt_ids"]) == b"</t>"
+        assert 0 < len(second["token_ids"]) <= 16 - 5 - 4 and len(first["token_ids"]) == 5
+
+
+def test_the_native_engine(tmp_path) -> None:
+    check(Toy(tmp_path).run(*SETTINGS, ranks=2))
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm(tmp_path) -> None:
+    check(Toy(tmp_path, **VLLM_SIZES).run(*SETTINGS, "engine=vllm", ranks=2))
