@@ -48,4 +48,4 @@ def test_ppo_learns_what_a_reward_model_trained_here_prefers(tmp_path: Path) -> 
     assert statistics.fmean(scores[-10:]) > statistics.fmean(scores[:10]) + 3
     files = [run.run_dir / "samples" / f"step-{step:06d}.jsonl" for step in (1, STEPS)]
     first, last = ([small(json.loads(line)["turns"][0]["text"]) for line in file.open()] for file in files)
-    assert statistics.fmean(last) > 4 > 2 > statistics.fmean(first)  # of six
+    assert statistics.fmean(last) > 3 > 1.5 > statistics.fmean(first)  # of six
