@@ -17,7 +17,7 @@ from spmd_rl.types import Completion, Request
 
 
 class HostedEngine(Engine):
-    """An `Engine` whose class has a `model`, and says how to `_release`, `_restore` and `_stop` it."""
+    """An `Engine` whose class has a `model`, and says how to `release`, `restore` and `shut_down` it."""
 
     model: nn.Module
     """The module that the package computes with in this process."""
@@ -25,7 +25,7 @@ class HostedEngine(Engine):
     def __init__(self, capacity: Capacity, shapes: Mapping[str, torch.Size], sleeps: bool, text_of: TextOf) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
         self.capacity, self.shapes = capacity, shapes
-        self._sleeps, self._text_of = sleeps, text_of
+        self.sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
         """What each request has, by id."""
         self.version: int | None = None
@@ -33,8 +33,8 @@ class HostedEngine(Engine):
         self.prompt_tokens = PromptTokens()
         self.lost = ""
         """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
-        self._aborted: list[Completion] = []
-        self._num_added = 0
+        self.aborted: list[Completion] = []
+        self.num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
         self._checksums: dict[str, bytes] = {}
         self._num_awake = 0
@@ -45,9 +45,9 @@ class HostedEngine(Engine):
     @property
     def num_unfinished(self) -> int:
         """Requests whose completion has not been handed out."""
-        return len(self.under_way) + len(self._aborted)
+        return len(self.under_way) + len(self.aborted)
 
-    def _begin(self, request: Request) -> SequenceState:
+    def begin(self, request: Request) -> SequenceState:
         """Take a request; refusals as `Engine.add` has them."""
         assert self.version is not None, "no weights loaded in this process"
         if self.lost:
@@ -56,13 +56,13 @@ class HostedEngine(Engine):
         check(request, self.capacity.max_tokens)
         if self._cache_sleeps:
             self._wake("kv_cache")
-        self._num_added += 1
+        self.num_added += 1
         if self._first is None:
             self._first = request.id
         row = self.under_way[request.id] = SequenceState(request)
         return row
 
-    def _count_prompt(self, request: Request, cached: int) -> None:
+    def count_prompt(self, request: Request, cached: int) -> None:
         """Note how many of a prompt's tokens were not computed. RunFailed where none can have been there."""
         self.prompt_tokens.count(len(request.prompt_ids), cached)
         if request.id == self._first:
@@ -70,7 +70,7 @@ class HostedEngine(Engine):
             if cached:
                 raise RunFailed(f"the engine served keys and values older than version {self.version}")
 
-    def _loaded(self, version: int, faults: list[str]) -> None:
+    def end_load(self, version: int, faults: list[str]) -> None:
         """End a load. RunFailed names the first fault."""
         if faults := [*filter(None, [self.lost]), *faults]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
@@ -84,7 +84,7 @@ class HostedEngine(Engine):
         If anything that stood when the weights had been loaded is not as it was, the next `add` or `load` is RunFailed.
         """
         if self._num_awake == 0:
-            if self._sleeps:
+            if self.sleeps:
                 self._wake("weights")
             self.lost = self.lost or self._lost_tensor()
         self._num_awake += 1
@@ -92,32 +92,34 @@ class HostedEngine(Engine):
             yield
         finally:
             self._num_awake -= 1
-        if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        if self.sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
     def _wake(self, tag: str) -> None:
         """Give `weights` or `kv_cache` their memory on the device back."""
         torch.accelerator.empty_cache()  # the package allocates past torch, which may keep what the trainer has freed
-        self._restore(tag)
+        self.restore(tag)
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
         """Weights to host memory, bit by bit; the KV cache is given up."""
         if self._cache_sleeps:  # a package may count as asleep until all is awake, and would not let the weights go
             self._wake("kv_cache")
-        self._release()
+        self.release()
         self._cache_sleeps = True
 
-    def _restore(self, tag: str) -> None:
+    def restore(self, tag: str) -> None:
+        """Give `weights` or `kv_cache` their memory back, by the package's own means."""
         raise NotImplementedError
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Take weights and KV cache off the device, by the package's own means."""
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
         """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
         tensors = dict(self.model.named_buffers())
-        if self._sleeps:
+        if self.sleeps:
             tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})
 
@@ -129,10 +131,11 @@ class HostedEngine(Engine):
 
     def close(self) -> None:
         """Free everything; idempotent. The default process group stays."""
-        self._stop()
+        self.shut_down()
         self.under_way.clear()
-        self._aborted.clear()
+        self.aborted.clear()
         self.version = None
 
-    def _stop(self) -> None:
+    def shut_down(self) -> None:
+        """End the package's part; idempotent."""
         raise NotImplementedError

@@ -68,8 +68,8 @@ class SglangEngine(HostedEngine):
         """Queue a request; ValueError if it is empty, longer than `capacity.max_tokens` or colder than 0."""
         if request.temperature < 0:
             raise ValueError(f"request {request.id}: negative temperature {request.temperature}")
-        row = self._begin(request)
-        rid = self._rids[request.id] = f"{self._num_added:012d}"  # of one length: an abort goes by how a name begins
+        row = self.begin(request)
+        rid = self._rids[request.id] = f"{self.num_added:012d}"  # of one length: an abort goes by how a name begins
         self._sampler.rows[rid] = row
         sampling = SamplingParams(max_new_tokens=request.max_new_tokens, ignore_eos=True)
         sampling.normalize(None)
@@ -99,7 +99,7 @@ class SglangEngine(HostedEngine):
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
         rows = [self._end(id) for id in dict.fromkeys(ids) if id in self.under_way]
-        self._aborted += [row.completion("abort") for row in rows]
+        self.aborted += [row.completion("abort") for row in rows]
 
     def _end(self, id: str, ended: bool = False) -> SequenceState:
         """Forget a request; ended: SGLang has done so too."""
@@ -112,7 +112,7 @@ class SglangEngine(HostedEngine):
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One turn: compute the prompts of new requests with a token each, or a token for each running request."""
-        ended, self._aborted = self._aborted, []
+        ended, self.aborted = self.aborted, []
         if not self.under_way:
             return ended
         batch = self.scheduler.turn()
@@ -131,11 +131,11 @@ class SglangEngine(HostedEngine):
     def _extend(self, row: SequenceState, req: Req) -> FinishReason | None:
         """Append the new token; the reason to stop, if there is one."""
         if not row.token_ids:
-            self._count_prompt(row.request, req.cached_tokens)
+            self.count_prompt(row.request, req.cached_tokens)
         drawn = self._sampler.drawn[req.rid]
         assert req.output_ids[len(row.token_ids) :].tolist() == [drawn.token], f"{row.request.id} got other tokens"
         row.append(drawn.token, drawn.logprob, self.version, drawn.candidate_ids)
-        if drawn.token in row.request.stop_ids or has_stop(row, self._text_of):
+        if drawn.token in row.request.stop_ids or has_stop(row, self.text_of):
             return "stop"
         return "length" if len(row.token_ids) == row.request.max_new_tokens else None
 
@@ -155,7 +155,7 @@ class SglangEngine(HostedEngine):
             self._turn_away(version)
         else:
             self._flush(version)
-        self._loaded(version, faults)
+        self.end_load(version, faults)
 
     def _flush(self, version: int) -> None:
         """Give up all keys and values. RunFailed if SGLang will not, as it does while a request is under way."""
@@ -178,10 +178,12 @@ class SglangEngine(HostedEngine):
             return ((name, None) for name in self.shapes)
         return plain_weights(self.model, self.shapes, next(self.model.parameters()).dtype, FUSIONS)
 
-    def _restore(self, tag: str) -> None:
+    def restore(self, tag: str) -> None:
+        """See `HostedEngine`."""
         self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """See `HostedEngine`."""
         for _ in range(IDLE_TURNS):  # it wants to have been idle
             self.scheduler.turn()
         tags = ["kv_cache", "weights"]
@@ -192,7 +194,8 @@ class SglangEngine(HostedEngine):
         """The module that SGLang computes with in this process."""
         return self.scheduler.tp_worker.model_runner.model
 
-    def _stop(self) -> None:
+    def shut_down(self) -> None:
+        """See `HostedEngine`."""
         if self.scheduler is not None:
             stop(self._replica)
         self.scheduler = None

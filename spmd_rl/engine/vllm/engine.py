@@ -59,13 +59,13 @@ class VllmEngine(HostedEngine):
         low, high = TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"request {request.id}: temperature {request.temperature} is not 0 or {low} to {high}")
-        self._begin(request)
+        self.begin(request)
         prompt = {
             "type": "token",
             "prompt_token_ids": request.prompt_ids.tolist(),
             "cache_salt": f"version {self.version}",
         }
-        self.llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self._num_added))
+        self.llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self.num_added))
 
     def _sampling(self, request: Request) -> SamplingParams:
         return SamplingParams(
@@ -91,17 +91,17 @@ class VllmEngine(HostedEngine):
         """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
         rows = [self.under_way.pop(id) for id in dict.fromkeys(ids) if id in self.under_way]
         self.llm.abort_request([row.request.id for row in rows])
-        self._aborted += [row.completion("abort") for row in rows]
+        self.aborted += [row.completion("abort") for row in rows]
 
     def step(self) -> list[Completion]:
         """Admit what fits, compute one token for each running request, return those that ended."""
-        ended, self._aborted = self._aborted, []
+        ended, self.aborted = self.aborted, []
         if not self.under_way:
             return ended
         for output in self.llm.step():
             row = self.under_way[output.request_id]
             if not row.token_ids:
-                self._count_prompt(row.request, output.num_cached_tokens or 0)
+                self.count_prompt(row.request, output.num_cached_tokens or 0)
             if reason := self._extend(row, output.outputs[0]):
                 del self.under_way[row.request.id]
                 ended.append(row.completion(reason))
@@ -121,7 +121,7 @@ class VllmEngine(HostedEngine):
                         "as the logits of many are equal; which ones it does not report"
                     )
             row.append(token, found.logprobs[begin], self.version, candidates)  # the sampled one stands first
-            if has_stop(row, self._text_of):
+            if has_stop(row, self.text_of):
                 if new.finish_reason is None:
                     self.llm.abort_request([request.id])
                 return "stop"
@@ -149,7 +149,7 @@ class VllmEngine(HostedEngine):
         repack_heads(self.model)
         faults = checked.end()
         assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
-        self._loaded(version, faults)
+        self.end_load(version, faults)
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
@@ -159,10 +159,12 @@ class VllmEngine(HostedEngine):
         fusions = getattr(self.model, "packed_modules_mapping", {})
         return plain_weights(self.model, self.shapes, config.model_config.dtype, fusions)
 
-    def _restore(self, tag: str) -> None:
+    def restore(self, tag: str) -> None:
+        """See `HostedEngine`."""
         self.llm.wake_up([tag])
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """See `HostedEngine`."""
         self.llm.sleep(level=1)
 
     @property
@@ -170,7 +172,8 @@ class VllmEngine(HostedEngine):
         """The module that vLLM computes with in this process."""
         return self.llm.model_executor.driver_worker.model_runner.get_model()
 
-    def _stop(self) -> None:
+    def shut_down(self) -> None:
+        """See `HostedEngine`."""
         if self.llm is not None:
             stop(self.llm)
         self.llm = None
