@@ -42,7 +42,7 @@ def hosted(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Let functions that are made inside stay as they are: on the CPU a C++ compiler would be asked for, for minutes."""
+    """Let functions that are made inside stay as they are: on the CPU a C++ compiler would work at them for minutes."""
     compiler = torch.compile
     torch.compile = lambda function=None, **settings: function or (lambda one: one)
     try:
