@@ -27,7 +27,7 @@ $(BIN)/.setup: pyproject.toml setup.py launch/constraints-cpu.txt launch/vllm-cp
 	touch $@
 
 $(BIN)/.setup-test: $(BIN)/.setup
-	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron]'
+	$(PIP) --editable '.[demo,test,data,ifeval,wandb,tensorboard,swanlab,deepspeed,megatron,lora]'
 	touch $@
 
 setup: $(BIN)/.setup
@@ -77,7 +77,7 @@ TESTS_walls := tests/unit/sandbox $(wildcard tests/unit/test_sidecar*)
 TESTS_units := tests/unit $(addprefix --ignore ,$(TESTS_plugs) $(TESTS_walls))
 TESTS_ends := $(foreach name,kills stalls split mistakes agents doctor wheel,tests/e2e/test_$(name).py)
 TESTS_runs := tests/e2e tests/house $(addprefix --ignore ,$(TESTS_ends))
-LAYOUTS := train parity experts tensor pipeline interleaved copies optimizers bytes convert router plan
+LAYOUTS := train parity backend deepspeed megatron experts tensor pipeline interleaved copies optimizers bytes convert router plan
 TESTS_layouts := $(sort $(foreach name,$(LAYOUTS),$(wildcard tests/dist/test_*$(name)*.py)))
 TESTS_rest := --ignore tests/unit --ignore tests/e2e --ignore tests/house $(addprefix --ignore ,$(TESTS_layouts))
 

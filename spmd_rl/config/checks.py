@@ -10,16 +10,17 @@ import os
 from pathlib import Path
 
 from spmd_rl.bundled import HOME
+from spmd_rl.config.adapter_checks import check_adapters
 from spmd_rl.config.algorithm_targets import check_algorithm
 from spmd_rl.config.apply import apply
 from spmd_rl.config.architectures import check_architecture, experts_in
-from spmd_rl.config.backends import backend
+from spmd_rl.config.backends import backend, check_following
 from spmd_rl.config.batch_arithmetic import tokens_per_turn
 from spmd_rl.config.model_files import check_weights
 from spmd_rl.config.packages import unsupported
 from spmd_rl.config.phases import phase
 from spmd_rl.config.placement import Placement
-from spmd_rl.config.plugin_checks import check_envs, check_rewards
+from spmd_rl.config.plugin_checks import check_envs, check_reward_weights, check_rewards
 from spmd_rl.config.ranks import LayoutSizes, check_experts, deal_layers, local_rank, world_size
 from spmd_rl.config.run_checks import check_resume, check_run, check_wandb
 from spmd_rl.config.schema import EVALUATE, JobConfig
@@ -29,6 +30,7 @@ from spmd_rl.config.sections.models import EngineConfig, RoleConfig, ServedModel
 from spmd_rl.config.sections.placement import PlacementConfig
 from spmd_rl.config.sections.rollout import EvaluationConfig, RolloutConfig, SamplingConfig
 from spmd_rl.config.sections.run import PlanConfig, SidecarConfig
+from spmd_rl.config.vocabulary import difference
 from spmd_rl.curve_keys import ClientKeys, HostKeys
 from spmd_rl.errors import UserError
 from spmd_rl.hub import TOKENIZERS, fetch_config, fetch_weights, hub_dataset, hub_id, model_folder
@@ -306,6 +308,14 @@ def check_model(key: str, name: str) -> str:
     return name
 
 
+def check_vocabularies(roles: list) -> None:
+    """Check that a token id means the same to each model: the answers of one are what others judge."""
+    policy, *others = roles
+    for role in others:
+        if problem := difference(model_folder(policy.model), model_folder(role.model)):
+            raise UserError(f"{role.model_key}: {role.model} has another vocabulary than policy.model: {problem}")
+
+
 def fetch_models(roles: list[RoleConfig]) -> None:
     """Download the weights of the models of the hub, on local rank 0. The other ranks have waited for them before."""
     for role in loaded_roles(roles):
@@ -334,9 +344,10 @@ def check_sidecar(sidecar: SidecarConfig, debug: bool) -> None:
 
 
 CHECKS = (
-    *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_placement),
-    *(check_mesh, check_engine),
-    *(check_episode, check_data, check_sidecar, check_wandb, check_rewards, check_envs, stay_offline),
+    *(check_given_data, check_given_envs, check_given_any, check_run, check_resume, check_models, check_vocabularies),
+    *(check_placement, check_mesh, check_following, check_engine, check_adapters),
+    *(check_episode, check_data, check_sidecar, check_wandb, check_reward_weights, check_rewards, check_envs),
+    stay_offline,
     check_algorithm,  # last: a module of tensors imports torch
 )
 """In order; each is of the pipelines that have the sections that it takes (`apply`)"""

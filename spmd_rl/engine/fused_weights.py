@@ -33,7 +33,8 @@ def plain_weights(
     fusions: the engine's name of a fused projection -> those of its parts, in the order of their rows.
     """
     fused = {part: (one, parts) for one, parts in fusions.items() for part in parts}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name.replace(".base_layer.", "."): tensor for name, tensor in named}  # so called beside an adapter
     for name, shape in shapes.items():
         *stem, module, kind = name.split(".")
         one, parts = fused.get(module, (module, [module]))

@@ -17,7 +17,7 @@ from spmd_rl.types import Completion, Request
 
 
 class HostedEngine(Engine):
-    """An `Engine` whose class has a `model`, and says how to `release`, `restore` and `shut_down` it."""
+    """An `Engine` whose class has a `model`, and says how to `_release`, `_restore` and `_stop` it."""
 
     model: nn.Module
     """The module that the package computes with in this process."""
@@ -25,7 +25,7 @@ class HostedEngine(Engine):
     def __init__(self, capacity: Capacity, shapes: Mapping[str, torch.Size], sleeps: bool, text_of: TextOf) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`."""
         self.capacity, self.shapes = capacity, shapes
-        self.sleeps, self.text_of = sleeps, text_of
+        self._sleeps, self.text_of = sleeps, text_of
         self.under_way: dict[str, SequenceState] = {}
         """What each request has, by id."""
         self.version: int | None = None
@@ -33,10 +33,10 @@ class HostedEngine(Engine):
         self.prompt_tokens = PromptTokens()
         self.lost = ""
         """What is not as it was when the weights had been loaded: no request is taken until it is emptied."""
-        self.aborted: list[Completion] = []
+        self._aborted: list[Completion] = []
         self.num_added = 0
         self._first: str | None = None  # the first request since the load: none has computed anything it could reuse
-        self._checksums: dict[str, bytes] = {}
+        self.checksums: dict[str, bytes] = {}
         self._num_awake = 0
         self._cache_sleeps = False
         if sleeps:
@@ -45,7 +45,7 @@ class HostedEngine(Engine):
     @property
     def num_unfinished(self) -> int:
         """Requests whose completion has not been handed out."""
-        return len(self.under_way) + len(self.aborted)
+        return len(self.under_way) + len(self._aborted)
 
     def begin(self, request: Request) -> SequenceState:
         """Take a request; refusals as `Engine.add` has them."""
@@ -75,7 +75,7 @@ class HostedEngine(Engine):
         if faults := [*filter(None, [self.lost]), *faults]:
             raise RunFailed(f"engine weights of version {version}: {faults[0]} ({len(faults)} faults)")
         self.version, self._first = version, None
-        self._checksums = self._fingerprints()
+        self.checksums = self._fingerprints()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class HostedEngine(Engine):
         If anything that stood when the weights had been loaded is not as it was, the next `add` or `load` is RunFailed.
         """
         if self._num_awake == 0:
-            if self.sleeps:
+            if self._sleeps:
                 self._wake("weights")
             self.lost = self.lost or self._lost_tensor()
         self._num_awake += 1
@@ -92,50 +92,47 @@ class HostedEngine(Engine):
             yield
         finally:
             self._num_awake -= 1
-        if self.sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
+        if self._sleeps and self._num_awake == 0:  # not with an exception pending: the process is about to end
             self._sleep()
 
     def _wake(self, tag: str) -> None:
         """Give `weights` or `kv_cache` their memory on the device back."""
         torch.accelerator.empty_cache()  # the package allocates past torch, which may keep what the trainer has freed
-        self.restore(tag)
+        self._restore(tag)
         self._cache_sleeps = self._cache_sleeps and tag != "kv_cache"
 
     def _sleep(self) -> None:
         """Weights to host memory, bit by bit; the KV cache is given up."""
         if self._cache_sleeps:  # a package may count as asleep until all is awake, and would not let the weights go
             self._wake("kv_cache")
-        self.release()
+        self._release()
         self._cache_sleeps = True
 
-    def restore(self, tag: str) -> None:
-        """Give `weights` or `kv_cache` their memory back, by the package's own means."""
+    def _restore(self, tag: str) -> None:
         raise NotImplementedError
 
-    def release(self) -> None:
-        """Take weights and KV cache off the device, by the package's own means."""
+    def _release(self) -> None:
         raise NotImplementedError
 
     def _fingerprints(self) -> dict[str, bytes]:
         """Hash what must survive until the next load: buffers (rotary tables, ...), and weights where they sleep."""
         tensors = dict(self.model.named_buffers())
-        if self.sleeps:
+        if self._sleeps:
             tensors |= dict(self.model.named_parameters())
         return finish({name: start(tensor) for name, tensor in tensors.items()})
 
     def _lost_tensor(self) -> str:
         """What is not as it was when the weights had been loaded, or nothing."""
-        found = self._fingerprints() if self._checksums else {}
-        lost = [name for name in self._checksums if found.get(name) != self._checksums[name]]
+        found = self._fingerprints() if self.checksums else {}
+        lost = [name for name in self.checksums if found.get(name) != self.checksums[name]]
         return f"the engine lost {lost[0]} since its weights were loaded ({len(lost)} tensors)" if lost else ""
 
     def close(self) -> None:
         """Free everything; idempotent. The default process group stays."""
-        self.shut_down()
+        self._stop()
         self.under_way.clear()
-        self.aborted.clear()
+        self._aborted.clear()
         self.version = None
 
-    def shut_down(self) -> None:
-        """End the package's part; idempotent."""
+    def _stop(self) -> None:
         raise NotImplementedError

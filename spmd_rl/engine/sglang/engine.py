@@ -99,7 +99,7 @@ class SglangEngine(HostedEngine):
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
         rows = [self._end(id) for id in dict.fromkeys(ids) if id in self.under_way]
-        self.aborted += [row.completion("abort") for row in rows]
+        self._aborted += [row.completion("abort") for row in rows]
 
     def _end(self, id: str, ended: bool = False) -> SequenceState:
         """Forget a request; ended: SGLang has done so too."""
@@ -112,7 +112,7 @@ class SglangEngine(HostedEngine):
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """One turn: compute the prompts of new requests with a token each, or a token for each running request."""
-        ended, self.aborted = self.aborted, []
+        ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
         batch = self.scheduler.turn()
@@ -178,12 +178,10 @@ class SglangEngine(HostedEngine):
             return ((name, None) for name in self.shapes)
         return plain_weights(self.model, self.shapes, next(self.model.parameters()).dtype, FUSIONS)
 
-    def restore(self, tag: str) -> None:
-        """See `HostedEngine`."""
+    def _restore(self, tag: str) -> None:
         self.scheduler.weight_updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]))
 
-    def release(self) -> None:
-        """See `HostedEngine`."""
+    def _release(self) -> None:
         for _ in range(IDLE_TURNS):  # it wants to have been idle
             self.scheduler.turn()
         tags = ["kv_cache", "weights"]
@@ -194,8 +192,7 @@ class SglangEngine(HostedEngine):
         """The module that SGLang computes with in this process."""
         return self.scheduler.tp_worker.model_runner.model
 
-    def shut_down(self) -> None:
-        """See `HostedEngine`."""
+    def _stop(self) -> None:
         if self.scheduler is not None:
             stop(self._replica)
         self.scheduler = None

@@ -12,6 +12,7 @@ Left out: what is asked for and why (`rollout/`), how vLLM is started (`start.py
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,11 @@ from spmd_rl.engine.checked_weights import CheckedWeights
 from spmd_rl.engine.fused_weights import plain_weights
 from spmd_rl.engine.hosted import HostedEngine
 from spmd_rl.engine.sequence import SequenceState, TextOf, has_stop, no_text
+from spmd_rl.engine.vllm.adapter_slot import AdapterSlot
 from spmd_rl.engine.vllm.start import TIES, stop
 from spmd_rl.engine.vllm.weights import repack_heads, unpack_experts
 from spmd_rl.errors import RunFailed
+from spmd_rl.model.fingerprint import finish, start
 from spmd_rl.types import Completion, FinishReason, Request
 
 TEMPERATURES = (0.01, 2.0)
@@ -40,12 +43,19 @@ class VllmEngine(HostedEngine):
     """An `Engine` over a vLLM that `start` has started."""
 
     def __init__(
-        self, llm: LLMEngine, shapes: Mapping[str, torch.Size], sleeps: bool = False, text_of: TextOf = no_text
+        self,
+        llm: LLMEngine,
+        shapes: Mapping[str, torch.Size],
+        sleeps: bool = False,
+        text_of: TextOf = no_text,
+        slot: AdapterSlot | None = None,
     ) -> None:
         """`shapes`: of the weights that `load` must bring, by Hugging Face name. `sleeps`: outside `awake`.
 
-        `text_of`: needed for requests with stop strings.
+        `text_of`: needed for requests with stop strings. `slot`: where an adapter is computed with; then `load` may
+        bring adapters alone, once it has brought all.
         """
+        self._slot = slot
         self.llm = llm
         """vLLM itself, for a look inside where something is wrong."""
         config = llm.vllm_config
@@ -65,7 +75,9 @@ class VllmEngine(HostedEngine):
             "prompt_token_ids": request.prompt_ids.tolist(),
             "cache_salt": f"version {self.version}",
         }
-        self.llm.add_request(request.id, prompt, self._sampling(request), arrival_time=float(self.num_added))
+        adapter, arrival = self._slot.request if self._slot else None, float(self.num_added)
+        sampling = self._sampling(request)
+        self.llm.add_request(request.id, prompt, sampling, arrival_time=arrival, lora_request=adapter)
 
     def _sampling(self, request: Request) -> SamplingParams:
         return SamplingParams(
@@ -91,11 +103,11 @@ class VllmEngine(HostedEngine):
         """End these requests; the next `step` returns what they have. Ids that have ended are passed over."""
         rows = [self.under_way.pop(id) for id in dict.fromkeys(ids) if id in self.under_way]
         self.llm.abort_request([row.request.id for row in rows])
-        self.aborted += [row.completion("abort") for row in rows]
+        self._aborted += [row.completion("abort") for row in rows]
 
     def step(self) -> list[Completion]:
         """Admit what fits, compute one token for each running request, return those that ended."""
-        ended, self.aborted = self.aborted, []
+        ended, self._aborted = self._aborted, []
         if not self.under_way:
             return ended
         for output in self.llm.step():
@@ -140,31 +152,46 @@ class VllmEngine(HostedEngine):
         `weights` is read to its end in any case: other ranks may be gathering it with us.
         """
         assert self.num_unfinished == 0, "load() with requests under way"
-        self.version = None
+        holds_base, self.version = self.checksums, None
+        if self._slot is None:
+            faults = self._reload(weights)
+        else:
+            base = self._slot.others(weights)
+            first = next(base, None)
+            self._slot.brings_base = first is not None or not holds_base
+            faults = self._reload(chain([first] if first else [], base)) if self._slot.brings_base else []
+            faults += self._slot.put(self.llm)
+        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
+        self.end_load(version, faults)
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Take over weights by their Hugging Face names; what is wrong with them."""
         checked = CheckedWeights(weights, self.shapes)
         unpack_experts(self.model)
         # vLLM keeps a tensor until its layer is whole; the trainer's own is good only until the next.
         kept = ((name, tensor.clone()) for name, tensor in checked)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
         repack_heads(self.model)
-        faults = checked.end()
-        assert self.llm.reset_prefix_cache(), "a cached key would outlive its weights"
-        self.end_load(version, faults)
+        return checked.end()
 
     def loaded_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few."""
+        """vLLM's own tensors where they are plain and whole: on an accelerator at tp=1 all, on the CPU few.
+
+        With adapters, what the last load brought.
+        """
         config = self.llm.vllm_config
         if config.parallel_config.tensor_parallel_size > 1:
             return ((name, None) for name in self.shapes)
         fusions = getattr(self.model, "packed_modules_mapping", {})
-        return plain_weights(self.model, self.shapes, config.model_config.dtype, fusions)
+        plain = plain_weights(self.model, self.shapes, config.model_config.dtype, fusions)
+        if self._slot is None:
+            return plain
+        return chain(plain if self._slot.brings_base else (), self._slot.held(self.model))
 
-    def restore(self, tag: str) -> None:
-        """See `HostedEngine`."""
+    def _restore(self, tag: str) -> None:
         self.llm.wake_up([tag])
 
-    def release(self) -> None:
-        """See `HostedEngine`."""
+    def _release(self) -> None:
         self.llm.sleep(level=1)
 
     @property
@@ -172,10 +199,15 @@ class VllmEngine(HostedEngine):
         """The module that vLLM computes with in this process."""
         return self.llm.model_executor.driver_worker.model_runner.get_model()
 
-    def shut_down(self) -> None:
-        """See `HostedEngine`."""
+    def _fingerprints(self) -> dict[str, bytes]:
+        held = dict(self._slot.held(self.model)) if self._slot else {}
+        return super()._fingerprints() | finish({name: start(tensor) for name, tensor in held.items()})
+
+    def _stop(self) -> None:
         if self.llm is not None:
             stop(self.llm)
+        if self._slot is not None:
+            self._slot.close()
         self.llm = None
 
 
