@@ -8,11 +8,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from inspect import isfunction
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from spmd_rl.engine.guest import undisturbed
 
@@ -33,8 +35,20 @@ def hosted(device_type: str) -> Iterator[None]:
     for name, value in DEFAULTS.get(device_type, {}).items():
         os.environ.setdefault(name, value)
     logging.getLogger("sglang").setLevel(os.environ.get("SGLANG_LOGGING_LEVEL", "ERROR"))
-    with undisturbed("SGLANG_"), _without(NOT_NEEDED if device_type == "cpu" else ()):
+    cpu = device_type == "cpu"
+    with undisturbed("SGLANG_"), _without(NOT_NEEDED if cpu else ()), _uncompiled() if cpu else nullcontext():
         yield
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let functions that are made inside stay as they are: on the CPU a C++ compiler would work at them for minutes."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **settings: function or (lambda one: one)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 @contextmanager
