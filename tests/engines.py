@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests, in this process. Skips where vLLM cannot be imported.
+"""Real vLLM and SGLang engines for tests, in this process. Skips where they cannot be imported.
 
     with vllm_engine(tiny("llama", path, **VLLM_SIZES)) as engine: ...
 
@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ VLLM_SIZES = {"hidden_size": 128, "head_dim": 32}
 """For `tiny`: vLLM's attention on the CPU knows no smaller heads."""
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+needs_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here: `make test-sglang` has it"
+)
 
 
 @contextmanager
@@ -41,7 +45,8 @@ def one_rank() -> Iterator[World]:
 
 
 @contextmanager
-def vllm_engine(
+def started_engine(
+    name: str,
     path: Path | str,
     dtype: str = "float32",
     max_running: int = 8,
@@ -49,9 +54,13 @@ def vllm_engine(
     lora: LoraConfig | None = None,
 ) -> Iterator[object]:
     """A started engine without weights, at world 1, over the default group that is there or one of its own."""
-    settings = EngineConfig(name="vllm", max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
+    settings = EngineConfig(name=name, max_running=max_running, kv_tokens=kv_tokens, adapters=lora is not None)
     policy = PolicyConfig(model=str(path), dtype=dtype, lora=lora or LoraConfig())
     with one_rank() as world:
         engine = build(settings, policy, False, world)
         yield engine
         engine.close()
+
+
+vllm_engine = partial(started_engine, "vllm")
+sglang_engine = partial(started_engine, "sglang")

@@ -4,7 +4,7 @@
                                manifest.json, which is written last
     checkpoints/latest         the name of the newest one; moves only after its directory is complete
 
-Left out: asynchronous saves, and reading `hf/` back, which is for others to load.
+Left out: reading `hf/` back, which is for others to load.
 """
 
 from spmd_rl.checkpoint.checkpointer import Checkpointer, Stateful, finished, problem_of

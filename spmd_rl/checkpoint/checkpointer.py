@@ -2,6 +2,9 @@
 
 Every rank runs every line. What only one rank can know (a full disk, a torn file) is gathered before anybody acts on
 it, so that all ranks save, resume or stop together.
+
+With `checkpoint.overlap` a save copies tensors to the host and returns; they are written while the next step runs, and
+the checkpoint is sealed after it, where all ranks come by again. Until then the one before it is the newest.
 """
 
 import hashlib
@@ -17,6 +20,7 @@ import msgspec
 from spmd_rl.checkpoint import manifest
 from spmd_rl.checkpoint.directory import CheckpointDir
 from spmd_rl.checkpoint.manifest import EXPORT, Manifest, TornCheckpoint
+from spmd_rl.checkpoint.unsealed import Unsealed
 from spmd_rl.config.resume import holds_run
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
@@ -27,6 +31,8 @@ STATE = "state.json"
 """The file of a checkpoint that holds everything but tensors."""
 
 T = TypeVar("T")
+Hashed = list[tuple[str, int, str]]
+"""Files that a rank wrote: relative path, size in bytes and hash of each."""
 
 
 class Stateful(Protocol):
@@ -64,15 +70,24 @@ class Checkpointer:
         self._cfg, self._run_dir, self._world = cfg, run_dir, world
         self._dir = CheckpointDir(run_dir / "checkpoints")
         self._roles, self._parts, self._export = dict(roles), dict(parts), export
+        self._unsealed: Unsealed[Hashed] | None = None  # on all ranks alike
 
     def maybe_save(self, step: int, last: bool = False) -> None:
-        """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write."""
-        if not (last or (self._cfg.every and step % self._cfg.every == 0)):
+        """[all] Save if `step` is due, or `last`. UserError on all ranks if any could not write.
+
+        With `overlap`, the checkpoint before is sealed first; of the `last` step nothing is left to do.
+        """
+        is_due = last or (self._cfg.every and step % self._cfg.every == 0)
+        if not is_due and self._unsealed is None:
             return
         with self._world.phase("save"), ExitStack() as awake:
-            for role in self._roles.values():
-                awake.enter_context(role.awake())
-            self._save(step, export=last or self._cfg.export_hf)
+            if self._unsealed is not None:
+                before, self._unsealed = self._unsealed, None
+                self._seal(before.step, before.temporary, lambda: before.result(self._world.progress))  # [all]
+            if is_due:
+                for role in self._roles.values():
+                    awake.enter_context(role.awake())
+                self._save(step, export=last or self._cfg.export_hf, overlap=self._cfg.overlap and not last)  # [all]
 
     def restore(self) -> int:
         """[all] Load the checkpoint that `checkpoint.resume` asks for; return its step, or 0 if there is none.
@@ -93,17 +108,34 @@ class Checkpointer:
 
     # Saving
 
-    def _save(self, step: int, export: bool) -> None:
-        """[all] Write everything beside its place, then move it there."""
+    def _save(self, step: int, export: bool, overlap: bool) -> None:
+        """[all] Write everything beside its place, then move it there; with `overlap`, let a thread do the first."""
         state = self._state(step)  # [all]
         nonce = self._world.broadcast("save: begin", secrets.token_hex(4))  # [all]
         temporary = self._dir.temporary(step, nonce)
         written = self._attempt("save: begin", temporary, lambda: self._begin(temporary, state))  # [all]
+        staged = []
         for name, role in self._roles.items():
-            written += self._attempt(f"save: {name}", temporary, lambda r=role, f=temporary / name: r.save(f))  # [all]
-        if export and self._export is not None:
+            folder = temporary / name
+            if overlap:
+                staged.append(role.stage(folder))  # [all]
+            else:
+                written += self._attempt(f"save: {name}", temporary, lambda r=role, f=folder: r.save(f))  # [all]
+        if export and self._export is not None:  # it passes all weights through all ranks: no thread of one can
             written += self._attempt("save: export", temporary, lambda: self._export(temporary / EXPORT))  # [all]
-        hashed = self._attempt("save: hashes", temporary, lambda: self._hash(temporary, written))  # [all]
+
+        def write(on_progress: Callable[[], object]) -> Hashed:
+            paths = [path for write_role in staged for path in write_role(on_progress)]
+            return _hash(temporary, written + paths, on_progress)
+
+        if overlap:
+            self._unsealed = Unsealed(step, temporary, write)
+        else:
+            self._seal(step, temporary, lambda: write(self._world.progress))  # [all]
+
+    def _seal(self, step: int, temporary: Path, write: Callable[[], Hashed]) -> None:
+        """[all] Make a checkpoint of what the ranks wrote, once each of them has."""
+        hashed = self._attempt("save: hashes", temporary, write)  # [all]
         entries = [entry for record in self._world.gather("save: files", hashed) for entry in record]  # [all]
         files = {name: manifest.Entry(size, digest) for name, size, digest in entries}
         complete = Manifest(step, self._world.size, files)
@@ -144,15 +176,6 @@ class Checkpointer:
             (temporary / name).mkdir()
         (temporary / STATE).write_bytes(state)
         return [temporary / STATE]
-
-    def _hash(self, temporary: Path, written: list[Path]) -> list[tuple[str, int, str]]:
-        """Flush and hash the files that this rank wrote: relative path, size in bytes and hash of each."""
-        records = []
-        for path in written:
-            manifest.flush(path)
-            entry = manifest.hash_file(path, self._world.progress)
-            records.append((path.relative_to(temporary).as_posix(), entry.size, entry.hash))
-        return records
 
     def _publish(self, temporary: Path, complete: Manifest) -> None:
         """Write the manifest and move the checkpoint into its place, on rank 0."""
@@ -219,6 +242,16 @@ class Checkpointer:
         for name, part in self._parts.items():
             part.load_state(state["parts"][name])  # [all]
         return state["step"]
+
+
+def _hash(temporary: Path, written: list[Path], on_progress: Callable[[], object]) -> Hashed:
+    """Flush and hash the files that this rank wrote."""
+    records = []
+    for path in written:
+        manifest.flush(path)
+        entry = manifest.hash_file(path, on_progress)
+        records.append((path.relative_to(temporary).as_posix(), entry.size, entry.hash))
+    return records
 
 
 def _is_of_another_run(resume: str, own: CheckpointDir) -> bool:

@@ -16,6 +16,12 @@ def with_value_head(model: nn.Module, bias: bool = True) -> nn.Module:
     return model
 
 
+def head_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model's value head by name: no language model that is stored has them."""
+    own = [*model.get_output_embeddings().parameters()]
+    return {name: p for name, p in model.named_parameters() if any(p is one for one in own)}
+
+
 class _ValueHead(nn.Linear):
     gives_fingerprint = False
 

@@ -9,22 +9,24 @@ same numbers on all ranks.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.batch import Batch
+from spmd_rl.batch import Batch, Ragged, bounds_of
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.errors import RunFailed
 from spmd_rl.train import averages
-from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, ShardedModel
+from spmd_rl.train.base import BoundLoss, BoundValueLoss, ForwardArgs, Metrics, MicrobatchLoop, PolicyRole, ShardedModel
+from spmd_rl.train.follow import move
 from spmd_rl.train.microbatch import dummy, plan, token_index
 from spmd_rl.train.pipeline import Step, forward_only, one_forward_one_backward
 from spmd_rl.train.schedule import learning_rate
-from spmd_rl.train.state import SavedState, read_state, write_state
+from spmd_rl.train.state import SavedState, Shard, read_state, staged, write_state
 
 AnyLoss = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 """A `BoundLoss` or a `BoundValueLoss`: called with what a forward gives and the micro-batch on the device."""
@@ -156,9 +158,15 @@ class BaseRole:
 
     def save(self, folder: Path) -> list[Path]:
         """See `Role`."""
+        return self._write(folder, self.model.state(), self._world.progress)
+
+    def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        """See `Role`."""
+        return partial(self._write, folder, staged(self.model.state()))
+
+    def _write(self, folder: Path, state: Iterable[Shard], on_progress: Callable[[], object]) -> list[Path]:
         about = {"backend": self._role.train.name, "layout": str(self._role.train.used_axes)}
-        path = folder / f"{self._world.rank:05d}.safetensors"
-        return write_state(path, self.model.state(), about, self._world.progress)
+        return write_state(folder / f"{self._world.rank:05d}.safetensors", state, about, on_progress)
 
     def load(self, folder: Path) -> None:
         """See `Role`."""
@@ -186,13 +194,30 @@ class Policy(BaseRole):
         logprobs, entropy = self.evaluate("logprobs", batch, ForwardArgs(temperature), 2)  # [all]
         return logprobs, entropy
 
+    def top_logprobs(self, batch: Batch, temperature: float, k: int, num_ids: int) -> tuple[Tensor, Ragged, Ragged]:
+        """See `PolicyRole`."""
+        columns = self.evaluate("logprobs", batch, ForwardArgs(temperature, top=(k, num_ids)), 2 + 2 * k)  # [all]
+        tops = torch.stack(columns[2:], 1)[batch.sampled.index]
+        lists = (tops[:, :k].round().int(), tops[:, k:])
+        return columns[0], *(Ragged(values.flatten(), bounds_of(batch.loss_mask.long() * k)) for values in lists)
+
+    @property
+    def sync_steps(self) -> int | None:
+        """See `PolicyRole`."""
+        return self._role.sync_steps
+
+    def follow(self, policy: PolicyRole) -> None:
+        """See `PolicyRole`."""
+        move(self.model.state(), policy.weights(), self._role.own.mixup, self._role.model_key)  # [all]
+        self.model.on_state_loaded()
+
     def packing_fingerprint(self, batch: Batch) -> Tensor:
         """See `Role`."""
         return self.logprobs(batch, 1.0)[0]
 
     def update(self, batch: Batch, loss: BoundLoss, temperature: float) -> Metrics:
         """See `PolicyRole`."""
-        return self.optimize(batch, ForwardArgs(temperature), loss)
+        return self.optimize(batch, ForwardArgs(temperature, compares=batch.teacher_ids is not None), loss)
 
 
 class Critic(BaseRole):

@@ -127,6 +127,13 @@ def write_state(
     return [path] if mine else []
 
 
+@torch.no_grad()
+def staged(state: Iterable[Shard]) -> list[Shard]:
+    """Copies, on the host, of what this rank writes of a state: training may go on before `write_state` has them."""
+    mine = (one for one in state if one.is_mine and one.tensor is not None)
+    return [one._replace(tensor=one.tensor.detach().to("cpu", copy=True)) for one in mine]
+
+
 def head_of(wholes: Mapping[str, Sequence[int]], about: Mapping[str, str]) -> dict[str, str]:
     """The metadata of a file whose tensors are, as a whole, of these shapes. about: who wrote it."""
     return {"format": FORMAT, **about, "shapes": json.dumps(wholes, separators=(",", ":"))}

@@ -25,6 +25,8 @@ class Stored(NamedTuple):
     """Bytes read so far."""
     reader: Callable[..., RegionReader] | None = None
     """Called with the model, on the meta device: how any part of its weights is read; None of one that is whole."""
+    files: WeightFiles | None = None
+    """What is stored, by its own names: for a backend that has no use for the model but its sizes."""
 
 
 Source = Callable[..., Stored]
@@ -38,7 +40,7 @@ def stored_model(path: str, dtype: torch.dtype, remote_code: bool, on_progress: 
     load, reader = partial(load_weights, files=files, on_progress=on_progress), partial(RegionReader, files=files)
     if mismatch(model, files):  # transformers renames and merges some weights as it loads them: experts, for one
         model, load, reader = build_model(folder, dtype, "cpu", remote_code), None, None
-    return Stored(model, load, lambda: files.bytes_read, reader)
+    return Stored(model, load, lambda: files.bytes_read, reader, files)
 
 
 class CheckpointFiles(WeightFiles):
@@ -83,7 +85,7 @@ def checkpoint_model(
     has_adapters = SCALING in saved.tensors
     files = AdaptedFiles(folder, saved, parts, dtype) if has_adapters else CheckpointFiles(folder, saved, buffers)
     load = partial(load_weights, files=files, on_progress=on_progress)
-    return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files))
+    return Stored(model, load, lambda: files.bytes_read, partial(RegionReader, files=files), files)
 
 
 def materialize(model: torch.nn.Module, device: torch.device) -> None:

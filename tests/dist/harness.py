@@ -10,7 +10,8 @@
 
 Arguments and results travel as JSON. Each rank runs `fn(world, *args)` inside `World.open`; `run_ranks` fails with the
 ranks' output if any of them ends with another exit code than 0, and kills them all at the timeout. To watch ranks die,
-use `launch` (bare processes; the parent holds the store) or `torchrun` (under a real agent) and look at `Job`.
+use `launch` (bare processes; the parent holds the store) or `torchrun` (under a real agent) and look at `Job`. Where
+they would import a large library each time, `Ranks` are used again by one test after the other.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from tests.forked import Forked, new_store, rank_environments
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
+IDLE = timedelta(hours=1)
+"""How long `Ranks` wait for something to do."""
 
 
 @dataclasses.dataclass
@@ -129,6 +133,76 @@ def launch(
         else:
             job.processes.append(_start([sys.executable, "-m", __name__, *task], log, mine | env))
     return job
+
+
+class Ranks:
+    """Ranks that do one thing after the other, `ranks.run(fn, ...)`: what they import they import once.
+
+    A context manager. Where one of them fails all end, and the next call starts others.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._folder, self._job, self._calls = size, None, None, 0
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._job is not None:
+            self._send(None)
+            self._job.wait(60.0)
+        self._end()
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None, timeout: float = 120.0
+    ) -> list:
+        """As `run_ranks`; with `ranks`, `fn` gets the world of these alone, and the others never meet them."""
+        if self._job is None:
+            self._folder = tempfile.TemporaryDirectory()
+            compiled = f"{self._folder.name}/compiled"
+            self._job, self._calls = launch(self._size, _serve, compiled, directory=self._folder.name), 0
+        members = list(range(self._size) if ranks is None else ranks)
+        self._send([fn.__module__, fn.__name__, members, args])
+        deadline, keys = time.monotonic() + patient(timeout), [f"result {self._calls} {rank}" for rank in members]
+        while not self._job.store.check(keys):
+            ended, late = any(one.poll() is not None for one in self._job.processes), time.monotonic() > deadline
+            if ended or late:
+                said = self._job.output()
+                self._end()
+                raise AssertionError(f"{'still running' if late else 'ranks ended'}: {fn.__name__}\n{said}")
+            time.sleep(0.02)
+        return [json.loads(self._job.store.get(key)) for key in keys]
+
+    def _send(self, call: Any) -> None:
+        self._calls += 1
+        self._job.store.set(f"call {self._calls}", json.dumps(call))
+
+    def _end(self) -> None:
+        if self._job is not None:
+            self._job.__exit__()
+            self._folder.cleanup()
+        self._job = None
+
+
+def _serve(world: World, compiled: str) -> None:
+    """What each of `Ranks` does until there is nothing more to do. compiled: where libraries would compile things."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = compiled
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    worlds, number = {}, 0
+    while True:
+        number += 1
+        with world.journal.extend_timeout(IDLE.total_seconds()):
+            store.wait([f"call {number}"], IDLE)
+        call = json.loads(store.get(f"call {number}"))
+        if call is None:
+            return
+        module, name, ranks, args = call
+        key = tuple(ranks)
+        if key not in worlds:
+            worlds[key] = world.subset(f"ranks {ranks}", ranks)
+        if worlds[key] is not None:
+            result = getattr(importlib.import_module(module), name)(worlds[key], *args)
+            store.set(f"result {number} {world.rank}", json.dumps(result))
 
 
 def torchrun(

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World
 from spmd_rl.errors import UserError
 from spmd_rl.model.load import local, owned_region
-from spmd_rl.train.state import SavedState, Shard, read_state, write_state
+from spmd_rl.train.state import SavedState, Shard, read_state, staged, write_state
 from tests.dist.harness import launch, run_ranks
 
 
@@ -64,6 +65,10 @@ class Toy:
 
     def save(self, folder: Path) -> list[Path]:
         return write_state(folder / f"{self.world.rank}.safetensors", self.state(), {})
+
+    def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        kept = staged(self.state())
+        return lambda on_progress: write_state(folder / f"{self.world.rank}.safetensors", kept, {}, on_progress)
 
     def load(self, folder: Path) -> None:
         read_state(self.state(), SavedState.open(folder, self.world))
@@ -135,6 +140,38 @@ def test_one_ranks_full_disk_is_everybodys_error(tmp_path: Path) -> None:
     assert len(told) == 2 and told[0] == told[1]
     assert "step-000002 could not be written: File too large" in told[0]
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["latest", "step-000001"]
+
+
+def killed_behind_the_training(world: World, run_dir: str) -> None:
+    """Rank 1 dies on the thread that writes its part of step 3, while all ranks train."""
+    toy, saver = open_job(world, run_dir, keep=9, overlap=True)
+    stage, written = toy.stage, []
+
+    def changed(folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        write = stage(folder)
+
+        def and_die(on_progress: Callable[[], object]) -> list[Path]:
+            written.append(write(on_progress))
+            if world.rank == 1 and len(written) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return written[-1]
+
+        return and_die
+
+    toy.stage = changed
+    for step in range(1, 10):
+        toy.train()
+        saver.maybe_save(step)
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    # `open_job` draws weights by the length of the name
+    _, _, straight = run_ranks(2, train, str(tmp_path / "straight"), 4)[0]
+    with launch(2, killed_behind_the_training, str(tmp_path / "stricken"), directory=tmp_path / "job") as job:
+        assert all(job.wait(60))
+    assert "step-000003" not in os.listdir(tmp_path / "stricken" / "checkpoints")
+    for first, updates, digests in run_ranks(2, train, str(tmp_path / "stricken"), 4):
+        assert (first, updates) == (2, 4) and digests[1:] == straight[3:]
 
 
 def look_apart(world: World, run_dir: str) -> str:

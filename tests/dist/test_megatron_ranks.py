@@ -1,6 +1,6 @@
 """Megatron beside FSDP2: each goes on from what the other has saved; skipped updates, bfloat16, wrong mappings.
 
-The ranks of this file do all of it in one go, since they import Megatron once.
+Two of three ranks do all of it in one go; they never meet the first one.
 """
 
 import math
@@ -12,18 +12,20 @@ import pytest
 import torch
 
 from spmd_rl import weights
-from spmd_rl.distributed import World
+from spmd_rl.config.schema import CriticConfig, TrainConfig
+from spmd_rl.config.sections.models import RoleConfig
+from spmd_rl.distributed import Layout, World
 from spmd_rl.engine.native import NativeEngine, empty_module
 from spmd_rl.errors import RunFailed, UserError
 from spmd_rl.model.build import build_model
+from spmd_rl.train import build_role
 from spmd_rl.train.state import SavedState
-from tests.dist.harness import run_ranks
 from tests.dist.test_experts import with_auxiliary
 from tests.dist.test_router_replay import replayed
-from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored
+from tests.dist.test_train_parity import AS_GRADIENT, HUGE, as_stored, critic_errors, plain_values, with_random_head
 from tests.dist.test_train_state import save
 from tests.models import EXPERTS, tiny
-from tests.training import TEMPERATURE, built, global_batch, loss, plain_backward, relative, share_of
+from tests.training import TEMPERATURE, built, fsdp2_critic, global_batch, loss, plain_backward, relative, share_of
 
 ARCHITECTURES = "spmd_rl.train.megatron.architectures"
 EPS = 1e-3
@@ -134,6 +136,25 @@ def with_padding(world: World, path: str, axes) -> dict[str, float]:
     return {name: relative((before[name] - after[name]) / 100, grad) for name, grad in wanted.items()}
 
 
+def values(world: World, path: str, folder: str, axes) -> list[float]:
+    """Errors of a critic that goes on from what FSDP2 has saved, against plain torch; before, its values are 0."""
+    own = CriticConfig(lr=1e-2, eps=1e-3)
+    random = with_random_head(build_model(path, torch.float32, "cpu"))
+    writer = fsdp2_critic(random, Layout(world), TrainConfig(), torch.float32, own, 5)
+    counters, train = save(world, writer, folder), TrainConfig(name="megatron", tokens_per_microbatch=60, **axes)
+    mine = build_role(RoleConfig("critic", own, path, "float32", False, train, 5), world)
+    start = mine.values(share_of(mine, "uneven", global_batch()))
+    mine.load(Path(folder))
+    mine.load_counters(counters)
+    summing = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
+    share = share_of(mine, "dealt", global_batch())
+    with torch.no_grad():  # see `ForwardArgs.is_fingerprint`
+        summing.get_output_embeddings().weight.fill_(mine.hidden_size**-0.5)
+        summing.get_output_embeddings().bias.zero_()
+        apart = (mine.packing_fingerprint(share) - plain_values(summing, share)).abs()
+    return [float(start.abs().sum()), float(apart.amax()), *critic_errors(mine, path, own)]
+
+
 def swapped_queries(rules) -> None:
     name = next(name for name in rules if "linear_qkv" in name)
     q, k, v = rules[name].names
@@ -210,20 +231,24 @@ def everything(world: World, paths: dict[str, str], folder: str) -> dict:
             for axes, checkpointing in (({"ep": 2}, "full"), ({"tp": 2}, "none"), ({"pp": 2}, "none"))
         ],
         "padding": [with_padding(world, paths["llama 0"], axes) for axes in ({}, {"tp": 2}, {"pp": 2})],
+        "values": [
+            values(world, paths[f"{model} 0"], f"{folder}/values {model} {axes}", axes)
+            for model, axes in (("llama", {}), ("llama", {"tp": 2}), ("qwen3_moe", {"pp": 2}), ("llama", {"cp": 2}))
+        ],
         "interleaved": interleaved_over_two(world, paths["llama 0"]),
         "lost": published(world, paths["qwen3_moe 0"], "qwen3_moe", loses_an_expert),
     }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> list[dict]:
+def found(tmp_path_factory, three) -> list[dict]:
     folder = tmp_path_factory.mktemp("megatron")
     paths = {
         f"{name} {seed}": str(tiny(kind, folder / f"{name} {seed}", seed=seed, **sizes))
         for name, (kind, sizes) in MODELS.items()
         for seed in (0, 1)
     }
-    return run_ranks(2, everything, paths, str(folder), timeout=280)
+    return three.run(everything, paths, str(folder), ranks=[1, 2], timeout=280)
 
 
 @pytest.mark.parametrize("case", PAIRS)
@@ -269,6 +294,11 @@ def test_the_auxiliary_loss_is_that_of_one_rank_with_all_tokens(found) -> None:
 def test_what_transformers_takes_for_padding_gets_no_gradient(found) -> None:
     for errors in (errors for of_rank in found for errors in of_rank["padding"]):
         assert max(errors.values()) < 1e-5 and len(errors) > 15, errors
+
+
+def test_a_critic_follows_plain_torch(found) -> None:
+    for errors in (errors for of_rank in found for errors in of_rank["values"]):
+        assert len(errors) == 9 and max(errors) < 1e-4, errors
 
 
 def test_what_gloo_would_mix_up_is_refused(found) -> None:

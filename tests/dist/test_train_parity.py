@@ -93,19 +93,19 @@ OF_FOUR = [("llama", TP2 | PP2), ("qwen3", TP2), ("qwen2", PP2), ("llama", TP2 |
 OF_FOUR += [("qwen3_moe", EP2), ("mixtral", TP2 | EP2), ("qwen3_moe", PP2 | EP2), ("mixtral", EP2 | CP2)]
 OF_FOUR += [("deep", {"pp": 4, "vpp": 2}), ("llama", PP2)]
 """Models and layouts of Megatron"""
-OTHERS = [
-    (2, "deepspeed", [(model, zero) for model in ("llama", "qwen3_moe") for zero in ZEROS]),
-    (2, "megatron", MEGATRON),
+QUICK = [
+    ("deepspeed", [("llama", ZEROS[1]), ("llama", ZEROS[3]), ("qwen3_moe", ZEROS[2]), ("qwen3_moe", ZEROS[0])]),
+    ("megatron", MEGATRON),
 ]
-"""Ranks, backend, and the models and settings that these ranks go through: they import the backend once."""
-SLOW = [
+"""By backend, models and settings; each of `CASES` with some of them."""
+SLOW = [(2, "megatron", MEGATRON)]
+SLOW += [
     (size, "deepspeed", [(model, zero) for model in ("llama", "qwen2", "qwen3_moe", "mixtral") for zero in OTHER_ZEROS])
     for size in (1, 2, 3)
 ]
 SLOW += [(1, "megatron", [(model, {}) for model in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")])]
 SLOW += [(2, "megatron", MORE), (3, "megatron", [("smollm2", TP3), ("qwen2", TP3)])]
 SLOW += [(4, "megatron", OF_FOUR[at::2]) for at in (0, 1)]
-OTHERS += [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
 HUGE = 1e12
 AS_GRADIENT = {"max_grad_norm": HUGE, "eps": HUGE, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 CASES = {
@@ -178,19 +178,18 @@ def all_gradients(world: World, name: str, paths: dict[str, str], axes: dict[str
         if ("truncated" not in case or model == "llama")
         # where some gradients are so small that float32 weights round them away
         and (dtype == "float64" or model not in ("deepseek_v3", "granite"))
-        and (dtype == "float32" or name == "fsdp2")  # alone takes masters of another dtype
     }
 
 
-def errors_of(world: World, name: str, paths: dict[str, str], cases) -> dict[str, list]:
-    """Errors of gradients, and of three updates, by model and settings."""
-    return {
-        f"{model} {own}": [
-            all_gradients(world, name, {model: paths[model]}, own),
-            three_updates(world, name, paths[model], own),
-        ]
-        for model, own in cases
-    }
+def errors_of(world: World, name: str, paths: dict[str, str], chosen, every: bool) -> dict[str, list]:
+    """Errors of gradients, and of three updates, by model and settings; `every`: all of `CASES` with each of them."""
+    found = {}
+    for place, (model, own) in enumerate(chosen):
+        cases = (OF_A_SPLIT if "tp" in own else CASES)["float32"] if every else [CASES["float32"][place % 3]]
+        path = paths[model]
+        errors = {str(case): gradients(world, BACKENDS[name], path, own, "float32", case) for case in cases}
+        found[f"{model} {own}"] = [errors, three_updates(world, name, path, own)]
+    return found
 
 
 @pytest.mark.parametrize("name", ["fsdp2"])
@@ -209,15 +208,26 @@ def test_the_gradient_is_the_same_in_every_layout(
             assert found[worst] < LIMITS[case.split()[1]], (case, worst, found[worst])
 
 
-@pytest.mark.parametrize(("size", "name", "cases"), OTHERS, ids=str)
-def test_other_backends_follow_plain_torch(size: int, name: str, cases, models) -> None:
-    for found in run_ranks(size, errors_of, name, models, cases, timeout=560):
-        assert len(found) == len(cases)
-        for case, (gradients_of, (drift, logprobs, entropy)) in found.items():
+def assert_follows_plain_torch(found: list[dict[str, list]], count: int) -> None:
+    for of_rank in found:
+        assert len(of_rank) == count
+        for case, (gradients_of, (drift, logprobs, entropy)) in of_rank.items():
             for share, errors in gradients_of.items():
                 worst = max(errors, key=errors.get)
                 assert errors[worst] < LIMITS["float32"], (case, share, worst, errors[worst])
             assert drift < 1e-5 and max(logprobs, entropy) < 1e-4, (case, drift, logprobs, entropy)
+
+
+@pytest.mark.parametrize(("name", "chosen"), QUICK, ids=str)
+def test_other_backends_follow_plain_torch(name: str, chosen, models, three) -> None:
+    found = three.run(errors_of, name, models, chosen, False, ranks=[1, 2], timeout=560)
+    assert_follows_plain_torch(found, len(chosen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "name", "chosen"), SLOW, ids=str)
+def test_other_backends_follow_plain_torch_in_every_layout(size: int, name: str, chosen, models) -> None:
+    assert_follows_plain_torch(run_ranks(size, errors_of, name, models, chosen, True, timeout=560), len(chosen))
 
 
 SCALED = {
@@ -312,30 +322,34 @@ def plain_values(model, batch) -> torch.Tensor:
     return values * batch.loss_mask
 
 
+def critic_errors(mine, path: str, settings: CriticConfig) -> list[float]:
+    """Errors of a critic `with_random_head`: of values before and after two updates, of the losses and of the norms."""
+    plain, found = with_random_head(build_model(path, torch.float32, "cpu", attention="eager")), []
+    adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
+    batch = global_batch()
+    share = share_of(mine, "uneven", batch)
+    for _ in range(2):
+        wanted, got = plain_values(plain, share), mine.values(share)
+        found.append(float((got - wanted).abs().amax()) if share.num_tokens else 0.0)
+        per_token, _ = value_loss(plain_values(plain, batch)[batch.loss_mask], batch)
+        total = (per_token * batch.weights[batch.loss_mask]).sum()
+        total.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.max_grad_norm))
+        adamw.step()
+        adamw.zero_grad()
+        metrics = mine.update(share, value_loss)
+        found += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
+    last = (mine.values(share) - plain_values(plain, share)).detach().abs()
+    return [*found, float(last.amax()) if share.num_tokens else 0.0]
+
+
 def critics(world: World, paths: list[str], axes: dict[str, int]) -> list[float]:
-    """Errors of the values before and after two updates, of the losses and of the norms."""
     found = []
     for path in paths:
         settings, train = CriticConfig(lr=1e-2, eps=1e-3), TrainConfig(tokens_per_microbatch=50, **axes)
         model = with_random_head(build_model(path, torch.float32, "cpu"))
         mine = fsdp2_critic(model, Layout(world, **train.axes), train, torch.float32, settings, 5)
-        plain = with_random_head(build_model(path, torch.float32, "cpu", attention="eager"))
-        adamw = torch.optim.AdamW(plain.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0)
-        batch = global_batch()
-        share = share_of(mine, "uneven", batch)
-        for _ in range(2):
-            wanted = plain_values(plain, share)
-            found.append(float((mine.values(share) - wanted).abs().amax()) if share.num_tokens else 0.0)
-            per_token, _ = value_loss(plain_values(plain, batch)[batch.loss_mask], batch)
-            total = (per_token * batch.weights[batch.loss_mask]).sum()
-            total.backward()
-            norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), settings.max_grad_norm))
-            adamw.step()
-            adamw.zero_grad()
-            metrics = mine.update(share, value_loss)
-            found += [abs(metrics["loss"] / float(total) - 1), abs(metrics["grad_norm"] / norm - 1)]
-        last = (mine.values(share) - plain_values(plain, share)).detach().abs()
-        found.append(float(last.amax()) if share.num_tokens else 0.0)
+        found += critic_errors(mine, path, settings)
     return found
 
 

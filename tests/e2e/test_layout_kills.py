@@ -22,6 +22,9 @@ LAYOUTS = {
     "megatron-tp": ("qwen2", 2, "train=megatron train.tp=2"),
     "megatron-pp": ("qwen2", 2, "train=megatron train.pp=2"),
     "megatron-ep": ("qwen3_moe", 2, "train=megatron train.ep=2"),
+    "overlap": ("smollm2", 2, "checkpoint.overlap=true"),
+    "zero3-overlap": ("smollm2", 2, "train=deepspeed checkpoint.overlap=true"),
+    "megatron-pp-overlap": ("qwen2", 2, "train=megatron train.pp=2 checkpoint.overlap=true"),
 }
 """Model, ranks, settings."""
 STRUCK = ("publish", "update", "save")

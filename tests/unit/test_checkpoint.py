@@ -22,7 +22,7 @@ from spmd_rl.checkpoint.manifest import Manifest, TornCheckpoint
 from spmd_rl.config.schema import CheckpointConfig
 from spmd_rl.distributed import World, solo
 from spmd_rl.errors import UserError
-from spmd_rl.train.state import SavedState, Shard, TensorSpec, read_state, write_safetensors, write_state
+from spmd_rl.train.state import SavedState, Shard, TensorSpec, read_state, staged, write_safetensors, write_state
 
 FILE = "policy/00000.safetensors"
 
@@ -50,6 +50,10 @@ class FakeRole:
 
     def save(self, folder: Path) -> list[Path]:
         return write_state(folder / "00000.safetensors", shards(self.tensors), {})
+
+    def stage(self, folder: Path) -> Callable[[Callable[[], object]], list[Path]]:
+        kept = staged(shards(self.tensors))
+        return lambda on_progress: write_state(folder / "00000.safetensors", kept, {}, on_progress)
 
     def load(self, folder: Path) -> None:
         read_state(shards(self.tensors), SavedState.open(folder))
@@ -424,23 +428,28 @@ def die_at(call):
             os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(watch)
 
-for call in map(int, sys.argv[2:]):
+overlap = sys.argv[2] == "overlap"
+for call in map(int, sys.argv[3:]):
     if os.fork() == 0:
         run_dir = Path(sys.argv[1], str(call))
         with solo() as world:
-            job = Job(world, run_dir)
-            job.train(1, 1)
+            job = Job(world, run_dir, overlap=overlap)
+            job.train(1, 1 + overlap)
             die_at(call)
-            job.train(2, 2)
+            job.train(2 + overlap, 2 + overlap)
         os._exit(0)
     os.wait()
 """
 
 
-def test_kill_9_during_a_save_leaves_one_to_load(tmp_path: Path) -> None:
-    """In other processes: killed at each of the system calls that a save makes on its way."""
+@pytest.mark.parametrize("how", ["plain", "overlap"])
+def test_kill_9_during_a_save_leaves_one_to_load(how: str, tmp_path: Path) -> None:
+    """In other processes: killed at each of the system calls that a save makes on its way.
+
+    With `overlap` these are of a thread that still writes the second, of its seal, and of the third.
+    """
     calls = range(1, 24)
-    command = [sys.executable, "-c", KILLS, str(tmp_path), *map(str, calls)]
+    command = [sys.executable, "-c", KILLS, str(tmp_path), how, *map(str, calls)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True)
     found = {}
     for call in calls:

@@ -54,6 +54,9 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves only after the last step, which is always saved."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
+    overlap: bool = False
+    """Write checkpoints while the next step runs, from copies in host memory: one of each tensor that is saved. A
+    checkpoint is complete, and counts, when that step ends; the last one is written at once. `hf/` is never delayed."""
     export_hf: bool = False
     """Write each checkpoint also in Hugging Face format, as `hf/`; the last checkpoint always has it."""
     resume: str = "auto"

@@ -9,6 +9,7 @@ import torch
 from spmd_rl.config.sections.models import EngineConfig, ServedModelConfig
 from spmd_rl.distributed import World
 from spmd_rl.engine.base import Engine
+from spmd_rl.engine.fused_weights import expected_shapes
 from spmd_rl.engine.replicated import ReplicatedEngine
 from spmd_rl.engine.sequence import text_of_model
 from spmd_rl.engine.vllm.guest import hosted
@@ -24,7 +25,6 @@ def build(settings: EngineConfig, policy: ServedModelConfig, sleeps: bool, world
         from spmd_rl.engine.vllm.adapter_slot import AdapterSlot, engine_args
         from spmd_rl.engine.vllm.engine import VllmEngine
         from spmd_rl.engine.vllm.start import start
-        from spmd_rl.engine.vllm.weights import expected_shapes
 
         shapes = expected_shapes(policy.model, policy.trust_remote_code)
         cpu = world.device.type == "cpu"

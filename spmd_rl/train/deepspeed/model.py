@@ -20,7 +20,7 @@ from spmd_rl.model.load import Region, RegionReader
 from spmd_rl.model.logprobs import TokenHead, logit_factor
 from spmd_rl.model.size import ModelSize
 from spmd_rl.model.stored import stored_parts
-from spmd_rl.model.value_head import with_value_head
+from spmd_rl.model.value_head import head_weights, with_value_head
 from spmd_rl.train.accumulate import Critic, Policy, alone, walk
 from spmd_rl.train.base import ForwardArgs, Metrics, MicrobatchLoop
 from spmd_rl.train.deepspeed.optimizer import MOMENTS, GatedAdamW
@@ -29,7 +29,7 @@ from spmd_rl.train.deepspeed.start import DataParallel, meeting_in, settings, st
 from spmd_rl.train.dither import dither_region
 from spmd_rl.train.pipeline import Step
 from spmd_rl.train.recompute import recompute
-from spmd_rl.train.row import aim, filled_up, row_of
+from spmd_rl.train.row import aim, filled_up, parts, row_of
 from spmd_rl.train.state import MODEL, OPTIMIZER, Shard, shards_of
 from spmd_rl.train.stored_model import Source
 
@@ -63,7 +63,7 @@ class DeepSpeedModel:
                     model=module,
                     optimizer=self._optimizer,
                     config=config,
-                    mpu=DataParallel(group),
+                    mpu=DataParallel(group, layout.world.process_group("alone", None, [layout.world.rank])),
                     dist_init_required=False,
                 )
             module.to(self._device)
@@ -121,7 +121,7 @@ class DeepSpeedModel:
         if self._role.name == "critic":
             head.gives_fingerprint = args.is_fingerprint
         else:
-            aim(head, micro, row, args.temperature, self._device)
+            aim(head, micro, row, args, self._device)
         tokens = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None]}
         found = self._engine(
             **{name: to_device(ids, self._device) for name, ids in tokens.items()},
@@ -129,7 +129,7 @@ class DeepSpeedModel:
             use_cache=False,
             logits_to_keep=to_device(filled_up(row.keep), self._device),
         ).logits[0, : len(row.keep)]
-        return (found[:, 0].float(),) if self._role.name == "critic" else found.unbind(-1)
+        return (found[:, 0].float(),) if self._role.name == "critic" else parts(found, args)
 
     def grad_square(self) -> float:
         """See `ShardedModel`."""
@@ -203,10 +203,9 @@ def role_of(module: nn.Module, layout: Layout, role: RoleConfig, read: RegionRea
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`."""
     held = getattr(torch, role.dtype if role.optimizer is None else "float32")
-    stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), set[str]()
+    stored, fresh = source(role.model, held, role.trust_remote_code, layout.world.progress), ()
     if role.name == "critic":
-        head = with_value_head(stored.model, role.value_bias).get_output_embeddings()
-        fresh = {key for key, p in stored.model.named_parameters() if any(p is value for value in head.parameters())}
+        fresh = head_weights(with_value_head(stored.model, role.value_bias)).keys()
     read = stored.reader and stored.reader(stored.model, fresh=fresh)
     built = role_of(stored.model, layout, role, read)
     layout.world.journal.note("loaded", role=role.name, bytes=stored.num_bytes())

@@ -18,6 +18,8 @@ from spmd_rl.config.sections.models import TrainConfig
 from spmd_rl.devices import kind
 from spmd_rl.distributed import World
 
+IMPORT_SECONDS = 600.0
+"""What importing DeepSpeed may take without any progress, where many ranks of a machine read it at once."""
 BUCKET = 2**26
 """Gradients that are reduced at a time: DeepSpeed reserves the room for them."""
 
@@ -25,9 +27,9 @@ BUCKET = 2**26
 class DataParallel:
     """What DeepSpeed asks of its `mpu`: ranks differ in their data alone."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """`group`: of a role's ranks, which may be some of the job's."""
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, alone: dist.ProcessGroup | None) -> None:
+        """`group`: of a role's ranks, which may be some of the job's. `alone`: of this one."""
+        self._group, self._alone = group, alone
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """The group over which state is shared out and gradients are summed."""
@@ -41,8 +43,9 @@ class DataParallel:
         """This rank's place in it."""
         return dist.get_rank(self._group)
 
-    def get_model_parallel_group(self) -> None:
-        """None: there is no such group."""
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """This rank alone; with None, DeepSpeed meets all ranks of the job, of which some may not train."""
+        return self._alone
 
     def get_model_parallel_world_size(self) -> int:
         """1: no rank shares a layer with another one."""
@@ -57,8 +60,9 @@ def start(world: World) -> ModuleType:
     """Import DeepSpeed and let it take over the process groups that there are."""
     os.environ.setdefault("DS_ACCELERATOR", kind(world.device))  # or it looks for devices itself, and warns
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # a run of one rank has no launcher
-    import deepspeed
-    from deepspeed.runtime.zero import partitioned_param_coordinator
+    with world.journal.extend_timeout(IMPORT_SECONDS):
+        import deepspeed
+        from deepspeed.runtime.zero import partitioned_param_coordinator
 
     # a check of itself, in stage 3, that meets all ranks of the job, of which some may not train
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None

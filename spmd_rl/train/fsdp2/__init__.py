@@ -53,5 +53,6 @@ BACKEND = Backend(
     adapters=True,
     dtypes=("bfloat16", "float32", "float16"),
     has_plan=True,
+    follows=True,
     refuse=refuse,
 )

@@ -11,11 +11,11 @@ from spmd_rl.batch import Batch
 from spmd_rl.config.sections.models import RoleConfig
 from spmd_rl.distributed import Layout
 from spmd_rl.model.logprobs import TokenHead, logit_factor
-from spmd_rl.model.value_head import with_value_head
+from spmd_rl.model.value_head import head_weights, with_value_head
 from spmd_rl.train.accumulate import Critic, Policy
 from spmd_rl.train.base import ForwardArgs
 from spmd_rl.train.fsdp2.model import FSDP2Model
-from spmd_rl.train.row import aim
+from spmd_rl.train.row import aim, parts
 from spmd_rl.train.stored_model import Source
 
 
@@ -31,8 +31,8 @@ class FSDP2Policy(FSDP2Model):
     def outputs(self, micro: Batch, args: ForwardArgs) -> tuple[Tensor, ...]:
         """See `FSDP2Model`."""
         row = self.row(micro)
-        aim(self.module.get_output_embeddings(), micro, row, args.temperature, self.device)
-        return self.predictions(micro, row).unbind(-1)
+        aim(self.module.get_output_embeddings(), micro, row, args, self.device)
+        return parts(self.predictions(micro, row), args)
 
 
 class FSDP2Value(FSDP2Model):
@@ -59,12 +59,10 @@ def critic_of(model: nn.Module, layout: Layout, role: RoleConfig, load: Callable
 
 def build(role: RoleConfig, layout: Layout, source: Source) -> Policy | Critic:
     """[all] See `Backend.build`. The journal's line `loaded` counts the bytes that this rank has read."""
-    frozen = role.optimizer is None or role.lora.rank > 0
-    held = getattr(torch, role.dtype if frozen else "float32")
-    model, load, num_bytes, _ = source(role.model, held, role.trust_remote_code, layout.world.progress)
+    held = getattr(torch, role.held_dtype)
+    model, load, num_bytes, *_ = source(role.model, held, role.trust_remote_code, layout.world.progress)
     if role.name == "critic":
-        head = with_value_head(model, role.value_bias).get_output_embeddings()
-        fresh = {key for key, p in model.named_parameters() if any(p is value for value in head.parameters())}
+        fresh = head_weights(with_value_head(model, role.value_bias)).keys()
         load = load and partial(load, fresh=fresh)
     built = (critic_of if role.name == "critic" else policy_of)(model, layout, role, load)
     layout.world.journal.note("loaded", role=role.name, bytes=num_bytes())

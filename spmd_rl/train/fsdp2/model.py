@@ -32,7 +32,7 @@ from spmd_rl.train.fsdp2.adapters import Adapters
 from spmd_rl.train.fsdp2.experts import spread_experts
 from spmd_rl.train.fsdp2.gather import Gather
 from spmd_rl.train.fsdp2.muon import matrices
-from spmd_rl.train.fsdp2.optimizer import Optimizer
+from spmd_rl.train.fsdp2.optimizer import Optimizer, counts_once
 from spmd_rl.train.fsdp2.pipeline import Pipeline
 from spmd_rl.train.fsdp2.replayed import watch
 from spmd_rl.train.fsdp2.routing import Routing
@@ -252,34 +252,38 @@ class FSDP2Model(ABC):
             yield name, tensor
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors of `state`, by parameter: under `model` those that are not frozen, and `optimizer`."""
+        """The live tensors of `state`, by parameter: under `model` those that are not frozen, and `optimizer`.
+
+        Of a frozen model: all parameters, since a reference may follow the policy.
+        """
         shard.reshard(self.module)
-        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
-        if self._optimizer is None:
-            return {"model": trained}
+        frozen = self._optimizer is None
+        trained = {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad or frozen}
+        if frozen:
+            return {"model": trained, "optimizer": {}}
         self._moments.to_device()
         return {"model": trained | self._routing.biases(), "optimizer": self._optimizer.state_dict()}
 
     def state(self) -> list[Shard]:
         """See `ShardedModel`."""
         live, optimizer = self.state_dict(), self._optimizer
-        if optimizer is None:
-            return []
-        weights, moments = live["model"], live["optimizer"]
-        found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
-        if self._loss_scale.is_used:
-            found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
-        if self._adapters.layers:
-            found += [Shard(SCALING, (), (), self._adapters.scaling, self._world.rank == 0)]
-        for name, bias in self._routing.biases().items():  # alike on all ranks
-            found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
+        weights, moments, found = live["model"], live["optimizer"], []
+        if optimizer is not None:
+            found = [Shard(f"{OPTIMIZER}step", (), (), moments["step"], self._world.rank == 0)]
+            if self._loss_scale.is_used:
+                found += [Shard(f"{OPTIMIZER}loss_scale", (2,), (0,), self._loss_scale.state, self._world.rank == 0)]
+            if self._adapters.layers:
+                found += [Shard(SCALING, (), (), self._adapters.scaling, self._world.rank == 0)]
+            for name, bias in self._routing.biases().items():  # alike on all ranks
+                found += shards_of(MODEL, bias, _whole(bias.shape), self._parts[name], self._world.rank == 0)
         for name, held in self._pipeline.held.items():
-            if held.is_trained:
+            if held.is_trained or optimizer is None:
                 here = name in weights
                 own = owned_region(weights[name]) if here else _whole(held.shape)
                 copy = zlib.crc32(name.encode()) % self._layout.size("dp_replicate")  # which share the work
-                is_mine = here and optimizer.counts_here(name, copy)
-                kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in optimizer.kinds(name)}
+                is_mine = here and counts_once(name, weights[name], self._layout, self._pipeline, copy)
+                kinds = optimizer.kinds(name) if optimizer is not None else ()
+                kept = {f"{OPTIMIZER}{kind}/": moments.get(f"{name}.{kind}") for kind in kinds}
                 for prefix, tensor in ({MODEL: weights.get(name)} | kept).items():
                     mine = None if tensor is None else local(tensor)
                     found += shards_of(prefix, mine, own, self._parts[name], is_mine)

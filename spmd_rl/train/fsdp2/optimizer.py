@@ -24,6 +24,13 @@ LARGE, SAMPLED = 2**15, 2**12
 """Of a parameter's shard of more than `LARGE` elements, at least `SAMPLED` are looked at to say how many change."""
 
 
+def counts_once(name: str, parameter: Tensor, layout: Layout, pipeline: Pipeline, copy: int) -> bool:
+    """Whether a parameter's elements on this rank count in sums over all ranks; `copy` is the one that counts."""
+    if layout.rank("dp_replicate") != copy or not pipeline.counts_here(name):
+        return False
+    return layout.rank("tp") == 0 or not is_repeated(parameter)
+
+
 class Optimizer:
     """The optimizer of a model's trainable parameters; settings from `policy` or `critic`."""
 
@@ -112,11 +119,7 @@ class Optimizer:
 
     def counts_here(self, name: str, copy: int = 0) -> bool:
         """Whether a parameter's elements on this rank count in sums over all ranks: each counts once, on one copy."""
-        if self._layout.rank("dp_replicate") != copy:
-            return False
-        if not self._pipeline.counts_here(name):
-            return False
-        return self._layout.rank("tp") == 0 or not is_repeated(self._parameters[name])
+        return counts_once(name, self._parameters[name], self._layout, self._pipeline, copy)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

@@ -27,13 +27,9 @@ def refuse(role: RoleConfig, model: dict[str, Any]) -> None:
     if out or installed("megatron-core") is None:
         found = f"megatron-core {out[0]} is not {out[1]}" if out else "megatron-core is not installed here"
         raise UserError(f"{role.key}.name=megatron: {found}; pip install 'spmd-rl[megatron]', or say train=fsdp2")
-    if role.name == "critic":
-        raise UserError(f"{role.key}.name: train=megatron has no value head yet; critic.train.name=fsdp2 has")
     if kind is not None and kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(f"{role.key}.name: train=megatron does not know {kind}, but {known}; train=fsdp2 may")
-    if getattr(role.own, "checkpoint", None):  # its `build` reads the model's directory alone
-        raise UserError(f"{role.key}.name: train=megatron cannot evaluate a checkpoint without hf/; train=fsdp2 can")
     if train.activation_checkpointing == "selective":
         raise UserError(f"{role.key}.activation_checkpointing: train=megatron has `full` and `none`")
     for key, default in NOT_YET.items():
@@ -62,12 +58,12 @@ def _check_model(role: RoleConfig, model: dict[str, Any]) -> None:
 
 
 def build(role: RoleConfig, layout: Any, source: Any) -> Any:
-    """[all] See `Backend.build`; `source` is not asked, since no module of transformers is trained."""
+    """[all] See `Backend.build`; of the module that `source` gives sizes alone are read."""
     with layout.world.journal.extend_timeout(IMPORT_SECONDS), catch_warnings():
         simplefilter("ignore")  # Megatron names all that it could use and does not find
         from spmd_rl.train.megatron.backend import build
 
-    return build(role, layout)
+    return build(role, layout, source)
 
 
 BACKEND = Backend(

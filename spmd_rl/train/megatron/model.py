@@ -1,6 +1,6 @@
 """`MegatronModel`: a causal language model sharded by Megatron-core, with its distributed optimizer; or frozen."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,15 @@ from spmd_rl.train.dither import dither_region
 from spmd_rl.train.expert_load import ExpertLoad
 from spmd_rl.train.megatron import transformer
 from spmd_rl.train.megatron.groups import groups_of
+from spmd_rl.train.megatron.mapping import Rule
 from spmd_rl.train.megatron.optimizer import MOMENTS, DistributedAdamW
 from spmd_rl.train.megatron.parameters import Experts, StoredPart, check_files, fill, local_parameters, parameters_of
 from spmd_rl.train.megatron.shim import on_cpu
 from spmd_rl.train.megatron.tensors import Tensors
+from spmd_rl.train.megatron.value_head import ValueHead
 from spmd_rl.train.offload import Offload
 from spmd_rl.train.replay import Replay
-from spmd_rl.train.row import Row, aim, filled_up, row_of
+from spmd_rl.train.row import Row, aim, filled_up, parts, row_of
 from spmd_rl.train.state import Shard
 
 
@@ -38,21 +40,28 @@ class MegatronModel:
     """See `train.base.ShardedModel`."""
 
     def __init__(
-        self, module: nn.Module, layout: Layout, role: RoleConfig, files: WeightFiles, architecture: Any
+        self,
+        module: nn.Module,
+        layout: Layout,
+        role: RoleConfig,
+        files: WeightFiles,
+        rules: Mapping[str, Rule],
+        options: dict[str, Any],
     ) -> None:
         """[all] module: of transformers, on the meta device: its sizes alone are read. The weights come from `files`.
 
-        architecture: a module of `architectures`. UserError if the weights do not fit it, or the layout.
+        rules, options: see `architectures`. UserError if the weights do not fit them, or the layout.
         """
         config = module.config
         self._layout, self._world, self.device = layout, layout.world, layout.world.device
         self._dtype = getattr(torch, role.dtype)
         self.hidden_size, self.size = config.hidden_size, ModelSize.of(module)
-        is_tied, num_stages = config.tie_word_embeddings, layout.size("pp")
+        self._is_critic, num_stages = role.name == "critic", layout.size("pp")
+        is_tied = config.tie_word_embeddings and not self._is_critic
         dealt = deal_layers(layout.key, config.num_hidden_layers, num_stages, role.train.vpp)
         experts = Experts(num_experts(config), layout.size("ep"))
         check_experts(layout.key, experts.count, config.name_or_path, experts.size)
-        parameters = parameters_of(architecture.NAMES, dealt, num_stages, is_tied, experts)
+        parameters = parameters_of(rules, dealt, num_stages, is_tied, experts)
         check_files(parameters, files, is_tied)
         self._context = None
         if (group := layout.group("cp")) is not None:
@@ -60,9 +69,10 @@ class MegatronModel:
             self._context = context_of(group, config.num_attention_heads // tp, num_kv_heads(config) // tp)
         self._groups = groups_of(layout)  # [all]
         with on_cpu(self.device):
-            options = architecture.options(config)
             self._config = transformer.config_of(config, layout, role.train, self._dtype, options)
             chunks = transformer.chunks_of(self._config, dealt, self._groups, config.vocab_size, is_tied)
+            if self._is_critic and (last := next(reversed(chunks))).post_process:
+                last.output_layer = ValueHead(self._config, role.value_bias, self._groups)
             self._chunks = list(chunks)
             self._replay = Replay(module, layout, getattr(role.own, "router_replay", False))
             layers_here = sum(map(len, chunks.values()))
@@ -143,7 +153,10 @@ class MegatronModel:
         row = row_of(micro, device, self._dtype, self._layout.size("tp"), self._context, self._replay.of_row)
         head = getattr(getattr(chunk, "module", chunk), "output_layer", None)
         if head is not None:
-            aim(head, micro, row, loop.args.temperature, device)
+            if self._is_critic:
+                head.gives_fingerprint = loop.args.is_fingerprint
+            else:
+                aim(head, micro, row, loop.args, device)
             head.keep = to_device(filled_up(row.keep), device)
         positions = to_device(row.position_ids, device)
         chosen = None if row.chosen is None else to_device(row.chosen, device)
@@ -162,7 +175,8 @@ class MegatronModel:
         if row.own is not None:
             own = to_device(row.own, self.device)
             found = collect(found, own, len(micro.sampled.index), self._layout.group("cp"))  # [all]
-        return loop.finish(number, micro, found.unbind(-1)), torch.zeros((), dtype=torch.int, device=self.device), {}
+        nothing = torch.zeros((), dtype=torch.int, device=self.device)
+        return loop.finish(number, micro, parts(found, loop.args)), nothing, {}
 
     def grad_square(self) -> float:
         """See `ShardedModel`."""

@@ -71,7 +71,7 @@ def parameters_of(
     last = num_stages - 1
     found += [Parameter(name, rule, last) for name, rule in names.items() if name.startswith("decoder.final")]
     if not is_tied:
-        found.append(Parameter(OUTPUT, names[OUTPUT], last))
+        found += [Parameter(name, rule, last) for name, rule in names.items() if name.startswith("output_layer.")]
     elif num_stages > 1:
         found.append(Parameter(OUTPUT, names[EMBEDDING], last, is_copy=True))
     return found

@@ -1,0 +1,83 @@
+"""A critic on Megatron: the value of what stands before each token, in place of the output embedding."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from spmd_rl.model.differentiable import collect
+from spmd_rl.model.load import Region, WeightFiles
+from spmd_rl.train.megatron.mapping import Rule, Whole
+from spmd_rl.train.megatron.parameters import OUTPUT
+
+LAYER = OUTPUT.removesuffix("weight")
+
+
+class ValueHead(nn.Module):
+    """Whole on every rank; each computes the values of the tokens that it has."""
+
+    gives_fingerprint = False
+    """see `ForwardArgs`"""
+
+    def __init__(self, config: TransformerConfig, has_bias: bool, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        how = {"dtype": config.params_dtype, "device": device}
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **how))
+        self.bias = nn.Parameter(torch.empty(1, **how)) if has_bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # its gradient is a term of a sum over ranks
+        self._group = groups.tp
+        self.keep: Tensor | None = None
+        """See `transformer.Head`"""
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """[all] of the ranks that share a row's tokens out: [t / tp, 1, h] -> float32 [n, 1, 1]."""
+        hidden = hidden[:, 0]
+        if self.gives_fingerprint:
+            values = hidden.float().sum(-1, keepdim=True) / hidden.shape[-1] ** 0.5
+        else:
+            values = F.linear(hidden, self.weight, self.bias).float()
+        if (size := self._group.size()) > 1:
+            here = torch.arange(len(values), device=values.device) + self._group.rank() * len(values)
+            values = collect(values, here, size * len(values), self._group)  # [all]
+        return values[self.keep][:, None], None
+
+
+class WithValueHead:
+    """The files of a language model, with a value head of zeros in the place of its output embedding."""
+
+    def __init__(self, files: WeightFiles, head: Mapping[str, Tensor]) -> None:
+        """head: by the names under which it is stored."""
+        self.folder, self._files, self._head = files.folder, files, head
+        self.names: Collection[str] = {*files.names, *head}
+
+    @property
+    def bytes_read(self) -> int:
+        """See `WeightFiles`."""
+        return self._files.bytes_read
+
+    def file_of(self, name: str) -> Path:
+        """See `WeightFiles`."""
+        return self._files.file_of(name)
+
+    def shape(self, name: str) -> list[int]:
+        """See `WeightFiles`."""
+        return list(self._head[name].shape) if name in self._head else self._files.shape(name)
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """See `WeightFiles`."""
+        if name in self._head:
+            return torch.zeros([piece.stop - piece.start for piece in region])
+        return self._files.read(name, region)
+
+
+def rules_with(names: Mapping[str, Rule], head: Collection[str]) -> dict[str, Rule]:
+    """An architecture's rules with those of a value head, stored under the names `head`."""
+    own = {f"{LAYER}{name.rpartition('.')[2]}": Whole(name) for name in head}
+    return {name: rule for name, rule in names.items() if name != OUTPUT} | own
