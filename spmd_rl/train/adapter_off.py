@@ -13,6 +13,9 @@ from spmd_rl.train.base import ForwardArgs
 class AdapterOff:
     """A `train.base.PolicyRole` that is never trained, saved or loaded."""
 
+    sync_steps: int | None = None
+    """It stays as it is: one that follows the policy has weights of its own."""
+
     def __init__(self, policy: Policy) -> None:
         """policy: has adapters; they are on again after each call."""
         self._policy = policy

@@ -9,6 +9,8 @@ from tests.e2e.runs import Toy
 from tests.e2e.test_supervised import KINDS, measured
 
 LORA = ("policy.lora.rank=8", "policy.lr=1e-2")
+FALL = 0.98
+"""Of a loss in four steps: adapters of a random model, whose output is frozen, learn less than all of it."""
 HEAD = f"{MODEL}lm_head.weight"
 
 
@@ -16,10 +18,11 @@ HEAD = f"{MODEL}lm_head.weight"
 def test_supervised_pipelines_learn_with_adapters(name: str, tmp_path) -> None:
     kind, pipeline = KINDS[name]
     toy = kind(tmp_path, pipeline)
-    run = toy.run(*LORA, ranks=0)
+    rate = ["policy.lr=1e-3"] if name == "reward_model" else []  # its few rows are learnt by heart at 1e-2
+    run = toy.run(*LORA, *rate, ranks=0)
     lines, role = measured(run), "critic" if name == "reward_model" else "policy"
-    assert lines[4][toy.metric] < toy.fall * lines[1][toy.metric]
-    assert lines[4]["val/loss"] < toy.fall * lines[0]["val/loss"]
+    assert lines[4][toy.metric] < FALL * lines[1][toy.metric]
+    assert lines[4]["val/loss"] < FALL * lines[0]["val/loss"]
     saved = SavedState.open(run.run_dir / "checkpoints" / "step-000004" / role)
     others = {key for key in saved.tensors if key.startswith(MODEL) and not key.startswith(MODEL + PREFIX)}
     assert others == ({HEAD} if name == "reward_model" else set())

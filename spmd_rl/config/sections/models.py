@@ -331,7 +331,7 @@ class RoleConfig:
     def is_base_of(self, policy: "RoleConfig") -> bool:
         """Whether this is the policy with its adapters off: frozen, of the same model, computed alike."""
         alike = (self.model, self.dtype, self.train) == (policy.model, policy.dtype, policy.train)
-        frozen = self.optimizer is None and self.sync_steps is None
+        frozen = self.name == "reference" and self.sync_steps is None
         return alike and frozen and policy.lora.rank > 0
 
     @property
